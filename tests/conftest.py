@@ -306,7 +306,8 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Fields of TINY that the configurations of these kinds lack.
 _KINDS_LACK = dict.fromkeys(("olmo", "olmoe", "phi3", "stablelm"), ("head_dim",)) | dict.fromkeys(
-    ("gpt2", "gptj", "gpt_neox", "opt", "bloom", "falcon"), ("head_dim", "num_key_value_heads")
+    ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "persimmon"),
+    ("head_dim", "num_key_value_heads"),
 )
 
 

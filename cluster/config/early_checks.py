@@ -13,7 +13,7 @@ from typing import Any
 from ...proto.cache_groups import MAX_GROUPS
 from ...proto.errors import ConfigError, ModelLoadError
 from ...worker.memory.host_memory import available_bytes
-from ...worker.models.registry import FAMILIES, check_heads, latent_dim
+from ...worker.models.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
 from ...worker.models.transformers_names import has_architecture, has_model_type
 from .checks import in_words
 from .engine_options import DTYPES, EngineOptions
@@ -180,7 +180,7 @@ def _check_names(path: Path, name: str, fields: dict[str, Any]) -> None:
     architectures = fields.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         return
-    architecture = str(architectures[0])
+    architecture = ARCHITECTURE_ALIASES.get(str(architectures[0]), str(architectures[0]))
     if architecture not in FAMILIES and not has_architecture(architecture):
         raise ConfigError(
             f"{name}: architecture {architecture!r} is not supported: the installed transformers has no model of "

@@ -11,6 +11,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line
 from ...worker.models.eagle3_config import read_speculators
 from ...worker.models.registry import (
+    ARCHITECTURE_ALIASES,
     FAMILIES,
     TEXT_MODELS,
     check_architecture,
@@ -19,6 +20,7 @@ from ...worker.models.registry import (
     layer_windows,
 )
 from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
+from .checks import in_words
 from .generation_config import end_token_ids, read_generation_config, sampling_defaults
 from .model_checks import read_config_file, read_json_object
 from .pooling_config import read_task
@@ -49,7 +51,7 @@ def describe_model(
     hf = _load_hf_config(path, stored, read_speculators(stored, name))
     recommended = read_generation_config(path)
     _add_modelopt(hf, path)
-    hf, architecture = _text_model(hf, _architecture(hf, path))
+    hf, architecture = _text_model(hf, _architecture(hf, path), name)
     fields = hf.to_dict()
     task = read_task(path, fields, architecture, runner)
     architecture = task.architecture
@@ -111,22 +113,31 @@ def _add_modelopt(hf: Any, path: Path) -> None:
         hf.quantization_config = {"quant_method": "modelopt", **quantization}
 
 
-def _text_model(hf: Any, architecture: str) -> tuple[Any, str]:
-    """Return configuration and architecture of the text model, if there are others beside it."""
+def _text_model(hf: Any, architecture: str, name: str) -> tuple[Any, str]:
+    """Return configuration and architecture of the text model, if there are others beside it.
+
+    Raises:
+        ConfigError: the text model is of another type than those that are served.
+    """
     if architecture not in TEXT_MODELS:
         return hf, architecture
-    text = hf.get_text_config()
+    text, served = hf.get_text_config(), TEXT_MODELS[architecture]
+    if text.model_type not in served:
+        raise ConfigError(
+            f"{name}: architecture {architecture!r} is served with a text model of type {in_words(tuple(served))}, "
+            f"not {text.model_type!r}"
+        )
     for field in ("dtype", "quantization_config", "eos_token_id"):
         if getattr(hf, field, None) is not None and getattr(text, field, None) is None:
             setattr(text, field, getattr(hf, field))
-    return text, TEXT_MODELS[architecture]
+    return text, served[text.model_type]
 
 
 def _architecture(hf: Any, path: Path) -> str:
     architectures = getattr(hf, "architectures", None)
     if not isinstance(architectures, list | tuple) or not architectures:
         raise ModelLoadError(f"{path / 'config.json'}: names no architectures")
-    return str(architectures[0])
+    return ARCHITECTURE_ALIASES.get(str(architectures[0]), str(architectures[0]))
 
 
 def _context_len(hf: Any, path: Path, has_own_decoder: bool) -> int:

@@ -4,6 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+# As published: `dynamic` with a fixed base.
+HUNYUAN_ROPE = {
+    "rope_type": "dynamic",
+    "rope_theta": 10000.0,
+    "alpha": 1000.0,
+    "factor": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Model type, or type and variant |-> overrides of its configuration.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -39,6 +59,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "ministral": {
         "sliding_window": 11,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "max_position_embeddings": 256,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        }
     },
     "mixtral": {"sliding_window": 24},
     "mixtral-fused": {"checkpoint": {"save_original_format": False}},
@@ -81,6 +113,19 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"attention_bias": True},
     "olmo3": {"sliding_window": 24},
+    "olmo3-yarn": {
+        "sliding_window": 24,
+        "rope_parameters": None,
+        "rope_theta": 500.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "attention_factor": 1.2,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
     "granite": {},
     "deepseek_v2": {},
     "deepseek_v2-yarn": {
@@ -124,6 +169,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmoe": {"norm_topk_prob": True},
     "seed_oss": {"attention_bias": True},
     "hunyuan_v1_dense": {},
+    "hunyuan_v1_dense-alpha": {"rope_parameters": HUNYUAN_ROPE},
     "cohere2": {"sliding_window": 11},
     "cohere": {},
     "cohere-norms": {"use_qk_norm": True},
@@ -169,11 +215,34 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo": {},
     "gemma": {},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "afmoe": _EXPERTS | {"num_dense_layers": 1, "sliding_window": 11},
+    "apertus": {},
+    "arcee": {},
+    "cohere2_moe": _EXPERTS | {"sliding_window": 11},
+    "dots1": _ROUTED_EXPERTS | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    "exaone_moe": _EXPERTS | {"sliding_window": 11},
+    "gpt_bigcode": {},
+    "granitemoe": _LOCAL_EXPERTS,
+    "granitemoeshared": _LOCAL_EXPERTS | {"shared_intermediate_size": 64},
+    "helium": {"head_dim": 8},
+    "hy_v3": _EXPERTS,
+    "hyperclovax": {},
+    "jais2": {},
+    "laguna": _EXPERTS,
+    "mellum": _EXPERTS,
+    "nanochat": {},
+    "persimmon": {},
+    "phi": {},
+    "solar_open": _ROUTED_EXPERTS,
+    "vaultgemma": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "hunyuan_v1_moe-alpha": {"num_experts": 4, "moe_topk": [2, 2, 2], "rope_parameters": HUNYUAN_ROPE},
     "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
 }
 # No tensor-parallel plan, or one with styles besides columns and rows.
 ONE_RANK_ONLY = {
+    *("afmoe", "cohere2_moe", "dots1", "exaone_moe", "gpt_bigcode", "granitemoe", "granitemoeshared"),
+    *("hy_v3", "laguna", "mellum", "persimmon", "solar_open"),
     "flex_olmo",
     "gpt2",
     "opt",

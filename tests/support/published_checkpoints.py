@@ -79,6 +79,16 @@ def with_ernie_mtp_head(tensors: Tensors) -> Tensors:
     return tensors | layer | norms | {"model.mtp_linear_proj.0.weight": torch.zeros(64, 128)}
 
 
+def with_scales_of_cache(tensors: Tensors) -> Tensors:
+    """Add scales of keys and values for a cache in float8, which are not used."""
+    layers = [
+        name.removesuffix(".weight")
+        for name in tensors
+        if name.endswith((".k_proj.weight", ".v_proj.weight"))
+    ]
+    return tensors | {f"{name}.{name[-6]}_scale": torch.ones(()) for name in layers}
+
+
 CHECKPOINTS = {
     "llama4-fp8": Published(
         "llama4_text",
@@ -138,6 +148,18 @@ CHECKPOINTS = {
         "qwen3_moe",
         Scheme("nvfp4", group_len=16, is_float=True),
         config={"ignore": ["lm_head", "re:.*mlp.gate$"]},
+    ),
+    "qwen3_moe-modelopt": Published(
+        "qwen3_moe",
+        Scheme("modelopt", group_len=16, is_float=True),
+        config={
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float"}}
+            },
+            "ignore": ["lm_head", "model.layers.0.mlp.gate"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        },
+        rewrite=with_scales_of_cache,
     ),
     "gemma3-w4a16": Published(
         "gemma3_text",

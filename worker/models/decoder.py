@@ -78,7 +78,8 @@ class Attention:
         sinks = None
         if spec.attention_sinks:
             sinks = load.part(f"{name}.sinks", load.head_shard(spec.num_heads, 1)).float()
-        self.has_temperature = spec.query_temperature is not None and layer.rope is None
+        temperature = spec.query_temperature
+        self.has_temperature = temperature is not None and temperature.of_rotated == (layer.rope is not None)
         self.variant = AttentionVariant(
             window=layer.window, chunk=layer.chunk, soft_cap=spec.attention_soft_cap, sinks=sinks
         )

@@ -239,7 +239,8 @@ class TemperatureTable:
     """The factor of queries for every position, [P] float32; see QueryTemperature."""
 
     def __init__(self, load: LoadContext, temperature: QueryTemperature, num_positions: int) -> None:
-        steps = torch.floor(torch.arange(1, num_positions + 1, dtype=torch.float32) / temperature.interval)
+        positions = torch.arange(num_positions, dtype=torch.float32) + temperature.offset
+        steps = torch.floor(positions / temperature.interval)
         self._table = (1 + temperature.scale * torch.log1p(steps)).to(load.device)
 
     def at(self, positions: Tensor) -> Tensor:

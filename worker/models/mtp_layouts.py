@@ -87,5 +87,7 @@ def mtp_layout(model: ModelConfig) -> MtpLayout:
 
 def mtp_prefixes(model: ModelConfig) -> tuple[str, ...]:
     """Return prefixes of the names of the heads' tensors; none if the model can have no heads."""
-    layers = range(model.num_layers, model.num_layers + num_mtp_heads(model))
+    # MiniMax-M2 has another name for them.
+    count = num_mtp_heads(model) or int(model.hf.get("num_mtp_modules") or 0)
+    layers = range(model.num_layers, model.num_layers + count)
     return mtp_layout(model).prefixes or tuple(f"model.layers.{index}." for index in layers)

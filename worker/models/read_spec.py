@@ -127,9 +127,14 @@ def _adapted(model: ModelConfig, family: Family) -> ModelConfig:
 
 
 def _read_temperature(hf: dict[str, Any]) -> QueryTemperature | None:
-    if not hf.get("attn_temperature_tuning"):
+    """Return that of Llama 4, or of Ministral 3, which has it among its rope settings."""
+    if hf.get("attn_temperature_tuning"):
+        return QueryTemperature(float(hf["attn_scale"]), float(hf["floor_scale"]))
+    rope: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not (scale := rope.get("llama_4_scaling_beta")):
         return None
-    return QueryTemperature(float(hf["attn_scale"]), float(hf["floor_scale"]))
+    interval: Any = rope.get("original_max_position_embeddings")
+    return QueryTemperature(float(scale), float(interval), offset=0, of_rotated=True)
 
 
 def _read_per_layer_inputs(hf: dict[str, Any]) -> PerLayerInputs | None:

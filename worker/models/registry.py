@@ -47,6 +47,7 @@ FAMILIES = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
     "MinistralForCausalLM": Family(qkv_bias=False),
+    "Ministral3ForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
     "MixtralForCausalLM": Family(
         qkv_bias=False,
         all_layers_windowed=True,
@@ -218,14 +219,20 @@ FAMILIES = {
 }
 
 
-# Architecture that also reads images or sound |-> that of its text model, which is served alone.
+# Architecture that also reads images or sound |-> model type of its text model |-> architecture of that, which is
+# served alone.
 TEXT_MODELS = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
-    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
-    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
 }
+# Published name of an architecture |-> that in FAMILIES.
+ARCHITECTURE_ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
 
 def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
@@ -250,7 +257,9 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
     A token attends to fewer tokens than a chunk has, so a layer with chunks has a window of their length.
     """
     family = FAMILIES.get(model.architecture)
-    if family is None or family.is_latent:
+    if family is None:
+        return transformers_spec.layer_windows(model)
+    if family.is_latent:
         return ()
     try:
         layers = read_layers(model, family)
@@ -263,9 +272,7 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
 def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Return KV heads and head dim of each layer with keys and values of its own, as ModelConfig has them."""
     family = FAMILIES.get(model.architecture)
-    if family is None:
-        return transformers_spec.layer_windows(model)
-    if family.is_latent:
+    if family is None or family.is_latent:
         return ()
     try:
         layers = read_layers(model, family)

@@ -82,11 +82,16 @@ def _dynamic(frequencies: list[float], theta: float, settings: dict[str, Any], c
 
     transformers raises the base as a sequence grows. A cached key is rotated once, so all sequences have the base of
     the longest one that max_model_len allows, as in vLLM; up to the original context this is the model's own.
+    Hunyuan's checkpoints have a fixed ``alpha`` instead.
     """
-    factor, rotary_dim = float(settings["factor"]), 2 * len(frequencies)
-    stretch = max(1.0, context.max_model_len / context.context_len)
+    rotary_dim = 2 * len(frequencies)
+    if settings.get("alpha"):
+        raised = float(settings["alpha"])
+    else:
+        factor = float(settings["factor"])
+        raised = factor * max(1.0, context.max_model_len / context.context_len) - (factor - 1)
     # The new base to the power of -2 i / D is the old one's times this to the power of -i.
-    growth = (factor * stretch - (factor - 1)) ** (2 / (rotary_dim - 2)) if rotary_dim > 2 else 1.0
+    growth = raised ** (2 / (rotary_dim - 2)) if rotary_dim > 2 else 1.0
     return Rope(tuple(frequency * growth**-pair for pair, frequency in enumerate(frequencies)))
 
 

@@ -140,13 +140,18 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryTemperature:
-    """Factors of the queries of layers without positions, which grow with the position (Nakanishi, 2025).
+    """Factors of queries, which grow with the position (Nakanishi, 2025).
 
-    The factor of position p is ``1 + scale * log(1 + floor((p + 1) / interval))``.
+    The factor of position p is ``1 + scale * log(1 + floor((p + offset) / interval))``.
+
+    Attributes:
+        of_rotated: they are for layers with positions instead of those without.
     """
 
     scale: float
     interval: float
+    offset: int = 1
+    of_rotated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +240,7 @@ class DecoderSpec:
         latent: multi-head latent attention; None for attention to keys and values of heads.
         names: of the parts in the checkpoint.
         head_bias: the head has a bias.
-        query_temperature: of layers without positions; None for none.
+        query_temperature: None for none.
         value_norm: values are normalized per head, by an RMSNorm without weights.
         per_layer_inputs: None for none.
         layer_scalars: the residual is multiplied by a stored number after each layer.

@@ -9,8 +9,8 @@ from pathlib import Path
 _CONFIGURATIONS = ("configuration_auto.py", "auto_mappings.py")
 _MODELS = ("modeling_auto.py",)
 
-# Published model type |-> that of the same architecture in transformers.
-MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+# Published model type |-> that of a configuration in transformers with the same fields.
+MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 
 
 def has_model_type(model_type: str) -> bool:

@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from model_kinds import KINDS
 from reference import Reference, prompts_of
 from safetensors.torch import load_file, save_file
 
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.model_config import describe_model
+from quire.cluster.config.resolve import resolve
+from quire.proto.errors import ConfigError
 from quire.proto.step import RowSampling
 
 GREEDY = RowSampling(temperature=0.0)
@@ -27,6 +33,12 @@ PUBLISHED = {
     "gemma3n_text": ("gemma3n", "Gemma3nForConditionalGeneration", "model.language_model.", ""),
     "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", "lm_head."),
     "mistral": (
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        "language_model.model.",
+        "language_model.lm_head.",
+    ),
+    "ministral3": (
         "mistral3",
         "Mistral3ForConditionalGeneration",
         "language_model.model.",
@@ -69,7 +81,7 @@ def test_text_model_of_published_checkpoint_equals_transformers(
     kind: str, make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
 ) -> None:
     has_head = bool(PUBLISHED[kind][3])
-    source = make_model(kind, seed=7, tie_word_embeddings=not has_head)
+    source = make_model(kind, seed=7, tie_word_embeddings=not has_head, **KINDS[kind])
     publish(source, tmp_path / "published", kind)
     engine = make_engine(tmp_path / "published", 2)
     assert engine.config.model.architecture.endswith("ForCausalLM")
@@ -78,3 +90,40 @@ def test_text_model_of_published_checkpoint_equals_transformers(
         sequence = planned(prompt, 10, GREEDY)
         engine.generate([sequence], chunk_len=16)
         reference.check_greedy(prompt, sequence.generated)
+
+
+def test_other_text_models_are_refused(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": {"model_type": "mistral4"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = "served with a text model of type mistral or ministral3, not 'mistral4'"
+    with pytest.raises(ConfigError, match=words):
+        describe_model(tmp_path, "it")
+
+
+@pytest.mark.parametrize(
+    ("kind", "published"),
+    [
+        ("phimoe", {"architectures": ["PhiMoEForCausalLM"]}),
+        ("qwen2", {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}),
+    ],
+)
+def test_published_names_of_transformers_models_are_known(
+    kind: str, published: dict[str, Any], make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    """The repositories have code of their own, which is not run, and transformers has other names."""
+    source = make_model(kind, seed=7, **KINDS[kind])
+    folder = Path(shutil.copytree(source, tmp_path / "published"))
+    config = json.loads((folder / "config.json").read_text())
+    code = {
+        "auto_map": {"AutoConfig": "configuration_it.ItConfig", "AutoModelForCausalLM": "it.ItForCausalLM"}
+    }
+    (folder / "config.json").write_text(json.dumps(config | published | code))
+    resolve(EngineOptions(str(folder), device="cpu"), Machine(1, 0))
+    (prompt,) = prompts_of([20], seed=5)
+    sequence = planned(prompt, 8, GREEDY)
+    make_engine(folder).generate([sequence])
+    Reference(source).check_greedy(prompt, sequence.generated)
