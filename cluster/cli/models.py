@@ -4,8 +4,8 @@
 def models() -> None:
     """List the model architectures that quire serves: with layers of its own, or with those of transformers.
 
-    A model with transformers' layers is compared with transformers' own output when it is loaded, and refused if they
-    differ.
+    A model with transformers' layers is checked when it is loaded, and refused if its layers mix tokens by more than
+    attention. Any of them may be quantized, in the formats of docs/models.md.
 
     Example: `quire models`
     """
@@ -13,13 +13,19 @@ def models() -> None:
     from rich.table import Table
     from transformers.utils import logging
 
-    from ...worker.models.registry import FAMILIES
+    from ...worker.models.registry import ARCHITECTURE_ALIASES, FAMILIES, TEXT_MODELS
     from ...worker.models.transformers_spec import servable_architectures
 
     logging.set_verbosity_error()  # it warns of default configurations
-    table = Table("architecture", "layers", "quantized")
+    table = Table("architecture", "layers of", "tensor-parallel sizes")
     for architecture in FAMILIES:
-        table.add_row(architecture, "quire", "yes")
-    for architecture in sorted(set(servable_architectures()) - set(FAMILIES)):
-        table.add_row(architecture, "transformers", "no")
+        table.add_row(architecture, "quire", "that divide its heads")
+    for architecture, text_models in TEXT_MODELS.items():
+        table.add_row(architecture, f"quire, as {' or '.join(text_models.values())}", "that divide its heads")
+    for architecture, own in ARCHITECTURE_ALIASES.items():
+        table.add_row(architecture, f"quire, as {own}", "that divide its heads")
+    for architecture, has_plan in servable_architectures().items():
+        if architecture not in FAMILIES:
+            sizes = "that divide its KV heads" if has_plan else "1"
+            table.add_row(architecture, "transformers", sizes)
     Console().print(table)

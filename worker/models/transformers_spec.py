@@ -73,18 +73,22 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
         raise unsupported(name, architecture, f"it has layers of type {other_types[0]!r}")
 
 
-def servable_architectures() -> list[str]:
+def servable_architectures() -> dict[str, bool]:
     """Return the causal language models of the installed transformers that pass `check_architecture`, sorted.
 
     A model may still be refused for its own configuration, or when it is loaded, by `paged_selfcheck`.
+
+    Returns:
+        architecture |-> whether it can run on several ranks.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found = set()
+    found: dict[str, bool] = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config_class = _config_class(model_type)
         for architecture in _causal_architectures(model_type):
             try:
-                fields = _config_class(model_type)().to_dict()
+                fields = config_class().to_dict()
             except Exception:  # transformers raises errors of many kinds for configurations without defaults
                 continue
             try:
@@ -93,8 +97,9 @@ def servable_architectures() -> list[str]:
                 continue
             is_decoder = fields.get("is_decoder") is not False  # unlike the causal variants of encoders
             if is_decoder and not architecture.endswith(_WITH_IMAGES):
-                found.add(architecture)
-    return sorted(found)
+                plan = getattr(config_class, "base_model_tp_plan", None) or {}
+                found[architecture] = bool(plan) and not _other_styles(plan)
+    return dict(sorted(found.items()))
 
 
 def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> TransformersSpec:
@@ -134,7 +139,7 @@ def _check_rope(model: ModelConfig) -> None:
 
 
 def _check_plan(model: ModelConfig, plan: Mapping[str, str], size: int) -> None:
-    other_styles = sorted(set(plan.values()) - {COLUMN, ROW, *REPLICATED})
+    other_styles = _other_styles(plan)
     if not plan or other_styles:
         lack = f"needs {other_styles[0]!r} in its" if other_styles else "has no"
         raise ConfigError(
@@ -146,6 +151,11 @@ def _check_plan(model: ModelConfig, plan: Mapping[str, str], size: int) -> None:
             raise ConfigError(
                 f"{model.name}: tensor_parallel_size {size} does not divide its {what}, {count}"
             )
+
+
+def _other_styles(plan: Mapping[str, str]) -> list[str]:
+    """Return the styles of a tensor-parallel plan that are not supported."""
+    return sorted(set(plan.values()) - {COLUMN, ROW, *REPLICATED})
 
 
 def unsupported(name: str, architecture: str, reason: str) -> ConfigError:

@@ -179,6 +179,10 @@ def test_fit_fails_if_no_size_fits(model: str, capsys: pytest.CaptureFixture[str
 
 def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     models()
-    shown = capsys.readouterr().out
-    assert "Qwen3ForCausalLM" in shown
-    assert "GPT2LMHeadModel" in shown
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    shown = {row[0].strip(): tuple(cell.strip() for cell in row[1:]) for row in rows}
+    assert shown["Qwen3ForCausalLM"] == ("quire", "that divide its heads")
+    assert shown["GPT2LMHeadModel"] == ("transformers", "1")
+    assert shown["OlmoForCausalLM"] == ("transformers", "that divide its KV heads")
+    assert shown["Gemma3ForConditionalGeneration"][0] == "quire, as Gemma3ForCausalLM"
+    assert shown["PhiMoEForCausalLM"][0] == "quire, as PhimoeForCausalLM"
