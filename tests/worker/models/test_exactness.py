@@ -1,13 +1,15 @@
-"""Greedy tokens equal transformers' for any number of ranks and any batches, chunks and blocks."""
+"""Greedy tokens equal transformers' for any ranks, batches and chunks, and after prefix hits and preemptions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_kinds import KINDS, ranks_for
+from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
 from quire.proto.step import RowSampling
@@ -31,6 +33,19 @@ def references(make_model: Any) -> References:
     return reference
 
 
+@pytest.fixture(scope="module")
+def engines(references: References, make_engine: Any) -> Callable[[str, int], Any]:
+    """`engines(kind, tp) -> Engine` with four rows and blocks of eight tokens; cached."""
+    made: dict[tuple[str, int], Any] = {}
+
+    def engine(kind: str, tp: int) -> Any:
+        if (kind, tp) not in made:
+            made[kind, tp] = make_engine(references(kind)[0], tp, block_size=8, max_num_seqs=4)
+        return made[kind, tp]
+
+    return engine
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_single_request_equals_transformers(
     tp: int, references: References, make_engine: Any, planned: Any
@@ -45,10 +60,10 @@ def test_single_request_equals_transformers(
 
 @pytest.mark.parametrize(("kind", "tp"), [(kind, tp) for kind in KINDS for tp in ranks_for(kind)])
 def test_mixed_batch_equals_transformers(
-    kind: str, tp: int, references: References, make_engine: Any, planned: Any
+    kind: str, tp: int, references: References, engines: Callable[[str, int], Any], planned: Any
 ) -> None:
-    folder, reference = references(kind)
-    engine = make_engine(folder, tp, block_size=8, max_num_seqs=4)
+    _, reference = references(kind)
+    engine = engines(kind, tp)
     # Lengths around multiples of block and chunk size; more sequences than rows; arrivals while others decode.
     lengths = [1, 8, 9, 20, 41, 60]
     sequences = [
@@ -60,6 +75,44 @@ def test_mixed_batch_equals_transformers(
     assert len(generated) > 10, "the output of the model is too repetitive for this test"
     for sequence in sequences:
         reference.check_greedy(sequence.prompt, sequence.generated)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp"), [(kind, tp) for kind in KINDS if "-" not in kind for tp in ranks_for(kind)]
+)
+def test_prefix_hits_and_preemptions_equal_transformers(
+    kind: str, tp: int, references: References, engines: Callable[[str, int], Any]
+) -> None:
+    """The scheduler's steps have 12 tokens, so prompts are computed in chunks."""
+    (_, reference), engine = references(kind), engines(kind, tp)
+    scheduler = replace(engine.config.scheduler, max_num_batched_tokens=12)
+
+    def driver(num_blocks: int) -> RankedDriver:
+        config = replace(engine.config, scheduler=scheduler)
+        return RankedDriver(config.with_num_blocks(num_blocks), engine.step)
+
+    def add(to: RankedDriver, prompts: dict[int, list[int]], max_tokens: int) -> None:
+        for handle, prompt in prompts.items():
+            to.add(handle, prompt, max_tokens=max_tokens, ignore_eos=True)
+
+    (prefix,), tails = prompts_of([16], seed=1), prompts_of([5, 2, 9], seed=2)
+    prompts = {1 + index: prefix + tail for index, tail in enumerate(tails)}
+    ample = driver(engine.num_blocks)
+    add(ample, {0: prefix}, 1)
+    ample.run(depth=2)
+    add(ample, prompts, 14)
+    ample.finish(prompts, reference, 14)
+    assert ample.scheduler.blocks.num_hit_tokens == 3 * len(prefix)
+    # Enough for the longest sequence, but not for all.
+    scarce = driver(1 + max(6 * len(engine.config.cache_layout.groups), 2 * _peak(ample) // 3))
+    add(scarce, prompts, 14)
+    scarce.finish(prompts, reference, 14)
+    assert scarce.scheduler.stats.num_preemptions > 0
+
+
+def _peak(driver: RankedDriver) -> int:
+    """Return the most blocks that the sequences have held at once."""
+    return driver.scheduler.stats.peak_held_blocks
 
 
 def test_sequence_beyond_original_context_equals_transformers(
