@@ -8,8 +8,12 @@ namespace {
 
 // A sequence's keys are split at multiples of this in every batch, so that the sums do not depend on the batch.
 constexpr int SPLIT_LEN = 256;
+// Tokens that share the keys that a task reads. More would leave fewer tasks to the threads.
+constexpr int MAX_SHARING_TOKENS = 16;
 // Keys times head_dim below which one thread is faster than several.
 constexpr int64_t MIN_PARALLEL = 1 << 16;
+// Vectors of keys that a decoding query attends to at a time.
+constexpr int DECODE_VECTORS = 4;
 constexpr int KEY_TILE = 64;
 // Rows and vectors of a tile_product that stay in registers.
 constexpr int TILE_ROWS = 6;
@@ -88,14 +92,17 @@ struct Cache {
     return scratch;
   }
 
-  // Blocks are scattered, so the hardware prefetcher cannot predict the next one. Inlining is forced: GCC removes the
-  // call otherwise, as one without effect.
-  inline __attribute__((always_inline)) void prefetch(int64_t position, int which, int64_t n) const {
-    const int64_t row_bytes = head_dim * itemsize(dtype);
-    const char* rows = (const char*)data + row(position, which) * row_bytes;
-    for (int64_t i = 0; i < n * row_bytes; i += 64) __builtin_prefetch(rows + i, 0, 2);
+  // Returns the same rows as they are stored.
+  const char* stored(int64_t position, int which) const {
+    return (const char*)data + row(position, which) * head_dim * itemsize(dtype);
   }
 };
+
+// Blocks are scattered, so the hardware prefetcher cannot predict the next one. Inlining is forced: GCC removes the
+// call otherwise, as one without effect.
+inline __attribute__((always_inline)) void prefetch(const char* memory, int64_t num_bytes) {
+  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(memory + i, 0, 2);
+}
 
 // See kernels/attention_variant.py.
 struct Variant {
@@ -141,24 +148,69 @@ inline float raise_max(Softmax& state, float top) {
   return decay;
 }
 
-// Adds the first `n` of LANES keys and values to the attention of one query. `distance` is as for Variant::apply.
+// Up to DECODE_VECTORS times LANES adjacent keys, in vectors of one block each.
+struct DecodeTile {
+  int count = 0;  // vectors
+  int64_t positions[DECODE_VECTORS];
+  int lens[DECODE_VECTORS];  // keys of each vector; finite numbers follow
+  // What the next tile will read, and how many bytes of each.
+  const char *next_keys[DECODE_VECTORS], *next_values[DECODE_VECTORS];
+  int64_t next_bytes[DECODE_VECTORS];
+
+  // Lays out the first keys of `begin` to `end`. Returns the end of the tile.
+  int64_t lay_out(const Cache& cache, int64_t begin, int64_t end) {
+    int64_t at = begin;
+    for (; count < DECODE_VECTORS && at < end; at += lens[count++]) {
+      positions[count] = at;
+      lens[count] = std::min<int64_t>({LANES, cache.block_size - at % cache.block_size, end - at});
+    }
+    for (int i = 0; i < count; i++) {
+      const int64_t next = std::min(positions[i] + at - begin, end - 1);
+      next_keys[i] = cache.stored(next, 0), next_values[i] = cache.stored(next, 1);
+      next_bytes[i] = at < end ? lens[i] * cache.head_dim * itemsize(cache.dtype) : 0;
+    }
+    return at;
+  }
+
+  bool has_whole_vectors() const {
+    return std::all_of(lens, lens + count, [](int len) { return len == LANES; });
+  }
+};
+
+// Adds the keys and values of a tile, as far as they are among the first `len`, to the attention of one query. A tile
+// has several vectors, so that the scores of one need not wait for the reductions and exponentials of another. The
+// first query that reads a tile prefetches the next one bit by bit, since a processor has few reads under way.
 template <int D, typename T>
-inline void attend_vector(const float* q, const T* keys, const T* values, int n, const Variant& variant, int64_t head,
-                      int64_t distance, Softmax& state, float* acc) {
+inline void attend_tile(const float* q, const DecodeTile& tile, const T* const* keys, const T* const* values,
+                        int64_t len, const Variant& variant, int64_t head, bool prefetches, Softmax& state,
+                        float* acc) {
   constexpr int W = D / LANES;
-  Vec query[W], dots[LANES] = {};
+  Vec query[W], weights[DECODE_VECTORS], top = broadcast(-INFINITY), sums = {};
   for (int w = 0; w < W; w++) query[w] = load(q + w * LANES);
-  for (int t = 0; t < LANES; t++)
-    for (int w = 0; w < W; w++) dots[t] += query[w] * load(keys + t * D + w * LANES);
-  Vec scores = variant.apply(sums_of(dots), head, distance);
-  if (n < LANES) scores = lane_indices() < n ? scores : broadcast(-INFINITY);
-  const float decay = raise_max(state, max_of(scores));
-  const Vec weights = exp_of(scores - state.max);
-  state.sum += sum_of(weights);
+  for (int i = 0; i < tile.count; i++) {
+    if (prefetches) prefetch(tile.next_keys[i], tile.next_bytes[i]);
+    Vec dots[LANES] = {};
+    for (int t = 0; t < LANES; t++)
+      for (int w = 0; w < W; w++) dots[t] += query[w] * load(keys[i] + t * D + w * LANES);
+    Vec scores = variant.apply(sums_of(dots), head, tile.positions[i] + 1 - len);
+    const int64_t visible = std::min<int64_t>(tile.lens[i], len - tile.positions[i]);
+    if (visible < LANES) scores = lane_indices() < int32_t(visible) ? scores : broadcast(-INFINITY);
+    top = scores > top ? scores : top;
+    weights[i] = scores;
+  }
+  const float decay = raise_max(state, max_of(top));
+  for (int i = 0; i < tile.count; i++) {
+    weights[i] = exp_of(weights[i] - state.max);
+    sums += weights[i];
+  }
+  state.sum += sum_of(sums);
   Vec out[W];
   for (int w = 0; w < W; w++) out[w] = load(acc + w * LANES) * decay;
-  for (int t = 0; t < LANES; t++)
-    for (int w = 0; w < W; w++) out[w] += weights[t] * load(values + t * D + w * LANES);
+  for (int i = 0; i < tile.count; i++) {
+    if (prefetches) prefetch(tile.next_values[i], tile.next_bytes[i]);
+    for (int t = 0; t < LANES; t++)
+      for (int w = 0; w < W; w++) out[w] += weights[i][t] * load(values[i] + t * D + w * LANES);
+  }
   for (int w = 0; w < W; w++) store(acc + w * LANES, out[w]);
 }
 
@@ -170,36 +222,42 @@ struct Query {
   float* acc;       // [group, D]
 };
 
-// Adds keys `begin` to `end` to the attention of the query heads of one KV head, of one or several tokens of a
-// sequence, which share the keys and values that are read. The sums of a token do not depend on the others.
+// Adds keys `begin` to `end` of one KV head to the attention of the query heads of tokens that share them. The sums of
+// a token do not depend on the others.
 template <int D>
 void attend(const Query* queries, int num_queries, int group, const Cache& cache, const Variant& variant, int64_t begin,
             int64_t end) {
-  float scratch[2 * LANES * D];
+  float scratch[2 * DECODE_VECTORS * LANES * D];
   for (int64_t at = begin; at < end;) {
-    const int n = std::min<int64_t>({LANES, cache.block_size - at % cache.block_size, end - at});
-    if (at + n < end) {
-      cache.prefetch(at + n, 0, n);
-      if (cache.num_parts > 1) cache.prefetch(at + n, 1, n);
-    }
-    if (cache.dtype == BFLOAT16 && num_queries * group == 1 && n == LANES) {
-      // Rows that are read only once are not converted to float32 first: 1.3 times as fast.
-      const bf16 *keys = cache.rows<bf16>(at, 0), *values = cache.rows<bf16>(at, 1);
-      const Query& query = *queries;
-      attend_vector<D>(query.heads, keys, values, n, variant, cache.head, at + 1 - query.len, *query.states, query.acc);
-    } else {
-      const float* keys = cache.vector_rows(at, 0, n, scratch);
-      const float* values = cache.num_parts == 1 ? keys : cache.vector_rows(at, 1, n, scratch + LANES * D);
+    DecodeTile tile;
+    at = tile.lay_out(cache, at, end);
+    const auto attend_all = [&](const auto* const* keys, const auto* const* values) {
       for (int i = 0; i < num_queries; i++) {
         const Query& query = queries[i];
-        const int visible = std::min<int64_t>(n, query.len - at);
-        if (visible <= 0) continue;
+        if (query.len <= tile.positions[0]) continue;
         for (int g = 0; g < group; g++)
-          attend_vector<D>(query.heads + g * D, keys, values, visible, variant, cache.head * group + g,
-                           at + 1 - query.len, query.states[g], query.acc + g * D);
+          attend_tile<D>(query.heads + g * D, tile, keys, values, query.len, variant, cache.head * group + g,
+                         i + g == 0, query.states[g], query.acc + g * D);
       }
+    };
+    if (cache.dtype == BFLOAT16 && num_queries * group == 1 && tile.has_whole_vectors()) {
+      // Rows that are read only once are not converted to float32 first: 1.3 times as fast.
+      const bf16 *keys[DECODE_VECTORS], *values[DECODE_VECTORS];
+      for (int i = 0; i < tile.count; i++) {
+        keys[i] = cache.rows<bf16>(tile.positions[i], 0);
+        values[i] = cache.rows<bf16>(tile.positions[i], 1);
+      }
+      attend_all(keys, values);
+    } else {
+      const float *keys[DECODE_VECTORS], *values[DECODE_VECTORS];
+      for (int i = 0; i < tile.count; i++) {
+        float* copies = scratch + 2 * i * LANES * D;
+        keys[i] = cache.vector_rows(tile.positions[i], 0, tile.lens[i], copies);
+        values[i] = cache.num_parts == 1 ? keys[i]
+                                         : cache.vector_rows(tile.positions[i], 1, tile.lens[i], copies + LANES * D);
+      }
+      attend_all(keys, values);
     }
-    at += n;
   }
 }
 
@@ -220,23 +278,54 @@ void merge(const Softmax* states, const float* acc, int64_t num_splits, int64_t 
   for (int w = 0; w < D / LANES; w++) store_as(dtype, out, to + w * LANES, total[w] / (num_splits ? sum : 1.f));
 }
 
-// Keys `begin` to `end` of one KV head, for adjacent tokens of one sequence.
+// Keys `begin` to `end` of one KV head, for adjacent tokens that share them: drafted tokens, which follow the newest of
+// their sequence, and sequences with the same prefix.
 struct DecodeTask {
   int32_t first, count;  // tokens
+  int32_t longest;       // the token among them whose table has all of the keys
   int32_t head, split, begin, end;
 };
 
-// Returns how many tokens from `s` on are consecutive ones of one sequence: drafted tokens, which follow the newest.
-int32_t run_length(int32_t s, int64_t num_seqs, const int32_t* tables, const int32_t* lens, int64_t table_stride,
-                   int64_t block_size) {
-  const int32_t* table = tables + s * table_stride;
-  int32_t count = 1;
-  for (; s + count < num_seqs && lens[s + count] == lens[s] + count; count++) {
-    const int64_t num_blocks = (lens[s + count] + block_size - 1) / block_size;
-    if (!std::equal(table, table + num_blocks, table + count * table_stride)) break;
+// The tokens of a decode step, each with the block table and the number of keys of its own.
+struct DecodeTokens {
+  int64_t count;
+  const int32_t* tables;
+  const int32_t* lens;
+  int64_t table_stride, block_size;
+
+  const int32_t* table(int32_t token) const { return tables + token * table_stride; }
+
+  // Adds the tokens after those of a task that have the same blocks there.
+  void add_sharing(DecodeTask& task) const {
+    const int32_t split_end = task.begin + SPLIT_LEN, first_block = task.begin / block_size;
+    for (int32_t next = task.first + 1; next < count && task.count < MAX_SHARING_TOKENS; next++, task.count++) {
+      if (lens[next] <= task.begin) return;
+      const int32_t end = std::min(lens[next], split_end);
+      const int32_t last_block = (std::min(end, task.end) - 1) / block_size;
+      if (!std::equal(table(next) + first_block, table(next) + last_block + 1, table(task.longest) + first_block))
+        return;
+      if (end > task.end) task.longest = next, task.end = end;
+    }
   }
-  return count;
-}
+
+  // Returns the tasks of one split of the keys after another, for each KV head.
+  std::vector<DecodeTask> tasks(const Variant& variant, int64_t num_kv_heads) const {
+    std::vector<DecodeTask> all;
+    const int32_t longest = count ? *std::max_element(lens, lens + count) : 0;
+    for (int32_t split_begin = 0; split_begin < longest; split_begin += SPLIT_LEN)
+      for (int32_t token = 0, step; token < count; token += step) {
+        step = 1;
+        const int32_t start = variant.first_visible(lens[token] - 1);
+        const int32_t begin = std::max(start, split_begin), end = std::min(lens[token], split_begin + SPLIT_LEN);
+        if (begin >= end) continue;
+        DecodeTask task{token, 1, token, 0, split_begin / SPLIT_LEN - start / SPLIT_LEN, begin, end};
+        if (!variant.hides_keys()) add_sharing(task);
+        step = task.count;
+        for (; task.head < num_kv_heads; task.head++) all.push_back(task);
+      }
+    return all;
+  }
+};
 
 template <int D>
 void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, const int32_t* lens, void* out,
@@ -244,7 +333,8 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
             const Variant& variant, int threads) {
   const int64_t num_kv_heads = pool.num_kv_heads;
   const int group = num_heads / num_kv_heads;
-  std::vector<DecodeTask> tasks;
+  const DecodeTokens tokens{num_seqs, tables, lens, table_stride, pool.block_size};
+  const std::vector<DecodeTask> tasks = tokens.tasks(variant, num_kv_heads);
   std::vector<int64_t> first(num_seqs), num_splits(num_seqs);  // parts of each token's heads, and splits per head
   int64_t num_keys = 0, num_parts = 0;
   for (int32_t s = 0; s < num_seqs; s++) {
@@ -253,15 +343,6 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
     num_splits[s] = (lens[s] + SPLIT_LEN - 1) / SPLIT_LEN - start / SPLIT_LEN;
     first[s] = num_parts;
     num_parts += num_splits[s] * num_kv_heads;
-  }
-  for (int32_t s = 0, count; s < num_seqs; s += count) {
-    count = variant.hides_keys() ? 1 : run_length(s, num_seqs, tables, lens, table_stride, pool.block_size);
-    const int32_t start = variant.first_visible(lens[s] - 1), stop = lens[s + count - 1];
-    for (int32_t h = 0; h < num_kv_heads; h++)
-      for (int32_t begin = start, split = 0, end; begin < stop; begin = end, split++) {
-        end = std::min(begin / SPLIT_LEN * SPLIT_LEN + SPLIT_LEN, stop);
-        tasks.push_back({s, count, h, split, begin, end});
-      }
   }
   const int64_t num_tasks = tasks.size();
   if (num_keys * num_kv_heads * D < MIN_PARALLEL) threads = 1;
@@ -275,7 +356,6 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
       scaled.resize(task.count * group * D);
       queries.clear();
       for (int32_t s = task.first; s < task.first + task.count; s++) {
-        if (lens[s] <= task.begin) continue;  // the token before a split's first
         const int64_t from = s * q_stride + int64_t(task.head) * group * D;
         float* heads = &scaled[queries.size() * group * D];
         for (int j = 0; j < group * D; j += LANES) store(heads + j, load_as(dtype, q, from + j) * scale);
@@ -284,7 +364,7 @@ void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, 
           for (int g = 0; g < group; g++) states[part + g] = initial_state(variant, task.head * group + g);
         queries.push_back({heads, lens[s], &states[part], &acc[part * D]});
       }
-      const Cache cache = pool.of(tables + (task.first + task.count - 1) * table_stride, task.head);
+      const Cache cache = pool.of(tokens.table(task.longest), task.head);
       attend<D>(queries.data(), int(queries.size()), group, cache, variant, task.begin, task.end);
     }
   });

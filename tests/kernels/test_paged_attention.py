@@ -161,6 +161,28 @@ def test_consecutive_tokens_of_a_sequence_have_the_bits_of_each_alone(
         assert torch.equal(together[own], alone)
 
 
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stored", STORED)
+def test_sequences_that_share_blocks_have_the_bits_of_each_alone(stored: str, variant: str) -> None:
+    """Neighbors share blocks within a split, whole splits, or all of the shorter one's; 18 are too many at once."""
+    lens = [700, 300, 520, 520, 90, 513, 256, 257, *[530] * 18, 40]
+    num_shared = [0, 18, 16, 32, 3, 5, 16, 16, 16, *[32] * 17, 0]  # blocks of the sequence before
+    paged = Paged(lens, 16, 2, 32, torch.bfloat16, stored=STORED[stored])
+    for row, count in enumerate(num_shared):
+        paged.tables[row, :count] = paged.tables[row - 1, :count]
+        paged.sequences[row][:, : 16 * count] = paged.sequences[row - 1][:, : 16 * count]
+    q = torch.randn(len(lens), 6, 32).bfloat16()
+    made = VARIANTS[variant](6, "cpu")
+    arguments = 0.3, None, made, paged.scales
+    together = paged_decode_attention(q, paged.cache, paged.tables, paged.lens, *arguments)
+    for row in range(len(lens)):
+        own = slice(row, row + 1)
+        alone = paged_decode_attention(q[own], paged.cache, paged.tables[own], paged.lens[own], *arguments)
+        assert torch.equal(together[own], alone)
+        close(alone, paged.expected(row, q[own], 0.3, made))
+
+
 def test_padding_rows_do_not_affect_other_rows() -> None:
     paged = Paged([20, 5], 16, 2, 16, torch.float32)
     q = torch.randn(3, 4, 16)
