@@ -194,12 +194,12 @@ class Planner:
             row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
         growing = at_boundary if draft.num_drafted is None else self._growing(advancing, draft.num_drafted)
-        has_free = blocks.has_free(growing, needs)
-        if not has_free and draft.num_drafted is not None:
+        lacking = blocks.lacking_partitions(growing, needs)
+        if lacking and draft.num_drafted is not None:
             self._drop_drafts(draft)
             growing = at_boundary
-            has_free = blocks.has_free(growing, needs)
-        if has_free:
+            lacking = blocks.lacking_partitions(growing, needs)
+        if not lacking:
             if growing.size:
                 draft.grown_rows, draft.grown_ids = blocks.grow_by_one(growing)
             return advancing, set()

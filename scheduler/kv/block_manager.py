@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray, RowArray
 from ...proto.config import EngineConfig
-from ...proto.step import NO_PAIRS
 from ..sequences.sequence import Sequence
 from .block_pool import SCRATCH_BLOCK, BlockPool
 from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .kv_tiers import KvTiers
 from .pending_fills import PendingFills
+from .planned_moves import PlannedMoves
 from .prefix_cache import CacheKey, PrefixCache, child_digest, make_caches
 from .prefix_lookup import MIN_PARTIAL_SHARE, Prefix, PrefixLookup
-
-
-@dataclass(slots=True)
-class Transfers:
-    """Block moves of the next plan, as in StepPlan."""
-
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    swap_out: list[tuple[int, int]] = field(default_factory=list)
-    swap_in: list[tuple[int, int]] = field(default_factory=list)
+from .row_partitions import RowPartitions
 
 
 class BlockManager:
@@ -41,7 +31,6 @@ class BlockManager:
         tables: row |-> block ids; the ranks keep copies.
         journal: changes of the set of cached prefixes, in device or host memory.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
-        num_swapped_blocks: blocks moved to and from host memory by preemptions, evictions and hits.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -51,7 +40,6 @@ class BlockManager:
         self.block_size = cache.block_size
         self.layout, self.num_groups = layout, len(layout.groups)
         self.num_partitions = config.parallel.num_kv_partitions
-        self._partition_of: RowArray = np.zeros(num_rows, np.intp)  # row |-> partition of its blocks
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq, self.num_groups)
         # table |-> index of its first block that is not released.
         self._first_live: IntArray = np.zeros(self.num_groups * num_rows, np.int32)
@@ -78,17 +66,14 @@ class BlockManager:
             for start in starts
         ]
         self._pool = BlockPool(cache.num_blocks, self._evict, self.num_partitions)
-        self._transfers = Transfers()
-        # Blocks that the next plan reads, held until it is made: an allocation must not evict them.
-        self._held: list[int] = []
-        self._held_on_host: list[int] = []
+        self._row_partitions = RowPartitions(num_rows, self.num_groups, self._pool)
+        self._moves = PlannedMoves(self._pool, self.host)
         # Blocks that the next plan fills. Its own sequences may share them, since a step writes KV before it reads
         # any, but not copy them, since a step makes all copies first.
         self._filling: set[int] = set()
         self._pending = PendingFills()
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
-        self.num_swapped_blocks = 0
 
     @property
     def num_blocks(self) -> int:
@@ -112,9 +97,14 @@ class BlockManager:
     def num_fenced_blocks(self) -> int:
         return self._pool.num_fenced
 
+    @property
+    def num_swapped_blocks(self) -> int:
+        """Return the blocks moved to and from host memory by preemptions, evictions and hits."""
+        return self._moves.num_swapped_blocks
+
     def partition_of(self, row: int) -> int:
         """Return the partition of a row's blocks."""
-        return int(self._partition_of[row])
+        return self._row_partitions.of(row)
 
     def num_blocks_in(self, partition: int) -> int:
         """Return the number of blocks for sequences of a partition."""
@@ -128,18 +118,13 @@ class BlockManager:
         """Return the blocks of a partition that are free now or once the steps in flight are done."""
         return self._pool.num_unheld_in(partition)
 
-    def has_free(self, rows: RowArray, needs: dict[int, int]) -> bool:
-        """Return whether blocks are free for what `needs` has, and one in each group for each entry of `rows`.
+    def lacking_partitions(self, rows: RowArray, needs: dict[int, int]) -> set[int]:
+        """Return the partitions with too few free blocks for what `needs` has, and one per group and entry of `rows`.
 
         Args:
             needs: row |-> blocks that it lacks.
         """
-        if self.num_partitions == 1:
-            return rows.size * self.num_groups + sum(needs.values()) <= self._pool.num_free_in(0)
-        lacking = np.bincount(self._partition_of[rows], minlength=self.num_partitions) * self.num_groups
-        for row, num_blocks in needs.items():
-            lacking[self._partition_of[row]] += num_blocks
-        return all(count <= self._pool.num_free_in(place) for place, count in enumerate(lacking.tolist()))
+        return self._row_partitions.lacking(rows, needs)
 
     def states(self, block_ids: range) -> bytes:
         """Return a BlockState for each block."""
@@ -227,7 +212,7 @@ class BlockManager:
     def open(self, row: int, sequence: Sequence, prefix: Prefix) -> int:
         """Put a prefix into an empty row's tables; return the number of tokens whose KV the row has then."""
         assert self._caches or not prefix.num_blocks
-        self._partition_of[row] = prefix.partition
+        self._row_partitions.assign(row, prefix.partition)
         self._hold_sources(prefix)
         tables = list[list[int]]()
         for group, places in enumerate(prefix.blocks):
@@ -235,12 +220,12 @@ class BlockManager:
             self._first_live[self._table(row, group)] = len(blocks)
             for block_id, on_host in places:
                 if on_host:
-                    blocks += self._load_host_blocks([block_id])
+                    blocks += self._moves.load([block_id])
                 else:
                     self._pool.share([block_id])
                     blocks.append(block_id)
             if prefix.partial is not None:
-                blocks.append(self._copy(prefix.partial[0][group]))
+                blocks.append(self._moves.copy(prefix.partial[0][group]))
             tables.append(blocks)
         self._put(row, tables)
         for group, places in enumerate(prefix.blocks):
@@ -265,7 +250,7 @@ class BlockManager:
         Kwon et al., SOSP 2023).
         """
         num_full, rest = divmod(num_tokens, self.block_size)
-        self._partition_of[row] = self._partition_of[source_row]
+        self._row_partitions.assign(row, self.partition_of(source_row))
         tables = list[list[int]]()
         for group, first in enumerate(self._first_blocks(num_tokens)):
             source, table = self._table(source_row, group), self._table(row, group)
@@ -275,7 +260,7 @@ class BlockManager:
             self._pool.share(shared)
             blocks = [SCRATCH_BLOCK] * first + shared
             if rest:
-                blocks.append(self._copy(int(self.tables.ids[source, num_full])))
+                blocks.append(self._moves.copy(int(self.tables.ids[source, num_full])))
             tables.append(blocks)
         self._put(row, tables)
 
@@ -295,15 +280,7 @@ class BlockManager:
 
         The entries of a row that repeats must be adjacent.
         """
-        tables = self.tables.tables_of(rows)
-        if self.num_partitions == 1:
-            blocks = np.asarray(self._pool.allocate(tables.size), np.int32)
-        else:
-            blocks = np.empty(tables.size, np.int32)
-            partitions = np.tile(self._partition_of[rows], self.num_groups)
-            for partition in range(self.num_partitions):
-                is_own = partitions == partition
-                blocks[is_own] = self._pool.allocate(int(is_own.sum()), partition)
+        tables, blocks = self.tables.tables_of(rows), self._row_partitions.allocate(rows)
         self.tables.append(tables, blocks)
         return tables, blocks
 
@@ -422,17 +399,13 @@ class BlockManager:
             The host blocks whose content is void.
         """
         blocks, host_blocks = self._pending.take()
-        host_blocks |= {block_id for _, block_id in self._transfers.swap_out}  # of evictions without a plan
-        self._transfers = Transfers()
+        host_blocks.update(self._moves.saved)  # of evictions without a plan
+        self._moves.drop()
         self._filling.clear()
-        self._pool.release(self._held, fence_step=None)
-        self._held = []
         for cache in self._caches:
             cache.forget_blocks(blocks)
         self._pool.forget_blocks(blocks)
         if self.host is not None:
-            self.host.release(self._held_on_host)
-            self._held_on_host = []
             self.host.forget_blocks(host_blocks)
         return host_blocks
 
@@ -459,7 +432,7 @@ class BlockManager:
                 table = self._table(row, group)
                 assert first >= self._first_live[table], f"row {row} has released what it needs to continue"
                 blocks += self.tables.ids[table, first:end].tolist()
-            self._transfers.swap_out += zip(blocks, host_blocks, strict=True)
+            self._moves.save(blocks, host_blocks)
         return host_blocks
 
     def swap_in(self, row: int, sequence: Sequence) -> int:
@@ -470,15 +443,15 @@ class BlockManager:
         """
         host_blocks, num_tokens = sequence.host_blocks, sequence.num_host_tokens
         assert self.host is not None
-        self._partition_of[row] = self.host.partition_of(host_blocks[0])
-        blocks, end = self._load_host_blocks(host_blocks), self.num_blocks_for(num_tokens)
+        self._row_partitions.assign(row, self.host.partition_of(host_blocks[0]))
+        blocks, end = self._moves.load(host_blocks), self.num_blocks_for(num_tokens)
         tables, start = list[list[int]](), 0
         for group, first in enumerate(self._first_blocks(num_tokens)):
             self._first_live[self._table(row, group)] = first
             tables.append([SCRATCH_BLOCK] * first + blocks[start : start + end - first])
             start += end - first
         self._put(row, tables)
-        self._held_on_host += host_blocks
+        self._moves.release_on_host(host_blocks)
         sequence.host_blocks, sequence.num_host_tokens = [], 0
         self._publish_loaded(row, sequence, num_tokens // self.block_size)
         return num_tokens
@@ -491,22 +464,10 @@ class BlockManager:
 
     def take_transfers(self, step_id: int) -> tuple[IntArray, IntArray, IntArray]:
         """Return and clear the block moves for step `step_id`, each [n, 2]: copies, swap_out, swap_in."""
-        moves = self._transfers
-        if self._filling or moves.swap_out or moves.swap_in:
-            loaded = (block_id for _, block_id in moves.swap_in)
-            host_blocks = (block_id for _, block_id in moves.swap_out)
-            self._pending.add(step_id, (*self._filling, *loaded), host_blocks)
-        if not (moves.copies or moves.swap_out or moves.swap_in or self._held or self._held_on_host):
-            return NO_PAIRS, NO_PAIRS, NO_PAIRS  # as in most steps: 0.2 us, what follows 2 us
-        self._transfers = Transfers()
-        self._pool.release(self._held, fence_step=step_id)
-        self._held = []
-        self._pool.fence_unheld((block_id for block_id, _ in moves.swap_out), step_id)
-        if self.host is not None:
-            self.host.release(self._held_on_host)
-            self._held_on_host = []
-        self.num_swapped_blocks += len(moves.swap_out) + len(moves.swap_in)
-        return _pairs(moves.copies), _pairs(moves.swap_out), _pairs(moves.swap_in)
+        saved, loaded = self._moves.saved, self._moves.loaded
+        if self._filling or saved or loaded:
+            self._pending.add(step_id, (*self._filling, *loaded), saved)
+        return self._moves.take(step_id)
 
     def begin_plan(self) -> None:
         """Begin another plan: the blocks that the last one fills may be copied now."""
@@ -529,9 +490,9 @@ class BlockManager:
         assert (self._first_live <= tables.lens).all(), "a table has released more blocks than it has"
         held = np.concatenate([self.held_ids(row) for row in range(tables.num_rows)])
         for row in range(tables.num_rows):
-            in_partition = self.held_ids(row) // (self.num_blocks_in(0) + 1) == self._partition_of[row]
-            assert in_partition.all(), f"row {row} has blocks of another partition"
-        blocks, counts = np.unique(np.concatenate([held, np.array(self._held, np.int32)]), return_counts=True)
+            self._row_partitions.check_integrity(row, self.held_ids(row))
+        held = np.concatenate([held, np.array(self._moves.held, np.int32)])
+        blocks, counts = np.unique(held, return_counts=True)
         self._pool.check_integrity(dict(zip(blocks.tolist(), counts.tolist(), strict=True)))
         digests = [digest for cache in self._caches[:: self.num_groups] for digest in cache.full_digests()]
         self.journal.check_integrity(digests + (self.host.full_digests() if self.host is not None else []))
@@ -539,7 +500,7 @@ class BlockManager:
             cache.check_integrity()
         if self.host is not None:
             expected: dict[int, int] = {}
-            for block_id in (*host_blocks, *self._held_on_host):
+            for block_id in (*host_blocks, *self._moves.held_on_host):
                 expected[block_id] = expected.get(block_id, 0) + 1
             self.host.check_integrity(expected)
 
@@ -555,29 +516,10 @@ class BlockManager:
         device = [block_id for block_id, on_host in places if not on_host]
         if prefix.partial is not None:
             device += prefix.partial[0]
-        self._hold(device)
+        self._moves.hold(device)
         host = [block_id for block_id, on_host in places if on_host]
         if host:
-            assert self.host is not None
-            self.host.hold(host)
-            self._held_on_host += host
-
-    def _hold(self, block_ids: list[int]) -> None:
-        self._pool.share(block_ids)
-        self._held += block_ids
-
-    def _copy(self, source: int) -> int:
-        """Return a new block into which the plan copies `source`."""
-        self._hold([source])
-        (copy,) = self._pool.allocate(1, self._pool.partition_of(source))
-        self._transfers.copies.append((source, copy))
-        return copy
-
-    def _load_host_blocks(self, host_blocks: list[int]) -> list[int]:
-        assert self.host is not None
-        blocks = self._pool.allocate(len(host_blocks), self.host.partition_of(host_blocks[0]))
-        self._transfers.swap_in += zip(host_blocks, blocks, strict=True)
-        return blocks
+            self._moves.hold_on_host(host)
 
     def _table(self, row: int, group: int) -> int:
         return group * self.tables.num_rows + row
@@ -625,9 +567,5 @@ class BlockManager:
             return
         host_block = self.host.insert(index, key)
         if host_block is not None:
-            self._transfers.swap_out.append((block_id, host_block))
-            self._held_on_host.append(host_block)
-
-
-def _pairs(moves: list[tuple[int, int]]) -> IntArray:
-    return np.array(moves, np.int32) if moves else NO_PAIRS
+            self._moves.save([block_id], [host_block])
+            self._moves.release_on_host([host_block])

@@ -58,7 +58,7 @@ class BlockPool:
     def __init__(
         self, partition_blocks: int, on_evict: Callable[[int], None], num_partitions: int = 1
     ) -> None:
-        self._partition_blocks, self._num_partitions = partition_blocks, num_partitions
+        self._partition_blocks, self.num_partitions = partition_blocks, num_partitions
         self._num_ids = partition_blocks * num_partitions
         self._on_evict = on_evict
         self._ref_counts = array("i", bytes(4 * self._num_ids))
@@ -71,7 +71,7 @@ class BlockPool:
     @property
     def num_blocks(self) -> int:
         """Return the number of blocks that can be allocated: all except the scratch blocks."""
-        return self._num_ids - self._num_partitions
+        return self._num_ids - self.num_partitions
 
     @property
     def last_block(self) -> int:

@@ -40,9 +40,9 @@ from hypothesis.stateful import (
 from quire.proto.errors import ReplicaUnavailable, RequestQuarantined
 from quire.proto.pooling import PoolingParams
 from quire.scheduler.core.row_state import RowState
-from quire.scheduler.kv.block_manager import BlockManager
 from quire.scheduler.kv.block_pool import BlockPool
 from quire.scheduler.kv.kv_tiers import KvTiers
+from quire.scheduler.kv.planned_moves import PlannedMoves
 
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
 # Of each layer: one cache group, with or without a window, up to four groups of several windows.
@@ -279,11 +279,11 @@ def leak_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def write_a_shared_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant: a fork writes the block that it should have copied."""
 
-    def share(blocks: BlockManager, source: int) -> int:
-        blocks._pool.share([source])
+    def share(moves: PlannedMoves, source: int) -> int:
+        moves._pool.share([source])
         return source
 
-    monkeypatch.setattr(BlockManager, "_copy", share)
+    monkeypatch.setattr(PlannedMoves, "copy", share)
 
 
 def keep_rejected_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
