@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,46 +13,14 @@ from ...proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
 from ..kv.prefix_lookup import Prefix
 from ..sequences.sequence import Sequence
 from .forecast import Forecast
-from .in_flight import NO_ROWS, InFlightStep
-from .policy import by_precedence, choose_victim
+from .in_flight import InFlightStep
+from .rationing import find_victim, grow, ration_blocks
 from .state import SchedulerState, row_of
+from .step_draft import StepDraft
 
 # While others run, admission leaves this share of the pool to their growth: an admission that forces a preemption
 # a few steps later costs a prefill.
 WATERMARK = 0.01
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A plan under construction.
-
-    Attributes:
-        num_tokens_left: tokens that the step may still compute.
-        grown_rows, grown_ids: tables of rows at a block boundary, and the next block of each. They go before
-            `appended_rows`. Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us,
-            through lists 7 us).
-        appended_rows, appended_ids: tables that grow, and their blocks.
-        first_rows: rows that will sample their first token after a prefill.
-        pooled_rows: pooled rows whose last token is in the step.
-        constraint_rows: rows whose constraints forks take over in the step.
-        num_drafted: drafted tokens that the step may compute after the newest token of each row that decodes; None
-            if there are none.
-    """
-
-    step_id: int
-    now: float
-    num_tokens_left: int
-    grown_rows: IntArray | RowArray = field(default_factory=lambda: NO_ROWS)
-    grown_ids: IntArray = field(default_factory=lambda: NO_INTS)
-    new: list[NewSequence] = field(default_factory=list)
-    appended_rows: list[int] = field(default_factory=list)
-    appended_ids: list[int] = field(default_factory=list)
-    chunk_rows: list[int] = field(default_factory=list)
-    chunk_lens: list[int] = field(default_factory=list)
-    first_rows: list[int] = field(default_factory=list)
-    pooled_rows: list[int] = field(default_factory=list)
-    constraint_rows: list[int] = field(default_factory=list)
-    num_drafted: IntArray | None = None
 
 
 class Planner:
@@ -91,7 +59,7 @@ class Planner:
         state = self._state
         state.blocks.begin_plan()
         advancing = self._without_others(state.rows.advancing())
-        draft = _Draft(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
+        draft = StepDraft(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
         draft.num_tokens_left -= advancing.size
         chunks = self._continue_prefills(draft)
         self._add_drafts(draft, advancing, chunks)
@@ -142,7 +110,7 @@ class Planner:
 
     # Running sequences
 
-    def _continue_prefills(self, draft: _Draft) -> dict[int, int]:
+    def _continue_prefills(self, draft: StepDraft) -> dict[int, int]:
         """Share the tokens left among prefills, by precedence; return row |-> tokens in this step."""
         chunks: dict[int, int] = {}
         for sequence in self._state.prefilling:
@@ -156,7 +124,7 @@ class Planner:
             draft.num_tokens_left -= chunks[row]
         return chunks
 
-    def _add_drafts(self, draft: _Draft, advancing: RowArray, chunks: dict[int, int]) -> None:
+    def _add_drafts(self, draft: StepDraft, advancing: RowArray, chunks: dict[int, int]) -> None:
         """Choose how many drafted tokens the ranks may propose, within half of the tokens left: prompts wait too.
 
         A step with prompts is bound by compute, so it has no drafts.
@@ -170,14 +138,14 @@ class Planner:
         if draft.num_drafted is not None:
             draft.num_tokens_left -= int(draft.num_drafted.sum())
 
-    def _drop_drafts(self, draft: _Draft) -> None:
+    def _drop_drafts(self, draft: StepDraft) -> None:
         """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""
         if draft.num_drafted is not None:
             draft.num_tokens_left += int(draft.num_drafted.sum())
             draft.num_drafted = None
 
     def _allocate_blocks(
-        self, draft: _Draft, advancing: RowArray, chunks: dict[int, int]
+        self, draft: StepDraft, advancing: RowArray, chunks: dict[int, int]
     ) -> tuple[RowArray, set[int]]:
         """Give blocks to all rows that need them in this step; take the rows that get none out of the step.
 
@@ -204,7 +172,7 @@ class Planner:
                 draft.grown_rows, draft.grown_ids = blocks.grow_by_one(growing)
             return advancing, set()
         needs |= dict.fromkeys(at_boundary.tolist(), blocks.num_groups)
-        preempted, stalled = self._ration_blocks(draft, needs, chunks)
+        preempted, stalled = ration_blocks(self._state, draft, needs, chunks)
         out = preempted | stalled
         staying = advancing[~np.isin(advancing, list(out))]
         draft.num_tokens_left += advancing.size - staying.size
@@ -229,84 +197,15 @@ class Planner:
         lacking = -(-num_tokens // blocks.block_size) - blocks.tables.lens[advancing]
         return np.repeat(advancing, lacking)
 
-    def _ration_blocks(
-        self, draft: _Draft, needs: dict[int, int], chunks: dict[int, int]
-    ) -> tuple[set[int], set[int]]:
-        """Allocate scarce blocks in order of precedence, and preempt sequences of lower precedence for them.
-
-        A victim's blocks may still be fenced (their release is deferred until the steps in flight are done). Then
-        its beneficiary, and all sequences of the partition after it, stall: they skip this step.
-
-        Args:
-            needs: row |-> blocks that it lacks.
-
-        Returns:
-            The rows that were preempted, and the rows that stall.
-        """
-        state, blocks = self._state, self._state.blocks
-        preempted: set[int] = set()
-        stalled: set[int] = set()
-        full: set[int] = set()  # partitions
-        needy = [state.running[row] for row in needs]
-        for sequence in sorted(needy, key=by_precedence):
-            row = sequence.row
-            if row is None:  # preempted for an earlier one just now
-                continue
-            partition = blocks.partition_of(row)
-            while blocks.num_unheld_in(partition) < needs[row]:
-                victim = self._choose_victim(draft, sequence, partition)
-                if victim is None:
-                    break
-                preempted.add(row_of(victim))
-                state.preempt(victim, draft.now)
-            if partition in full or blocks.num_free_in(partition) < needs[row]:
-                stalled.add(row)
-                full.add(partition)
-            else:
-                self._grow(draft, row, chunks.get(row, 1))
-        return preempted, stalled
-
-    def _choose_victim(self, draft: _Draft, beneficiary: Sequence, partition: int | None) -> Sequence | None:
-        """Return the sequence to preempt for `beneficiary`, or None; excludes sequences already in this plan.
-
-        Args:
-            partition: of the blocks that the beneficiary lacks; None if it lacks a row.
-
-        If there is no other, it is a beam of the beneficiary's own search whose candidates are known already: its
-        preemption delays nothing.
-        """
-        rows = self._state.rows
-        tables, num_rows = (*draft.grown_rows.tolist(), *draft.appended_rows), rows.num_rows
-        in_plan = {*(table % num_rows for table in tables), *draft.chunk_rows, *draft.constraint_rows}
-        blocks = self._state.blocks
-        others = [
-            sequence
-            for row, sequence in self._state.running.items()
-            if row not in in_plan and partition in (None, blocks.partition_of(row))
-        ]
-        victim = choose_victim(
-            others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)])
-        )
-        if victim is None and beneficiary.beams is not None:
-            own = [s for s in others if s.beams is beneficiary.beams and not s.beams.is_waiting_for(s.seq_id)]
-            victim = max(own, key=lambda sequence: sequence.seq_id, default=None)
-        return victim
-
-    def _grow(self, draft: _Draft, row: int, num_tokens: int) -> None:
-        """Allocate the blocks that a row's table lacks for its next `num_tokens`."""
-        tables, ids = self._state.blocks.grow(row, int(self._state.rows.num_scheduled[row]) + num_tokens)
-        draft.appended_rows += tables
-        draft.appended_ids += ids
-
-    def _plan_chunks(self, draft: _Draft, chunks: dict[int, int]) -> None:
+    def _plan_chunks(self, draft: StepDraft, chunks: dict[int, int]) -> None:
         for row, num_tokens in chunks.items():
             sequence = self._state.running[row]
-            self._grow(draft, row, num_tokens)
+            grow(self._state, draft, row, num_tokens)
             self._plan_chunk(draft, sequence, num_tokens)
             if not self._has_prompt_left(sequence):
                 self._state.prefilling.discard(sequence)
 
-    def _plan_chunk(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> None:
+    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
         """Add the next `num_tokens` of a prompt to the step; the row has blocks for them."""
         row = row_of(sequence)
         start = int(self._state.rows.num_scheduled[row])
@@ -322,7 +221,7 @@ class Planner:
 
     # Sequences that start
 
-    def _start_forks(self, draft: _Draft) -> None:
+    def _start_forks(self, draft: StepDraft) -> None:
         """Start forked beams, and the children of parents whose prompt was computed by an earlier step."""
         state = self._state
         for child, parent in state.deltas.take_forks():
@@ -339,7 +238,7 @@ class Planner:
                     break
                 state.detach(child)
 
-    def _start_fork(self, draft: _Draft, child: Sequence, parent: Sequence, num_tokens: int) -> bool:
+    def _start_fork(self, draft: StepDraft, child: Sequence, parent: Sequence, num_tokens: int) -> bool:
         """Start a sequence on the first `num_tokens` of a running one, all but one of its own.
 
         Returns False if there is no row, no block or no token left, or the parent does not run.
@@ -358,7 +257,7 @@ class Planner:
         self._plan_first_chunk(draft, child, num_tokens, parent.row)
         return True
 
-    def _admit(self, draft: _Draft, is_idle: bool) -> set[int]:
+    def _admit(self, draft: StepDraft, is_idle: bool) -> set[int]:
         """Start waiting sequences, in order, while rows, blocks and tokens last.
 
         Args:
@@ -445,7 +344,7 @@ class Planner:
         return True
 
     def _preempt_for(
-        self, draft: _Draft, sequence: Sequence, partition: int, num_blocks: int, is_stuck: bool
+        self, draft: StepDraft, sequence: Sequence, partition: int, num_blocks: int, is_stuck: bool
     ) -> int | None:
         """Preempt a running sequence for a waiting one that lacks a row or blocks; return its row.
 
@@ -459,7 +358,7 @@ class Planner:
         has_blocks = num_blocks <= state.blocks.num_unheld_in(partition)
         if state.rows.num_free and has_blocks:
             return None  # enough, as soon as the steps in flight are done
-        victim = self._choose_victim(draft, sequence, None if has_blocks else partition)
+        victim = find_victim(state, draft, sequence, None if has_blocks else partition)
         by_priority = state.config.scheduler.policy == "priority"
         if victim is None or not (is_stuck or (by_priority and victim.priority < sequence.priority)):
             return None
@@ -467,7 +366,7 @@ class Planner:
         state.preempt(victim, draft.now)
         return row
 
-    def _start(self, draft: _Draft, sequence: Sequence, prefix: Prefix) -> None:
+    def _start(self, draft: StepDraft, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence a row and plan its first chunk."""
         state, blocks = self._state, self._state.blocks
         row = state.start(sequence, draft.step_id)
@@ -484,7 +383,7 @@ class Planner:
             state.prefilling.add(sequence)
 
     def _plan_first_chunk(
-        self, draft: _Draft, sequence: Sequence, num_cached_tokens: int, parent_row: int | None = None
+        self, draft: StepDraft, sequence: Sequence, num_cached_tokens: int, parent_row: int | None = None
     ) -> None:
         """Plan the first chunk of a sequence whose row has the KV of its first tokens.
 
@@ -524,7 +423,7 @@ class Planner:
 
     # The plan
 
-    def _commit(self, draft: _Draft, advancing: RowArray) -> StepPlan:
+    def _commit(self, draft: StepDraft, advancing: RowArray) -> StepPlan:
         """Advance the state past the step, and return the plan."""
         state, rows = self._state, self._state.rows
         held = self._held_rows(advancing)
