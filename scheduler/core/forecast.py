@@ -191,6 +191,8 @@ class Forecast:
         num_sequences = before.num_sequences + running.num_sequences + job.num_sequences
         mean_tokens = (before.num_kv_tokens + running.num_kv_tokens + job.num_kv_tokens) / num_sequences
         in_memory = blocks.num_blocks * blocks.block_size / max(blocks.layout.num_slots(mean_tokens), 1.0)
+        # What is left of a partition is of no use to the others: half a sequence on average.
+        in_memory = max(float(blocks.num_partitions), in_memory - (blocks.num_partitions - 1) / 2)
         return max(1.0, min(float(rows.num_rows), in_memory))
 
     def _queue_s(

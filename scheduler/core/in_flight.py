@@ -75,6 +75,11 @@ class InFlightSteps:
         return sum(1 + step.max_draft_len for step in self._steps)
 
     @property
+    def rows(self) -> set[int]:
+        """Return the rows of all steps in flight."""
+        return {row for step in self._steps for row in step.all_rows}
+
+    @property
     def next_id(self) -> int:
         """Return the id of the step that `add` takes next."""
         return self._last_id + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +15,10 @@ from ..kv.prefix_lookup import Prefix
 from ..sequences.sequence import Sequence
 from .forecast import Forecast
 from .in_flight import InFlightStep
+from .placement import Place, Placement
 from .rationing import find_victim, grow, ration_blocks
 from .state import SchedulerState, row_of
 from .step_draft import StepDraft
-
-# While others run, admission leaves this share of the pool to their growth: an admission that forces a preemption
-# a few steps later costs a prefill.
-WATERMARK = 0.01
 
 
 class Planner:
@@ -66,7 +64,7 @@ class Planner:
         advancing, preempted = self._allocate_blocks(draft, advancing, chunks)
         self._plan_chunks(draft, chunks)
         self._start_forks(draft)
-        for_admission = self._admit(draft, is_idle=advancing.size == 0)
+        for_admission = self._admit(draft, advancing)
         if for_admission:
             staying = ~np.isin(advancing, list(for_admission))
             advancing = advancing[staying]
@@ -102,11 +100,12 @@ class Planner:
             return rows
         return rows[[self._may_run(self._state.running[row]) for row in rows.tolist()]]
 
-    def _next_waiting(self) -> Sequence | None:
+    def _next_waiting(self, passed: Set[int]) -> Sequence | None:
+        """Return the next sequence to start, except those whose seq_ids are in `passed`."""
         if not self.admits:
             return None
-        on_trial = self._state.quarantine.on_trial
-        return self._state.waiting.peek() if on_trial is None else self._state.waiting.first_of(on_trial)
+        waiting, on_trial = self._state.waiting, self._state.quarantine.on_trial
+        return waiting.peek(passed) if on_trial is None else waiting.first_of(on_trial, passed)
 
     # Running sequences
 
@@ -177,9 +176,12 @@ class Planner:
         staying = advancing[~np.isin(advancing, list(out))]
         draft.num_tokens_left += advancing.size - staying.size
         draft.num_tokens_left += sum(chunks.pop(row) for row in out & chunks.keys())
-        if staying.size or chunks or self._state.in_flight:
-            draft.num_tokens_left = 0  # the pool is full: admit no sequence
+        draft.full_partitions = lacking & self._partitions_at_work((*staying.tolist(), *chunks))
         return staying, preempted
+
+    def _partitions_at_work(self, rows: Iterable[int]) -> set[int]:
+        """Return the partitions that have some of `rows` or rows of steps in flight: they make progress."""
+        return self._state.blocks.partitions_of({*rows, *self._state.in_flight.rows})
 
     def _release_behind_windows(self, rows: RowArray) -> None:
         """Release the blocks that are behind the windows of rows that grow.
@@ -244,44 +246,49 @@ class Planner:
         Returns False if there is no row, no block or no token left, or the parent does not run.
         """
         state = self._state
-        if (
-            parent.row is None
-            or draft.num_tokens_left < 1
-            or not state.rows.num_free
-            or state.blocks.num_blocks_to_fork(num_tokens)
-            > state.blocks.num_free_in(state.blocks.partition_of(parent.row))
-        ):
+        if parent.row is None or draft.num_tokens_left < 1 or not state.rows.num_free:
+            return False
+        blocks, partition = state.blocks, state.blocks.partition_of(parent.row)
+        lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.num_free_in(partition)
+        if partition in draft.full_partitions or lacks_blocks:
             return False
         row = state.start(child, draft.step_id)
         state.blocks.open_fork(row, parent.row, num_tokens)
         self._plan_first_chunk(draft, child, num_tokens, parent.row)
         return True
 
-    def _admit(self, draft: StepDraft, is_idle: bool) -> set[int]:
+    def _admit(self, draft: StepDraft, advancing: RowArray) -> set[int]:
         """Start waiting sequences, in order, while rows, blocks and tokens last.
-
-        Args:
-            is_idle: no decoding row is in the step.
 
         Returns:
             The rows that were preempted for sequences of higher priority.
         """
-        state, blocks = self._state, self._state.blocks
+        state = self._state
         preempted: set[int] = set()
         self._unpark()
-        while draft.num_tokens_left > 0 and (sequence := self._next_waiting()) is not None:
+        if not state.waiting:
+            return preempted
+        placement = Placement(state.blocks, draft.full_partitions)
+        while draft.num_tokens_left > 0 and placement.is_open:
+            sequence = self._next_waiting(placement.passed)
+            if sequence is None:
+                break
             if self._fail_unless_in_time(sequence, draft.now) or self._park_for_adapter(sequence):
                 continue
-            prefix, num_needed = self._choose_partition(sequence)
-            if state.rows.num_free and num_needed <= blocks.num_free_in(prefix.partition):
+            places = placement.places_for(sequence)
+            if state.rows.num_free and places and places[0].has_room:
                 state.waiting.remove(sequence)
-                self._start(draft, sequence, prefix)
+                self._start(draft, sequence, places[0].prefix)
                 continue
-            is_stuck = is_idle and not draft.chunk_rows and not state.in_flight
-            row = self._preempt_for(draft, sequence, prefix.partition, num_needed, is_stuck)
-            if row is None:
+            row = self._preempt_for(draft, advancing, sequence, places)
+            if row is not None:
+                preempted.add(row)
+            elif state.rows.num_free:
+                placement.pass_over(sequence, places)
+                if placement.is_open:
+                    state.waiting.keep_turn(sequence)
+            else:
                 break
-            preempted.add(row)
         return preempted
 
     def _unpark(self) -> None:
@@ -299,40 +306,6 @@ class Planner:
         lora.park(sequence)
         return True
 
-    def _choose_partition(self, sequence: Sequence) -> tuple[Prefix, int]:
-        """Choose the partition in which a waiting sequence starts; return as `_find_prefix` does.
-
-        If several have room, or none has, a cached prefix counts as much as a difference of as many free blocks:
-        a prompt that many requests share does not bring all of them to one rank.
-        """
-        blocks = self._state.blocks
-        places = [self._find_prefix(sequence, place) for place in blocks.partitions_for(sequence)]
-        if len(places) == 1:
-            return places[0]
-
-        def preference(place: tuple[Prefix, int]) -> tuple[bool, int]:
-            prefix, num_needed = place
-            num_left = blocks.num_unheld_in(prefix.partition) - num_needed
-            has_room = num_needed <= blocks.num_free_in(prefix.partition)
-            return has_room, num_left + prefix.num_blocks * blocks.num_groups
-
-        return max(places, key=preference)
-
-    def _find_prefix(self, sequence: Sequence, partition: int) -> tuple[Prefix, int]:
-        """Return a waiting sequence's prefix in a partition, and the free blocks that it needs to start there."""
-        blocks, num_tokens = self._state.blocks, len(sequence.token_ids) + (sequence.pooling is None)
-        prefix = Prefix(partition=partition)
-        if not sequence.host_blocks:
-            prefix = blocks.find_prefix(sequence, partition)
-        num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
-        if prefix.partial is not None and num_needed > blocks.num_free_in(partition):
-            # While it is copied, the source of a copy is held as well: one block more than there may be.
-            prefix = replace(prefix, partial=None)
-            num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
-        num_blocks = blocks.num_blocks_in(partition)
-        is_used = blocks.num_unheld_in(partition) < num_blocks
-        return prefix, num_needed + (int(WATERMARK * num_blocks) if is_used else 0)
-
     def _fail_unless_in_time(self, sequence: Sequence, now: float) -> bool:
         """Fail a waiting sequence that cannot be complete before its deadline any more; True if it failed."""
         if sequence.deadline is None or sequence.has_run:
@@ -344,32 +317,43 @@ class Planner:
         return True
 
     def _preempt_for(
-        self, draft: StepDraft, sequence: Sequence, partition: int, num_blocks: int, is_stuck: bool
+        self, draft: StepDraft, advancing: RowArray, sequence: Sequence, places: list[Place]
     ) -> int | None:
         """Preempt a running sequence for a waiting one that lacks a row or blocks; return its row.
 
         Allowed if the policy is ``priority`` and the victim's priority is lower. Also allowed if nothing else makes
-        progress: then all running sequences are beams, frozen until other beams of their search, which wait as
-        well, have been computed.
+        progress: then all running sequences, or all of the partition, are beams, frozen until other beams of their
+        search, which wait as well, have been computed.
 
         Returns None if no preemption is needed or allowed.
+
+        Args:
+            places: partitions in which the sequence may start.
         """
         state = self._state
-        has_blocks = num_blocks <= state.blocks.num_unheld_in(partition)
-        if state.rows.num_free and has_blocks:
+        if state.rows.num_free and any(place.will_have_room for place in places):
             return None  # enough, as soon as the steps in flight are done
-        victim = find_victim(state, draft, sequence, None if has_blocks else partition)
         by_priority = state.config.scheduler.policy == "priority"
-        if victim is None or not (is_stuck or (by_priority and victim.priority < sequence.priority)):
-            return None
-        row = row_of(victim)
-        state.preempt(victim, draft.now)
-        return row
+        for place in places:
+            if place.is_full:
+                continue
+            partition = None if place.will_have_room else place.partition
+            victim = find_victim(state, draft, sequence, partition)
+            if victim is None:
+                continue
+            at_work = self._partitions_at_work((*advancing.tolist(), *draft.chunk_rows))
+            is_stuck = not at_work if partition is None else partition not in at_work
+            if is_stuck or (by_priority and victim.priority < sequence.priority):
+                row = row_of(victim)
+                state.preempt(victim, draft.now)
+                return row
+        return None
 
     def _start(self, draft: StepDraft, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence a row and plan its first chunk."""
         state, blocks = self._state, self._state.blocks
         row = state.start(sequence, draft.step_id)
+        sequence.awaited_partition = None
         if sequence.host_blocks:
             num_cached_tokens = blocks.swap_in(row, sequence)
         else:

@@ -15,6 +15,7 @@ class StepDraft:
 
     Attributes:
         num_tokens_left: tokens that the step may still compute.
+        full_partitions: partitions whose running sequences lack blocks: no sequence starts there.
         grown_rows, grown_ids: tables of rows at a block boundary, and the next block of each. They go before
             `appended_rows`. Arrays, which a plan with nothing else appended takes as they are (64 rows: 0.4 us,
             through lists 7 us).
@@ -29,6 +30,7 @@ class StepDraft:
     step_id: int
     now: float
     num_tokens_left: int
+    full_partitions: set[int] = field(default_factory=set)
     grown_rows: IntArray | RowArray = field(default_factory=lambda: NO_ROWS)
     grown_ids: IntArray = field(default_factory=lambda: NO_INTS)
     new: list[NewSequence] = field(default_factory=list)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from ..sequences.sequence import Sequence
@@ -30,6 +30,9 @@ class _Heap:
     def __len__(self) -> int:
         return len(self._present)
 
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.seq_id in self._present
+
     def push(self, sequence: Sequence) -> None:
         heapq.heappush(self._entries, (self._key(sequence), sequence.seq_id, sequence))
         self._present[sequence.seq_id] = sequence
@@ -41,10 +44,17 @@ class _Heap:
             self._entries = [entry for entry in self._entries if entry[1] in self._present]
             heapq.heapify(self._entries)
 
-    def peek(self) -> Sequence | None:
-        while self._entries and self._entries[0][1] not in self._present:
-            heapq.heappop(self._entries)
-        return self._entries[0][2] if self._entries else None
+    def peek(self, passed: Collection[int] = ()) -> Sequence | None:
+        """Return the first sequence, except those whose seq_ids are in `passed`: each takes O(log n)."""
+        aside = []
+        while self._entries and (self._entries[0][1] not in self._present or self._entries[0][1] in passed):
+            entry = heapq.heappop(self._entries)
+            if entry[1] in self._present:
+                aside.append(entry)
+        first = self._entries[0][2] if self._entries else None
+        for entry in aside:
+            heapq.heappush(self._entries, entry)
+        return first
 
     def newest(self) -> Sequence:
         """Return the sequence that was pushed last."""
@@ -53,9 +63,13 @@ class _Heap:
     def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count nothing: the order does not depend on computed tokens."""
 
-    def first_of(self, arrival: int) -> Sequence | None:
-        """Return a sequence of one request, or None. Takes O(n)."""
-        own = (sequence for sequence in self._present.values() if sequence.arrival == arrival)
+    def first_of(self, arrival: int, passed: Collection[int]) -> Sequence | None:
+        """Return a sequence of one request that is not in `passed`, or None. Takes O(n)."""
+        own = (
+            sequence
+            for sequence in self._present.values()
+            if sequence.arrival == arrival and sequence.seq_id not in passed
+        )
         return min(own, key=self._key, default=None)
 
     def near_front(self, count: int) -> list[Sequence]:
@@ -68,7 +82,7 @@ class _Heap:
 class _Order(Protocol):
     def push(self, sequence: Sequence) -> None: ...
     def remove(self, sequence: Sequence) -> None: ...
-    def peek(self) -> Sequence | None: ...
+    def peek(self, passed: Collection[int] = ()) -> Sequence | None: ...
     def __len__(self) -> int: ...
 
 
@@ -142,9 +156,16 @@ class _FairOrder:
         queue = self._queues.get(tenant)
         return None if queue is None else queue.newest()
 
-    def peek(self) -> Sequence | None:
-        tenant = self._least_served()
-        return None if tenant is None else self._queues[tenant].peek()
+    def peek(self, passed: Collection[int] = ()) -> Sequence | None:
+        """Return the first sequence that is not in `passed`, of the least served tenant that has one."""
+        first, aside = None, []
+        while first is None and (tenant := self._least_served()) is not None:
+            first = self._queues[tenant].peek(passed)
+            if first is None:
+                aside.append(heapq.heappop(self._ranking))
+        for entry in aside:
+            heapq.heappush(self._ranking, entry)
+        return first
 
     def counter_of(self, tenant: str) -> float:
         """See `Counters`."""
@@ -209,11 +230,15 @@ class _LongestPrefixOrder:
     def remove(self, sequence: Sequence) -> None:
         self._queue.remove(sequence)
 
-    def peek(self) -> Sequence | None:
-        oldest = self._queue.peek()
+    def peek(self, passed: Collection[int] = ()) -> Sequence | None:
+        oldest = self._queue.peek(passed)
         if oldest is None or oldest.times_overtaken >= LONGEST_PREFIX_WINDOW:
             return oldest  # bounds its wait
-        window = self._queue.near_front(LONGEST_PREFIX_WINDOW)
+        window = [
+            sequence
+            for sequence in self._queue.near_front(LONGEST_PREFIX_WINDOW)
+            if sequence.seq_id not in passed
+        ]
         best = max(window, key=lambda sequence: (self._num_cached_tokens(sequence), -sequence.arrival))
         if best is not oldest:
             oldest.times_overtaken += 1
@@ -223,8 +248,8 @@ class _LongestPrefixOrder:
 class WaitingQueue:
     """Sequences that wait for a row.
 
-    Sequences that ran before (preempted, or forked from a running one) come first, by priority and arrival, under
-    each policy. Only a sequence of higher priority goes before them, if the policy is ``priority``.
+    Sequences that ran before (preempted, or forked from a running one) or keep their turn come first, by priority and
+    arrival, under each policy. Only a sequence of higher priority goes before them, if the policy is ``priority``.
 
     Args:
         policy: ``fcfs``, ``priority``, ``fair``, ``shortest-prefill`` or ``longest-prefix``.
@@ -276,14 +301,27 @@ class WaitingQueue:
 
     def unpark(self, sequence: Sequence) -> None:
         """Give a parked sequence its place again."""
-        self._order_of(sequence).push(self._parked.pop(sequence.seq_id))
+        (self._resumed if sequence.has_run else self._new).push(self._parked.pop(sequence.seq_id))
+
+    def keep_turn(self, sequence: Sequence) -> None:
+        """Let a sequence wait with those that ran before: later ones go past it, and may be preempted.
+
+        These would come before it otherwise, each time that they are.
+        """
+        if sequence not in self._resumed:
+            self._new.remove(sequence)
+            self._resumed.push(sequence)
 
     def _order_of(self, sequence: Sequence) -> _Order:
-        return self._resumed if sequence.has_run else self._new
+        return self._resumed if sequence in self._resumed else self._new
 
-    def peek(self) -> Sequence | None:
-        """Return the sequence to admit next, which stays in the queue, or None."""
-        resumed, new = self._resumed.peek(), self._new.peek()
+    def peek(self, passed: Collection[int] = ()) -> Sequence | None:
+        """Return the sequence to admit next, which stays in the queue, or None.
+
+        Args:
+            passed: seq_ids of sequences that others may go before in this step.
+        """
+        resumed, new = self._resumed.peek(passed), self._new.peek(passed)
         if resumed is None or (self._by_priority and new is not None and new.priority > resumed.priority):
             return new
         return resumed
@@ -299,9 +337,9 @@ class WaitingQueue:
         parked = (sequence for sequence in reversed(self._parked.values()) if sequence.tenant == tenant)
         return self._fair.newest_of(tenant) or next(parked, None)
 
-    def first_of(self, arrival: int) -> Sequence | None:
-        """Return a waiting sequence of one request, which ran before, or None."""
-        return self._resumed.first_of(arrival)
+    def first_of(self, arrival: int, passed: Collection[int]) -> Sequence | None:
+        """Return a waiting sequence of one request, which ran before, or None; see `peek`."""
+        return self._resumed.first_of(arrival, passed)
 
     def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Charge a sequence's computed tokens to its tenant and its adapter, under the fair policy."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray, RowArray
@@ -105,6 +107,10 @@ class BlockManager:
     def partition_of(self, row: int) -> int:
         """Return the partition of a row's blocks."""
         return self._row_partitions.of(row)
+
+    def partitions_of(self, rows: Iterable[int]) -> set[int]:
+        """Return the partitions that have blocks of some rows."""
+        return self._row_partitions.of_rows(rows)
 
     def num_blocks_in(self, partition: int) -> int:
         """Return the number of blocks for sequences of a partition."""

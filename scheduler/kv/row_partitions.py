@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from ...proto.block_tables import IntArray, RowArray
@@ -21,6 +23,10 @@ class RowPartitions:
 
     def of(self, row: int) -> int:
         return int(self._partitions[row])
+
+    def of_rows(self, rows: Iterable[int]) -> set[int]:
+        """Return the partitions of some rows."""
+        return set(self._partitions[list(rows)].tolist())
 
     def assign(self, row: int, partition: int) -> None:
         self._partitions[row] = partition

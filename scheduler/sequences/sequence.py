@@ -43,6 +43,7 @@ class Sequence:
         num_lost_tokens: computed tokens that the last preemption or recovery discarded.
         interrupted_at: when the worker group failed under it; None once it runs again.
         num_recoveries, recovered_s: failures of the worker group that it survived, and the time that they took.
+        awaited_partition: of the KV pool, in which it waits for blocks; None if it has not been passed since it ran.
         times_overtaken: number of later arrivals admitted before it, under the longest-prefix policy.
         scores_prompt: it reports the log-probabilities of its prompt, for itself and its children.
         num_scored_tokens: prompt tokens with known log-probabilities; the first prompt token has none.
@@ -83,6 +84,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_lost_tokens: int = 0
+    awaited_partition: int | None = None
     times_overtaken: int = 0
     scores_prompt: bool = False
     num_scored_tokens: int = 0

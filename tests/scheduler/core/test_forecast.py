@@ -8,6 +8,7 @@ from fakes import random_prompt, small_config
 from narrowing import not_none
 
 from quire.proto.refusal import MAX_HOLD_S
+from quire.scheduler.core.backlog import Job
 from quire.scheduler.core.forecast import CONGESTION_S
 
 STEP_S = 0.1
@@ -103,6 +104,20 @@ def test_output_that_may_stop_early_is_expected_to_be_as_long_as_others() -> Non
         driver.scheduler._state.lengths.add(200, has_stopped=True)
     refusal = not_none(driver.add(2, random_prompt(4, 2), max_tokens=300, timeout_s=4.0))
     assert refusal.grpc_status == "DEADLINE_EXCEEDED"
+
+
+def test_sequences_that_do_not_share_a_partition_wait_longer() -> None:
+    """In one pool three run at once. Of two partitions with half of the blocks each has room for one."""
+    queues = []
+    for num_kv_partitions in (1, 2):
+        num_blocks = 42 // num_kv_partitions + 1
+        driver = measured_driver(
+            max_num_seqs=8, num_blocks=num_blocks, num_kv_partitions=num_kv_partitions, max_model_len=80
+        )
+        for handle in range(6):
+            assert add(driver, handle, 70) == ""
+        queues.append(driver.scheduler._forecast.predict(Job(1, 4, 70.0)).queue_s)
+    assert queues[1] > queues[0] > 0.0
 
 
 def test_nothing_is_refused_before_a_step_was_measured() -> None:

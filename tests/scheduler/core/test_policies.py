@@ -262,6 +262,59 @@ def test_waiting_queue_drops_removed_entries_that_never_reach_the_top(policy: st
     assert not_none(queue.peek()).seq_id == 0
 
 
+POLICIES = ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"]
+
+
+def make_queue(policy: str) -> WaitingQueue:
+    """Return a queue of ten sequences of two tenants; sequences 8 and 9 ran before."""
+    queue = WaitingQueue(policy, lambda sequence: sequence.num_prompt_tokens)
+    for number in range(10):
+        sequence = make_sequence(number, num_prompt_tokens=number * 7 % 5, priority=number * 3 % 4)
+        sequence.tenant, sequence.has_run = "ab"[number % 3 == 0], number >= 8
+        queue.push(sequence)
+    return queue
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_waiting_queue_peeks_past_sequences_in_the_order_of_the_policy(policy: str) -> None:
+    queue, passed = make_queue(policy), set[int]()
+    first = not_none(queue.peek()).seq_id
+    while (sequence := queue.peek(passed)) is not None:
+        rest = make_queue(policy)
+        for other in [each for each in _all_of(rest) if each.seq_id in passed]:
+            rest.remove(other)
+        assert sequence.seq_id == not_none(rest.peek()).seq_id
+        passed.add(sequence.seq_id)
+    assert len(passed) == len(queue) == 10
+    assert not_none(queue.peek()).seq_id == first
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_sequence_that_keeps_its_turn_goes_before_later_preempted_ones(policy: str) -> None:
+    queue = make_queue(policy)
+    for number, sequence in enumerate(_all_of(queue)):
+        if number in (8, 9):
+            queue.remove(sequence)
+    kept = not_none(queue.peek())
+    queue.keep_turn(kept)
+    queue.keep_turn(kept)
+    preempted = make_sequence(20, num_prompt_tokens=1, priority=kept.priority)
+    preempted.has_run = True
+    queue.push(preempted)
+    assert queue.peek() is kept
+    queue.remove(kept)
+    assert queue.peek() is preempted
+    assert len(queue) == 8
+
+
+def _all_of(queue: WaitingQueue) -> list[Sequence]:
+    """Return the sequences of a queue by number."""
+    found: dict[int, Sequence] = {}
+    while (sequence := queue.peek(found)) is not None:
+        found[sequence.seq_id] = sequence
+    return [sequence for _, sequence in sorted(found.items())]
+
+
 def make_sequence(number: int, num_prompt_tokens: int, priority: int) -> Sequence:
     return Sequence(
         seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),

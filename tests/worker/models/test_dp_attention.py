@@ -127,6 +127,19 @@ def test_preempted_sequences_keep_the_tokens(ranks: Ranks, swaps: bool) -> None:
     assert (driver.scheduler.blocks.num_swapped_blocks > 0) == swaps
 
 
+def test_preempted_sequences_change_ranks(ranks: Ranks) -> None:
+    """Short sequences start while another rank is full, and preempted ones continue where there is room."""
+    driver, _ = ranks.driver(FEW)
+    prompts = numbered(prompts_of([31, 5, 30, 6, 28, 7, 26, 4], seed=8))
+    add_all(driver, prompts)
+    driver.finish(prompts, ranks.reference, MAX_TOKENS)
+    partitions: dict[int, set[int]] = {}
+    for new in (new for plan in driver.plans for new in plan.new):
+        partitions.setdefault(new.seq_id, set()).add(int(new.block_ids.max()) // FEW)
+    assert set[int]().union(*partitions.values()) == set(range(ranks.tp))
+    assert any(len(used) > 1 for used in partitions.values())
+
+
 def test_forks_stay_on_the_rank_of_their_parent(ranks: Ranks) -> None:
     (prompt,) = prompts_of([30], seed=4)
     driver, _ = ranks.driver()
