@@ -517,7 +517,7 @@ class GetLoadResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[ModelLoad, _Mapping]]] = ...) -> None: ...
 
 class ModelLoad(_message.Message):
-    __slots__ = ("model", "num_ready_replicas", "num_running", "num_waiting", "num_unplaced", "num_queued_tokens", "kv_use", "tokens_per_s", "queue_delay_s")
+    __slots__ = ("model", "num_ready_replicas", "num_running", "num_waiting", "num_unplaced", "num_queued_tokens", "kv_use", "tokens_per_s", "queue_delay_s", "fullest_kv_use")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_READY_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -527,6 +527,7 @@ class ModelLoad(_message.Message):
     KV_USE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_DELAY_S_FIELD_NUMBER: _ClassVar[int]
+    FULLEST_KV_USE_FIELD_NUMBER: _ClassVar[int]
     model: str
     num_ready_replicas: int
     num_running: int
@@ -536,7 +537,8 @@ class ModelLoad(_message.Message):
     kv_use: float
     tokens_per_s: float
     queue_delay_s: float
-    def __init__(self, model: _Optional[str] = ..., num_ready_replicas: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_unplaced: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., queue_delay_s: _Optional[float] = ...) -> None: ...
+    fullest_kv_use: float
+    def __init__(self, model: _Optional[str] = ..., num_ready_replicas: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_unplaced: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., kv_use: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., queue_delay_s: _Optional[float] = ..., fullest_kv_use: _Optional[float] = ...) -> None: ...
 
 class WatchEventsRequest(_message.Message):
     __slots__ = ()

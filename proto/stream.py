@@ -429,6 +429,8 @@ class ReplicaStatus:
         is_paused: no step is planned until an operator resumes the replica.
         sleep_level: of the present sleep; 0 while it is awake.
         num_kept_tokens: computed tokens of sequences whose KV survived failures of the ranks.
+        fullest_kv_use: share of its blocks that running sequences hold, of the fullest partition of the KV pool; 0
+            from earlier releases.
     """
 
     query_id: int
@@ -483,6 +485,7 @@ class ReplicaStatus:
     is_paused: bool = False
     sleep_level: int = 0
     num_kept_tokens: int = 0
+    fullest_kv_use: float = 0.0
 
 
 GatewayMessage = (

@@ -267,6 +267,8 @@ class ModelLoad:
         kv_use: share of the KV blocks that sequences hold, mean over the replicas.
         tokens_per_s: prompt and sampled tokens per busy second.
         queue_delay_s: estimated time until the shortest queue is computed; None if no replica's speed is known.
+        fullest_kv_use: the same as `kv_use`, of the fullest partition of any replica: with data-parallel attention,
+            the KV blocks of a rank.
     """
 
     model: str
@@ -278,6 +280,7 @@ class ModelLoad:
     kv_use: float
     tokens_per_s: float
     queue_delay_s: float | None = None
+    fullest_kv_use: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ def _load_of(model: ServedModel) -> admin_pb2.ModelLoad:
         kv_use=_mean_kv_use(statuses),
         tokens_per_s=sum(status.tokens_per_s for status in statuses),
         queue_delay_s=pool.queue_delay_s,
+        fullest_kv_use=max((max(each.kv_use, each.fullest_kv_use) for each in statuses), default=0.0),
     )
 
 

@@ -141,7 +141,7 @@ def _requests() -> list[Alert]:
 
 
 def _capacity() -> list[Alert]:
-    usage = _SHORT.per_replica(of_replicas.KV_USAGE)
+    usage = _SHORT.per_replica(of_replicas.FULLEST_KV_USAGE)
     return [
         Alert(
             "QuireKvCacheFull",

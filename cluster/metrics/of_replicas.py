@@ -25,6 +25,14 @@ KV_USAGE = Metric(
     unit="percentunit",
     labels=OF_REPLICA,
 )
+FULLEST_KV_USAGE = Metric(
+    name="quire_kv_cache_fullest_usage",
+    kind=Kind.GAUGE,
+    help="Share of its KV blocks that sequences hold, of the fullest partition; with data-parallel attention "
+    "each rank has a partition, otherwise there is one.",
+    unit="percentunit",
+    labels=OF_REPLICA,
+)
 PREFIX_QUERIES = Metric(
     name="vllm:prefix_cache_queries",
     kind=Kind.COUNTER,

@@ -18,6 +18,7 @@ _OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
     of_replicas.REQUESTS_RUNNING: lambda status: status.num_running,
     of_replicas.REQUESTS_WAITING: lambda status: status.num_waiting,
     of_replicas.KV_USAGE: lambda status: status.kv_use,
+    of_replicas.FULLEST_KV_USAGE: lambda status: max(status.kv_use, status.fullest_kv_use),
     of_replicas.PREFIX_QUERIES: lambda status: status.prefix_query_tokens,
     of_replicas.PREFIX_HITS: lambda status: status.prefix_hit_tokens,
     of_replicas.PREEMPTIONS: lambda status: status.num_preemptions,

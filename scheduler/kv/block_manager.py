@@ -124,6 +124,12 @@ class BlockManager:
         """Return the blocks of a partition that are free now or once the steps in flight are done."""
         return self._pool.num_unheld_in(partition)
 
+    @property
+    def max_partition_use(self) -> float:
+        """Return the share of its blocks that sequences hold, of the partition with the largest share."""
+        held = max(self._pool.num_held_in(partition) for partition in range(self.num_partitions))
+        return held / self.num_blocks_in(0)
+
     def lacking_partitions(self, rows: RowArray, needs: dict[int, int]) -> set[int]:
         """Return the partitions with too few free blocks for what `needs` has, and one per group and entry of `rows`.
 

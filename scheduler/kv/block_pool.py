@@ -103,6 +103,10 @@ class BlockPool:
         queue = self._queues[partition]
         return queue.num_free + queue.num_fenced
 
+    def num_held_in(self, partition: int) -> int:
+        """Return the blocks of a partition with a reference."""
+        return self._partition_blocks - 1 - self.num_unheld_in(partition)
+
     def partition_of(self, block_id: int) -> int:
         return block_id // self._partition_blocks
 

@@ -390,4 +390,5 @@ class StepLoop:
             is_paused=control.is_paused,
             sleep_level=control.sleep_level,
             num_kept_tokens=stats.num_kept_tokens,
+            fullest_kv_use=blocks.max_partition_use,
         )

@@ -96,6 +96,7 @@ STATUS = ReplicaStatus(
     num_draft_tokens=20,
     num_accepted_tokens=(7, 3),
     loras=(LORA, LoraReference("law", "", "2")),
+    fullest_kv_use=0.5,
 )
 REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
 
@@ -295,8 +296,10 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-13]))
-    assert received == replace(STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=())
+    received = decode(with_values(STATUS, lambda values: values[:-14]))
+    assert received == replace(
+        STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=(), fullest_kv_use=0.0
+    )
 
 
 def test_end_of_an_earlier_release_has_no_scope() -> None:

@@ -47,6 +47,17 @@ def test_pool_has_the_blocks_of_all_partitions() -> None:
     assert driver.config.max_servable_tokens == 10 * BLOCK_SIZE
 
 
+def test_use_is_reported_of_the_fullest_partition() -> None:
+    driver = make_driver(num_blocks=20)
+    prompts = {handle: random_prompt(length, handle) for handle, length in enumerate((15, 7))}
+    for handle, prompt in prompts.items():
+        add(driver, handle, prompt, 20)
+    blocks = driver.scheduler.blocks
+    assert (blocks.num_held_blocks, blocks.max_partition_use) == (4 + 2, 4 / 20)
+    finish(driver, prompts, 20)
+    assert blocks.max_partition_use == 0.0
+
+
 def test_sequence_starts_in_the_least_used_partition() -> None:
     driver = make_driver(num_blocks=20, num_kv_partitions=3)
     prompts = {handle: random_prompt(length, handle) for handle, length in enumerate((16, 8, 12, 4))}

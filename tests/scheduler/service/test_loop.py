@@ -221,6 +221,7 @@ def test_status_reports_load() -> None:
     assert status.tokens_per_s == pytest.approx(16.0)
     assert status.oldest_wait_s == pytest.approx(0.5)
     assert status.kv_use == pytest.approx(2 / 31)
+    assert status.fullest_kv_use == pytest.approx(2 / 31)
     assert status.cache_version == 2
     assert status.num_computed_tokens == 8
     assert status.busy_s == pytest.approx(0.5)
