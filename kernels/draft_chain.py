@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .decode_layers import DenseLayer, bind_caches, native_layer, native_linear
-from .linear import Layout, PackedWeight
+from .linear import Layout, PackedWeight, narrow
 from .native import draft_chain as native
 from .native import ops as cpu
 from .native.decode_layers import Layer
@@ -91,14 +91,39 @@ class DraftNetwork:
             reasons.append(f"rows of {len(self.last_norm)} numbers are not whole vectors")
         return reasons[0] if reasons else None
 
+    def narrowed(self) -> DraftNetwork:
+        """Return the network with float32 weights in bfloat16: a chain reads all of them for each token.
+
+        Its results have the errors of bfloat16, which a drafted token may have. The embedding stays as it is.
+        """
+        own = self.hidden_input
+        if own is not None:
+            own = replace(own, combination=_narrow(own.combination), projection=_narrow(own.projection))
+        layers = [
+            replace(
+                layer,
+                qkv=narrow(layer.qkv),
+                output=narrow(layer.output),
+                gate_up=_narrow(layer.gate_up),
+                down=_narrow(layer.down),
+            )
+            for layer in self.layers
+        ]
+        return replace(self, layers=layers, output=narrow(self.output), hidden_input=own)
+
+
+def _narrow(weight: PackedWeight | None) -> PackedWeight | None:
+    return None if weight is None else narrow(weight)
+
 
 class DraftRows(NamedTuple):
-    """Rows of the running sequences.
+    """Rows of the running sequences; their owner changes the numbers, and keeps the memory where it is.
 
     Attributes:
         token_ids: [R, L] int32; drafted tokens are written here.
         block_tables: [R, M] int32.
-        temperature: [R] float32; 0 for rows that take the most likely token.
+        greedy: [R] bool, rows that take the most likely token.
+        temperature: [R] float32.
         top_k: [R] int64; V or more: off.
         top_p, min_p: [R] float32; above 1, and 0: off.
         seeds: [R] int64; with the position they determine the random numbers, as in kernels.gumbel.
@@ -106,6 +131,7 @@ class DraftRows(NamedTuple):
 
     token_ids: Tensor
     block_tables: Tensor
+    greedy: npt.NDArray[np.bool_]
     temperature: npt.NDArray[np.float32]
     top_k: LongArray
     top_p: npt.NDArray[np.float32]
@@ -119,14 +145,16 @@ class DraftInputs(NamedTuple):
     Attributes:
         rows: [T] int32.
         positions: [T] int64.
-        features: [T, F], the target model's hidden states; None for a model.
         last: [n] int64 ascending, index of the last one of each row that drafts.
+        features: [., F], hidden states of the target model; None for a model.
+        feature_index: [T] int64, those that belong to the tokens; None for a model.
     """
 
     rows: IntArray
     positions: LongArray
-    features: Tensor | None
     last: LongArray
+    features: Tensor | None = None
+    feature_index: LongArray | None = None
 
 
 class DraftChain:
@@ -149,47 +177,42 @@ class DraftChain:
         )
         self._native = _native_network(network, self._layers, self._ropes)
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
+        self._rows: tuple[DraftRows, native.Rows] | None = None
 
-    def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-        """Set each layer's KV cache and scales, as DecodeLayers.bind does."""
+    def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]], rows: DraftRows) -> None:
+        """Set each layer's KV cache and scales, as DecodeLayers.bind does, and the rows."""
+        assert rows.token_ids.dtype == rows.block_tables.dtype == torch.int32
         self._caches = caches
         bind_caches(self._layers, caches, self._dtype)
+        native_rows = native.Rows(
+            rows.token_ids.data_ptr(), rows.block_tables.data_ptr(), _address(rows.greedy, np.bool_),
+            _address(rows.temperature, np.float32), _address(rows.top_k, np.int64), _address(rows.top_p, np.float32),
+            _address(rows.min_p, np.float32), _address(rows.seeds, np.int64), rows.token_ids.stride(0),
+            rows.block_tables.stride(0), caches[0][0].shape[3], self._token_offset,
+        )  # fmt: skip
+        self._rows = rows, native_rows
 
-    def draft(
-        self,
-        rows: DraftRows,
-        drafting: IntArray,
-        lens: IntArray,
-        limits: IntArray,
-        known: DraftInputs | Tensor,
-    ) -> None:
+    def draft(self, drafting: IntArray, lens: IntArray, limits: IntArray, known: DraftInputs | Tensor) -> None:
         """Draft `limits` tokens of each row, at least 1, and write them from position `lens` on.
 
         Args:
             drafting, lens, limits: [n].
             known: what the network computes first, or its hidden states of each row's last input, [n, E].
         """
-        assert self._caches
-        assert rows.token_ids.dtype == rows.block_tables.dtype == torch.int32
-        assert limits.min() >= 1
-        block_size = self._caches[0][0].shape[3]
-        native_rows = native.Rows(
-            rows.token_ids.data_ptr(), rows.block_tables.data_ptr(), _address(rows.temperature, np.float32),
-            _address(rows.top_k, np.int64), _address(rows.top_p, np.float32), _address(rows.min_p, np.float32),
-            _address(rows.seeds, np.int64), rows.token_ids.stride(0), rows.block_tables.stride(0), block_size,
-            self._token_offset,
-        )  # fmt: skip
+        assert self._rows is not None, "call bind first"
         inputs: tuple[Any, ...]
         if isinstance(known, Tensor):
             assert known.shape == (len(drafting), len(self._network.last_norm))
-            inputs, last, hidden = (0, None, None, None), None, self._check(known)
+            inputs, last, hidden = (0, None, None, None, None), None, self._check(known)
         else:
-            features = None if known.features is None else self._check(known.features)
+            features = index = None
+            if known.features is not None and known.feature_index is not None:
+                features, index = self._check(known.features), _address(known.feature_index, np.int64)
             input_rows, positions = _address(known.rows, np.int32), _address(known.positions, np.int64)
-            inputs = len(known.rows), input_rows, positions, features
+            inputs = len(known.rows), input_rows, positions, features, index
             last, hidden = _address(known.last, np.int64), None
         library().quire_draft(
-            ctypes.addressof(self._native), ctypes.addressof(native_rows), dtype_codes()[self._dtype], *inputs,
+            ctypes.addressof(self._native), ctypes.addressof(self._rows[1]), dtype_codes()[self._dtype], *inputs,
             len(drafting), _address(drafting, np.int32), _address(lens, np.int32), _address(limits, np.int32), last,
             hidden, torch.get_num_threads(),
         )  # fmt: skip

@@ -82,6 +82,18 @@ def pack_int8(codes: Tensor, scales: Tensor) -> PackedWeight | None:
     return _pack_panels(codes, scales.float().contiguous()) if _supports_panels(codes) else None
 
 
+def narrow(weight: PackedWeight) -> PackedWeight:
+    """Return a copy in bfloat16 of a weight in float32 panels; other weights as they are.
+
+    `linear` multiplies float32 tokens by it in about half the time, with the errors of bfloat16.
+    """
+    panels = weight.panels
+    if panels is None or panels.dtype != torch.float32 or panels.in_features % inputs_per_row(torch.bfloat16):
+        return weight
+    rows = weight.weight.squeeze(-1).transpose(1, 2).reshape(-1, panels.in_features)
+    return _pack_panels(rows[: panels.out_features].bfloat16())
+
+
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
     if weight.panels is not None:

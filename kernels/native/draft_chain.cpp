@@ -47,7 +47,8 @@ struct Network {
 struct Rows {
   int32_t* token_ids;           // [R, max_len]
   const int32_t* block_tables;  // [R, M]
-  const float* temperature;     // [R]; of greedy rows 0
+  const bool* greedy;           // [R]
+  const float* temperature;     // [R]
   const int64_t* top_k;         // [R]; at least the vocabulary: off
   const float *top_p, *min_p;   // [R]; above 1, and 0: off
   const int64_t* seeds;         // [R]
@@ -128,14 +129,14 @@ class Chain {
     }
   }
 
-  // Combines the target's hidden states [T, F] to [T, E].
-  void combine(const char* features, char* hidden, int64_t count) {
+  // Combines rows `index` [T] of the target's hidden states [., F] to [T, E].
+  void combine(const char* features, const int64_t* index, char* hidden, int64_t count) {
     Step step{};
     step.dtype = dtype_, step.num_tokens = count, step.threads = threads_;
-    if (net_.combination.panels)
-      multiply(net_.combination, features, hidden, step);
-    else
-      memcpy(hidden, features, bytes(count * length_));
+    const int64_t size = bytes(net_.combination.panels ? net_.combination.in_features : length_);
+    char* gathered = net_.combination.panels ? features_.resize(count * size) : hidden;
+    for (int64_t i = 0; i < count; i++) memcpy(gathered + i * size, features + index[i] * size, size);
+    if (net_.combination.panels) multiply(net_.combination, gathered, hidden, step);
   }
 
   // Samples a token for each hidden state, and writes it to its row and position.
@@ -154,7 +155,7 @@ class Chain {
       const float* logits = logits_of(outputs + bytes(i * num_outputs));
       const int64_t position = places.positions[i];
       const int32_t row = places.rows[i];
-      const float temperature = rows_.temperature[row];
+      const float temperature = rows_.greedy[row] ? 0 : rows_.temperature[row];
       int32_t* token_id = rows_.token_ids + row * rows_.token_stride + position;
       float score;
       const uint64_t key = random_key(rows_.seeds[row], position);
@@ -287,7 +288,7 @@ class Chain {
   std::vector<int32_t> tables_, lens_;
   std::vector<Rotation> rotations_;
   std::vector<Buffer> rotated_;
-  Buffer x_, residual_, both_, normed_, scratch_, outputs_, logits_, truncated_;
+  Buffer features_, x_, residual_, both_, normed_, scratch_, outputs_, logits_, truncated_;
 };
 
 }  // namespace
@@ -298,19 +299,19 @@ int64_t quire_draft_network_bytes() { return sizeof(Network); }
 
 // Drafts limits[i] tokens of sequence i, at least 1, and writes them to its row from position lens[i] on.
 //
-// First the network computes T inputs, of the given rows and positions and with the target's hidden states `features`
-// [T, F]; those of a sequence are adjacent, and last[i] is its last one. With T = 0, `hidden` [n, E] are the network's
-// hidden states of the sequences' last inputs instead.
+// First the network computes T inputs, of the given rows and positions and with rows feature_index [T] of the target's
+// hidden states `features` [., F]; those of a sequence are adjacent, and last[i] is its last one. With T = 0, `hidden`
+// [n, E] are the network's hidden states of the sequences' last inputs instead.
 void quire_draft(const Network* network, const Rows* rows, int dtype, int64_t num_inputs, const int32_t* input_rows,
-                 const int64_t* input_positions, const void* features, int64_t num_sequences,
-                 const int32_t* sequence_rows, const int32_t* lens, const int32_t* limits, const int64_t* last,
-                 const void* hidden, int threads) {
+                 const int64_t* input_positions, const void* features, const int64_t* feature_index,
+                 int64_t num_sequences, const int32_t* sequence_rows, const int32_t* lens, const int32_t* limits,
+                 const int64_t* last, const void* hidden, int threads) {
   Chain chain(*network, *rows, dtype, threads);
   const int64_t size = network->hidden_size * itemsize(dtype);
   std::vector<char> states(std::max(num_inputs, num_sequences) * size);
   if (num_inputs) {
     const Inputs inputs{{input_rows, input_rows + num_inputs}, {input_positions, input_positions + num_inputs}};
-    if (network->merge != EMBEDDING) chain.combine((const char*)features, states.data(), num_inputs);
+    if (network->merge != EMBEDDING) chain.combine((const char*)features, feature_index, states.data(), num_inputs);
     chain.compute(inputs, states.data());
     for (int64_t i = 0; i < num_sequences; i++) memmove(&states[i * size], &states[last[i] * size], size);
   } else {

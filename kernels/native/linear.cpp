@@ -228,7 +228,7 @@ void pack_tokens(const T* x, int64_t in_features, Input* packed) {
         if constexpr (std::is_same_v<T, Input>)
           *packed++ = x[m * in_features + k + i];
         else
-          *packed++ = to_float(x[m * in_features + k + i]);
+          store_one(packed++, to_float(x[m * in_features + k + i]));
 }
 
 // Rows of a panel as tiles multiply them: in place, or widened to float32 once for all tokens of a chunk.
@@ -354,10 +354,11 @@ void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64
   } else if constexpr (std::is_same_v<T, typename Format::Input>) {
     multiply_few(outputs, x, num_tokens, threads);
   } else {
+    using Input = typename Format::Input;
     const int64_t count = num_tokens * weight.in_features;
-    float* widened = scratch<float>(count);
-    for (int64_t i = 0; i < count; i++) widened[i] = to_float(x[i]);
-    multiply_few(outputs, widened, num_tokens, threads);
+    Input* converted = scratch<Input>(count);
+    for (int64_t i = 0; i < count; i++) store_one(converted + i, to_float(x[i]));
+    multiply_few(outputs, converted, num_tokens, threads);
   }
 }
 
@@ -420,11 +421,16 @@ void for_types(int weight_dtype, int dtype, const void* panels, const float* sca
 
 extern "C" {
 
-// `dtype` is that of x, bias and y: float32 or bfloat16. A weight in float32 or bfloat16 requires tokens of its own
-// dtype.
+// `dtype` is that of x, bias and y: float32 or bfloat16. A weight in float32 requires tokens in float32. Tokens in
+// float32 are rounded for a weight in bfloat16 where the processor multiplies bfloat16 numbers.
 void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales, const void* bias,
                   void* y, int64_t num_tokens, int64_t in_features, int64_t out_features, int64_t panel_stride,
                   int threads) {
+  if (weight_dtype == BFLOAT16 && dtype == FLOAT32) {
+    const Panels<BF16> weight{(const bf16*)panels, panel_stride, in_features, out_features, scales};
+    linear(weight, (const float*)x, (const float*)bias, (float*)y, out_features, num_tokens, threads);
+    return;
+  }
   for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
     linear(weight, (const T*)x, (const T*)bias, (T*)y, out_features, num_tokens, threads);

@@ -48,7 +48,7 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     """Compute a linear layer.
 
     Args:
-        x: [T, K], in the weight's dtype; in float32 or bfloat16 if the weight is int8.
+        x: [T, K], in the weight's dtype; in float32 as well if the weight is in bfloat16, and in either if it is int8.
         bias: [N] or None, in the dtype of x.
 
     Returns:
@@ -57,7 +57,7 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     num_tokens, in_features = x.shape
     assert x.is_contiguous()
     assert in_features == panels.in_features
-    assert panels.dtype in (x.dtype, torch.int8)
+    assert panels.dtype in (x.dtype, torch.int8) or (panels.dtype, x.dtype) == (torch.bfloat16, torch.float32)
     assert bias is None or bias.dtype == x.dtype
     out = torch.empty((num_tokens, panels.out_features), dtype=x.dtype)
     codes = dtype_codes()
@@ -80,7 +80,7 @@ def gated_panel_linear(x: Tensor, panels: Panels, gate: str, bias: Tensor | None
     The result is bit for bit that of both ops.
 
     Args:
-        x: as for `panel_linear`.
+        x: [T, K], in the weight's dtype; in float32 or bfloat16 if the weight is int8.
         panels: a weight that `can_gate`.
         gate: name of the activation (native/constants.h).
         bias: as for `panel_linear`.

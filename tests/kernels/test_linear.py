@@ -11,7 +11,7 @@ import torch
 
 from quire.kernels import linear as module
 from quire.kernels.activation import GATED_ACTIVATIONS
-from quire.kernels.linear import Layout, PackedWeight, embed, gated_linear, linear, pack, pack_int8
+from quire.kernels.linear import Layout, PackedWeight, embed, gated_linear, linear, narrow, pack, pack_int8
 from quire.kernels.native.library import is_available
 from quire.kernels.native.panels import panel_linear
 
@@ -114,6 +114,27 @@ def test_int8_result_of_a_token_does_not_depend_on_batch_size() -> None:
     alone = torch.cat([linear(row, packed) for row in x.split(1)])
     for count in range(1, 21):
         assert torch.equal(linear(x[:count], packed), alone[:count])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 20, 33, 300])
+def test_narrowed_weight_multiplies_float32_tokens(num_tokens: int) -> None:
+    weight, bias, x = torch.randn(150, 96), torch.randn(150), torch.randn(num_tokens, 96)
+    narrowed = narrow(pack(weight.clone()))
+    if narrowed.panels is None:
+        pytest.skip("there is no C++ compiler")
+    assert narrowed.panels.dtype == torch.bfloat16
+    exact = x.double() @ weight.bfloat16().double().t() + bias.double()
+    y = linear(x, narrowed, bias)
+    assert y.dtype == torch.float32
+    # The tokens are rounded to 8 bits on processors that multiply bfloat16 numbers.
+    torch.testing.assert_close(y.double(), exact, atol=0.2, rtol=0)
+    if num_tokens > 1:
+        assert torch.equal(linear(x[:1], narrowed, bias), y[:1])
+
+
+def test_narrow_keeps_other_weights() -> None:
+    weight = pack(torch.randn(150, 96).bfloat16())
+    assert narrow(weight) is weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -66,7 +66,7 @@ class DraftModelProposer:
         limits = max_lens[has_some][is_ready]
         self._num_computed[rows] = starts + counts
         if self._fused is not None and is_ready.any() and own_counts.max() <= MAX_DECODED_TOKENS:
-            self._fused.compute_and_draft(catching_up, own_starts, own_counts, is_ready, limits, None)
+            self._fused.compute_and_draft(catching_up, own_starts, own_counts, is_ready, limits)
             self._num_computed[catching_up[is_ready]] += limits - 1
         else:
             hidden = self._forward(catching_up, own_starts, own_counts)

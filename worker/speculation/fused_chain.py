@@ -6,10 +6,11 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ...kernels.draft_chain import DraftChain, DraftInputs, DraftNetwork, DraftRows
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..attention import LayerCache
 from ..device_rows import DeviceRows
 from ..models.draft_head import DraftHead
@@ -51,43 +52,45 @@ class FusedChain:
         rows: IntArray,
         starts: IntArray,
         counts: IntArray,
-        is_drafting: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
+        is_drafting: npt.NDArray[np.bool_],
         limits: IntArray,
-        features: Tensor | None,
+        features: Tensor | None = None,
+        feature_index: RowArray | None = None,
     ) -> None:
         """Compute `counts` tokens of distinct rows, from position `starts` on, and draft.
 
         Args:
             is_drafting: rows that draft, at least one; their tokens are the last known ones.
             limits: of the rows that draft; at least 1.
-            features: [sum of counts, F], as for DraftInputs.
+            features, feature_index: as for DraftInputs.
         """
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
-        known = DraftInputs(
-            np.repeat(rows, counts),
-            positions,
-            None if features is None else features.contiguous(),
-            (ends - 1)[is_drafting].astype(np.int64),
-        )
+        last = (ends - 1)[is_drafting].astype(np.int64, copy=False)
+        known = DraftInputs(np.repeat(rows, counts), positions, last, features, feature_index)
         self._draft(rows[is_drafting], limits, known)
 
     def _draft(self, drafting: IntArray, limits: IntArray, known: DraftInputs | Tensor) -> None:
         caches = self._layers()
         if caches is not self._caches:
-            self._chain.bind([(cache.blocks, cache.scales) for cache in caches])
-            self._caches = caches
+            self._bind(caches)
+        lens = self._rows.lens[drafting]
+        self._chain.draft(drafting, lens, limits.astype(np.int32, copy=False), known)
+
+    def _bind(self, caches: list[LayerCache]) -> None:
         rows, sampling = self._rows, self._rows.sampling
         own = DraftRows(
             rows.token_ids,
             rows.device_tables.ids,
-            np.where(sampling.greedy, np.float32(0), sampling.temperature),
+            sampling.greedy,
+            sampling.temperature,
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
             sampling.seed,
         )
-        self._chain.draft(own, drafting, rows.lens[drafting], limits.astype(np.int32), known)
+        self._chain.bind([(cache.blocks, cache.scales) for cache in caches], own)
+        self._caches = caches
 
 
 def plan_fused_chain(
@@ -95,8 +98,14 @@ def plan_fused_chain(
     model: Model | DraftHead,
     layers: Callable[[], list[LayerCache]],
     token_offset: int,
+    *,
+    narrows: bool = False,
 ) -> FusedChain | None:
-    """Return a FusedChain. Returns None, and logs why on a CPU, if the native ops do not support the model."""
+    """Return a FusedChain. Returns None, and logs why on a CPU, if the native ops do not support the model.
+
+    Args:
+        narrows: it has copies of float32 weights in bfloat16, with which it takes less time.
+    """
     if not rows.token_ids.is_cpu:
         return None
     network = model.to_draft_network()
@@ -104,4 +113,4 @@ def plan_fused_chain(
     if network is None or missing is not None:
         _log.info("drafts are computed op by op, which is slower with few sequences: %s", missing)
         return None
-    return FusedChain(rows, network, layers, token_offset)
+    return FusedChain(rows, network.narrowed() if narrows else network, layers, token_offset)

@@ -48,6 +48,8 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 # A draft that the reference does not choose has a logit this close to that of the one that it does.
 NEAR_TIE = 2e-3
+# With weights and inputs of products in bfloat16.
+NARROW_NEAR_TIE = 0.1
 
 
 # Heads whose layer is one of the target's kind |-> its model type and settings.
@@ -146,10 +148,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
-    def make(kind: str, tp: int) -> tuple[Any, type[HeadReference], Path]:
+    def make(kind: str, tp: int, *, narrows: bool = False) -> tuple[Any, type[HeadReference], Path]:
         target, speculative, reference = make_head(kind)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("quire.worker.runner.HeadProposer", Recorder)
+            patch.setattr(head_proposer, "NARROWS", narrows)
             engine = make_engine(
                 target,
                 tp,
@@ -190,12 +193,12 @@ def transformers_model(engine: Any) -> Any:
     return getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def check_drafts(reference: HeadReference) -> int:
+def check_drafts(reference: HeadReference, near_tie: float = NEAR_TIE) -> int:
     """Assert that all recorded drafts are those of the reference, up to near-ties; return their number."""
     for tokens, drafted in Recorder.drafts:
         for token, (logits, best) in zip(drafted, reference.draft(tokens, len(drafted)), strict=True):
             if token != best:
-                assert logits[best] - logits[token] < NEAR_TIE, (tokens, drafted)
+                assert logits[best] - logits[token] < near_tie, (tokens, drafted)
                 break  # the drafts differ from here on
     return len(Recorder.drafts)
 
@@ -251,6 +254,16 @@ def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
         for context in [key for key in drafts if key[0][: len(forked)] == forked]:
             del drafts[context]
     assert_same_drafts(of_one_call, Recorder.of_contexts)
+
+
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("kind", ["eagle3", "mtp-mimo"])
+def test_drafts_in_bfloat16_are_near_those_of_the_reference(make_recording_engine: Any, kind: str) -> None:
+    engine, reference_type, head = make_recording_engine(kind, 1, narrows=True)
+    plain = run(engine, NUM_BLOCKS, None)
+    learn(plain)
+    assert run(engine, NUM_BLOCKS, engine.config.speculative).outputs == plain.outputs
+    assert check_drafts(reference_type(head, transformers_model(engine)), NARROW_NEAR_TIE) > 10
 
 
 def test_preempted_moved_and_rebuilt_sequences_continue_with_same_tokens(make_recording_engine: Any) -> None:
