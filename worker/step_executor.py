@@ -21,7 +21,7 @@ from .lora.adapters import RankAdapters
 from .lora.step_adapters import make_groups
 from .memory.cache_engine import CacheEngine
 from .memory.device_to_host import HostCopy
-from .memory.host_to_device import to_device
+from .memory.host_to_device import to_device_once
 from .models.loader import Model
 from .output_tokens import OutputTokens, select_output_tokens
 from .pooling.pooler import Pooler
@@ -77,10 +77,9 @@ class StepExecutor:
             with self.timed_stage("sample", result.stage_times):
                 step = self._sample(batch, logits, step)
         if self.tap is not None and self.speculator is not None:
-            with self.timed_stage("draft", result.stage_times):
-                self.speculator.record(
-                    batch, self.tap.take(batch, None if replayed is None else replayed.num_decodes)
-                )
+            # Without a stage of its own: 3 us in most steps.
+            features = self.tap.take(batch, None if replayed is None else replayed.num_decodes)
+            self.speculator.record(batch, features)
         return step
 
     def _forward(self, batch: Batch, result: StepResult) -> tuple[Tensor | None, LaunchedStep]:
@@ -144,7 +143,7 @@ class StepExecutor:
         if batch.has_drafts:
             verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
             rows, positions = rows[verdict.kept], positions[verdict.kept]
-            token_ids = token_ids[to_device(verdict.kept, self.device, torch.int64)]
+            token_ids = token_ids.index_select(0, to_device_once(verdict.kept, self.device))
             logprobs = None if logprobs is None else logprobs.select(verdict.kept)
             result = step.launched
             result = replace(result, token_counts=verdict.token_counts, num_drafted=verdict.num_drafted)

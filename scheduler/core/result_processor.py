@@ -30,6 +30,8 @@ class ResultProcessor:
         self._state = state
         self.epoch = epoch
         self._is_fair = state.config.scheduler.policy == "fair"
+        # When the result of the last step came, if it had no prompts: rows went on decoding at once.
+        self._decoded_at: float | None = None
         self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
     def apply(self, result: StepResult, now: float) -> Outgoing:
@@ -59,7 +61,7 @@ class ResultProcessor:
             self._clear_suspects(step)
         self._observe_cost(step, result)
         if state.draft_lengths is not None:
-            self._apply_drafts(state.draft_lengths, step, result, seconds)
+            self._apply_drafts(state.draft_lengths, step, result, self._time_per_step(step, seconds, now))
         self._fail_rows(step, result)
         rows, token_ids, logprobs = _rows_of_tokens(step, result), result.token_ids, result.logprobs
         if rows_state.num_freed != step.num_freed:
@@ -108,29 +110,42 @@ class ResultProcessor:
             seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
             costs.observe(step.num_tokens, seconds, is_done=step.has_results)
 
+    def _time_per_step(self, step: InFlightStep, seconds: float, now: float) -> float:
+        """Return the time since the result of the step before, if neither step has prompts.
+
+        It includes what the step's own time, `seconds`, leaves out: applying the result before and sending its tokens.
+        A step without drafts does this once per token.
+        """
+        since = self._decoded_at
+        self._decoded_at = None if step.num_prompt_tokens else now
+        return seconds if since is None or step.num_prompt_tokens else now - since
+
     def _apply_drafts(
         self, lengths: DraftLengths, step: InFlightStep, result: StepResult, seconds: float
     ) -> None:
         """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
-        num_drafted = int(result.num_drafted.sum()) if result.num_drafted.size else 0
-        max_drafted = int(result.num_drafted.max()) if num_drafted else 0
-        draft_s = result.stage_times.get("draft", 0.0)
+        drafted = result.num_drafted.tolist()
+        num_drafted, most_drafted = sum(drafted), max(drafted, default=0)
         if not step.num_prompt_tokens:
-            has_drafts = step.draft_lens is not None
+            has_drafts, draft_s = step.draft_lens is not None, result.stage_times.get("draft", 0.0)
             lengths.observe_rate(step.rows.size, has_drafts, result.token_ids.size, seconds)
-            lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, max_drafted)
+            lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, most_drafted)
         if step.draft_lens is None:
             return
-        accepted = result.token_counts - 1 if result.token_counts.size else np.zeros_like(step.draft_lens)
-        alive = self._state.rows.entered_at_step[step.rows] <= step.step_id
-        rejected = step.draft_lens - accepted
-        retracted = alive & (rejected > 0)
-        if retracted.any():
-            self._state.retract_drafts(step.rows[retracted], rejected[retracted])
+        rows, num_planned, token_counts = step.rows, step.draft_lens, result.token_counts
+        accepted = token_counts - 1 if token_counts.size else np.zeros_like(num_planned)
+        num_computed = result.num_drafted if num_drafted else np.zeros_like(num_planned)
         if num_drafted:
-            drafted = alive & (result.num_drafted > 0)
-            lengths.observe(step.rows[drafted], result.num_drafted[drafted], accepted[drafted])
-            self._state.stats.count_drafts(result.num_drafted, accepted)
+            self._state.stats.count_drafts(num_computed, accepted)
+        is_affected = num_planned > 0
+        if self._state.rows.num_freed != step.num_freed:
+            is_affected &= self._state.rows.entered_at_step[rows] <= step.step_id
+        if not is_affected.all():
+            rows, num_planned = rows[is_affected], num_planned[is_affected]
+            accepted, num_computed = accepted[is_affected], num_computed[is_affected]
+        self._state.retract_drafts(rows, num_planned - accepted)
+        if num_drafted:
+            lengths.observe(rows, num_computed, accepted)
 
     def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:
         """End the requests that cannot go on; the other rows of the step are not affected."""

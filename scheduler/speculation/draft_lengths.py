@@ -26,6 +26,9 @@ _MIN_GAIN = 1.05
 PLAIN_INTERVAL_STEPS = 100
 # Steps until drafts are considered again where none paid.
 _PAUSE_STEPS = 8
+# Most steps for which a choice holds while the rows stay: a choice takes 50 us, a step of the demo model 0.6 ms. A new
+# choice holds for one step, and then for twice as many as before while it stays the same.
+_MAX_CHOICE_STEPS = 8
 # A draft counts at most as this many times the expected time: other processes delay single steps. The expectation
 # shrinks by the second factor whenever drafts are not worth it, so that it is measured again.
 _MAX_DRAFT_RATIO, _DRAFT_DECAY = 2.0, 0.97
@@ -51,6 +54,9 @@ class DraftLengths:
         self._trials_of_steps = DraftTrials()
         self._num_drafted_steps = 0  # since the last step without drafts
         self._num_pause_steps = 0  # that are left
+        self._choice: IntArray | None = None  # for the rows and sequences of `_choice_key`
+        self._choice_key = b"", b""
+        self._num_choice_steps = self._choice_interval = 0  # steps left, and of the whole choice
         self._num_undecayed_steps = 0
         self._was_drafting = self._is_first_draft = False  # the last step
         self._draft_s = 0.0  # time that the ranks take to draft one token for all rows
@@ -92,16 +98,38 @@ class DraftLengths:
             limits: [n], most drafted tokens that each row has room for.
             most: drafted tokens of all rows together.
         """
-        self._reset_changed(rows, first_steps)
-        self._decay()
         chosen = None
         if most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
-            chosen = self._best(rows, limits, most)
+            chosen = self._held_choice(rows, first_steps, limits, most)
+            if chosen is None:
+                self._reset_changed(rows, first_steps)
+                self._decay()
+                chosen = self._best(rows, limits, most)
+                self._hold(chosen, (rows.tobytes(), first_steps.tobytes()))
             if chosen is None:
                 self._num_pause_steps = _PAUSE_STEPS
                 self._draft_s *= _DRAFT_DECAY
         self._num_drafted_steps = 0 if chosen is None else self._num_drafted_steps + 1
         return chosen
+
+    def _hold(self, chosen: IntArray | None, key: tuple[bytes, bytes]) -> None:
+        """Keep a choice for the next steps."""
+        is_same = chosen is not None and key == self._choice_key and self._choice is not None and np.array_equal(chosen, self._choice)
+        self._choice_interval = min(2 * self._choice_interval, _MAX_CHOICE_STEPS) if is_same else 1
+        self._choice, self._choice_key, self._num_choice_steps = chosen, key, self._choice_interval
+
+    def _held_choice(
+        self, rows: RowArray, first_steps: npt.NDArray[np.int64], limits: IntArray, most: int
+    ) -> IntArray | None:
+        """Return the last choice if it still holds for these rows and limits, otherwise None."""
+        self._num_choice_steps -= 1
+        choice = self._choice
+        if choice is None or self._num_choice_steps <= 0:
+            return None
+        if self._choice_key != (rows.tobytes(), first_steps.tobytes()):
+            return None
+        fits = not (choice > limits).any() and int(choice.sum()) <= most
+        return choice if fits else None
 
     def _decay(self) -> None:
         """Let the outcomes count less for each step since the last call."""

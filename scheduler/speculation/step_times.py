@@ -43,7 +43,8 @@ class StepTimes:
         seconds = max(seconds, _MIN_S)
         if self._weight:
             ratio = max(1.0, num_tokens / self._tokens)
-            seconds = min(seconds, _MAX_RATIO * ratio * float(self.seconds(num_tokens)))
+            expected = self._seconds + self.slope * (num_tokens - self._tokens)
+            seconds = min(seconds, _MAX_RATIO * ratio * expected)
         self._weight = _DECAY * self._weight + 1.0
         share, to_tokens, to_seconds = 1.0 / self._weight, num_tokens - self._tokens, seconds - self._seconds
         self._tokens += share * to_tokens

@@ -38,11 +38,19 @@ def verify(rows: IntArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
     """Return the samples of each row up to the first that differs from the drafted token at its position.
 
     Args:
-        rows: [N], the row of each sample; those of a row are adjacent, by ascending position.
+        rows: [N] ascending, the row of each sample; those of a row by ascending position.
         is_match: [N], the sample equals the drafted token; any value for the last of a row.
     """
+    if rows[0] == rows[-1]:  # one row: 5 us instead of 20 us
+        misses = np.flatnonzero(~is_match[:-1])
+        count = int(misses[0]) + 1 if misses.size else rows.size
+        return Verdict(np.arange(count), _one(count), _one(rows.size - 1))
     starts, lens = runs_of(rows)
     num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample
     is_kept: npt.NDArray[np.bool_] = num_misses == np.repeat(num_misses[starts], lens)
     token_counts = np.add.reduceat(is_kept, starts, dtype=np.int32)
     return Verdict(np.flatnonzero(is_kept), token_counts, (lens - 1).astype(np.int32))
+
+
+def _one(number: int) -> IntArray:
+    return np.array([number], np.int32)
