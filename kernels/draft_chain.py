@@ -139,20 +139,16 @@ class DraftRows(NamedTuple):
     seeds: LongArray
 
 
-class DraftInputs(NamedTuple):
-    """Known tokens that the network computes first, T of them; those of a row are adjacent.
+class KnownTokens(NamedTuple):
+    """Known tokens of the rows that the network computes first.
 
     Attributes:
-        rows: [T] int32.
-        positions: [T] int64.
-        last: [n] int64 ascending, index of the last one of each row that drafts.
+        counts: [n] int32, tokens of each row, at least 1.
         features: [., F], hidden states of the target model; None for a model.
-        feature_index: [T] int64, those that belong to the tokens; None for a model.
+        feature_index: [sum of counts] int64, those that belong to the tokens; None for a model.
     """
 
-    rows: IntArray
-    positions: LongArray
-    last: LongArray
+    counts: IntArray
     features: Tensor | None = None
     feature_index: LongArray | None = None
 
@@ -192,28 +188,26 @@ class DraftChain:
         )  # fmt: skip
         self._rows = rows, native_rows
 
-    def draft(self, drafting: IntArray, lens: IntArray, limits: IntArray, known: DraftInputs | Tensor) -> None:
-        """Draft `limits` tokens of each row, at least 1, and write them from position `lens` on.
+    def draft(self, rows: IntArray, lens: IntArray, limits: IntArray, known: KnownTokens | Tensor) -> None:
+        """Draft `limits` tokens of each row, none if that is 0, and write them from position `lens` on.
 
         Args:
-            drafting, lens, limits: [n].
-            known: what the network computes first, or its hidden states of each row's last input, [n, E].
+            rows, lens, limits: [n] int32.
+            known: tokens before these positions that the network computes first, or its hidden states of each row's
+                last one, [n, E].
         """
         assert self._rows is not None, "call bind first"
-        inputs: tuple[Any, ...]
+        counts = features = index = hidden = None
         if isinstance(known, Tensor):
-            assert known.shape == (len(drafting), len(self._network.last_norm))
-            inputs, last, hidden = (0, None, None, None, None), None, self._check(known)
+            assert known.shape == (len(rows), len(self._network.last_norm))
+            hidden = self._check(known)
         else:
-            features = index = None
+            counts = _address(known.counts, np.int32)
             if known.features is not None and known.feature_index is not None:
                 features, index = self._check(known.features), _address(known.feature_index, np.int64)
-            input_rows, positions = _address(known.rows, np.int32), _address(known.positions, np.int64)
-            inputs = len(known.rows), input_rows, positions, features, index
-            last, hidden = _address(known.last, np.int64), None
         library().quire_draft(
-            ctypes.addressof(self._native), ctypes.addressof(self._rows[1]), dtype_codes()[self._dtype], *inputs,
-            len(drafting), _address(drafting, np.int32), _address(lens, np.int32), _address(limits, np.int32), last,
+            ctypes.addressof(self._native), ctypes.addressof(self._rows[1]), dtype_codes()[self._dtype], len(rows),
+            _address(rows, np.int32), _address(lens, np.int32), _address(limits, np.int32), counts, features, index,
             hidden, torch.get_num_threads(),
         )  # fmt: skip
 

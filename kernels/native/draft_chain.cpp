@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 #include "decode_layers.h"
@@ -297,29 +296,37 @@ extern "C" {
 
 int64_t quire_draft_network_bytes() { return sizeof(Network); }
 
-// Drafts limits[i] tokens of sequence i, at least 1, and writes them to its row from position lens[i] on.
+// Drafts limits[i] tokens of sequence i, none if that is 0, and writes them to its row from position lens[i] on.
 //
-// First the network computes T inputs, of the given rows and positions and with rows feature_index [T] of the target's
-// hidden states `features` [., F]; those of a sequence are adjacent, and last[i] is its last one. With T = 0, `hidden`
-// [n, E] are the network's hidden states of the sequences' last inputs instead.
-void quire_draft(const Network* network, const Rows* rows, int dtype, int64_t num_inputs, const int32_t* input_rows,
-                 const int64_t* input_positions, const void* features, const int64_t* feature_index,
-                 int64_t num_sequences, const int32_t* sequence_rows, const int32_t* lens, const int32_t* limits,
-                 const int64_t* last, const void* hidden, int threads) {
+// First the network computes the counts[i] inputs of each sequence before that position, with rows feature_index of the
+// target's hidden states `features` [., F], one for each input. If `counts` is null, `hidden` [n, E] are the network's
+// hidden states of the sequences' last inputs instead.
+void quire_draft(const Network* network, const Rows* rows, int dtype, int64_t num_sequences,
+                 const int32_t* sequence_rows, const int32_t* lens, const int32_t* limits, const int32_t* counts,
+                 const void* features, const int64_t* feature_index, const void* hidden, int threads) {
   Chain chain(*network, *rows, dtype, threads);
   const int64_t size = network->hidden_size * itemsize(dtype);
-  std::vector<char> states(std::max(num_inputs, num_sequences) * size);
-  if (num_inputs) {
-    const Inputs inputs{{input_rows, input_rows + num_inputs}, {input_positions, input_positions + num_inputs}};
-    if (network->merge != EMBEDDING) chain.combine((const char*)features, feature_index, states.data(), num_inputs);
+  Inputs inputs;
+  std::vector<int64_t> last(num_sequences);  // index of each sequence's hidden state
+  for (int64_t i = 0; i < num_sequences; i++) {
+    for (int32_t k = counts ? counts[i] : 0; k > 0; k--)
+      inputs.add(sequence_rows[i], lens[i] - rows->token_offset - k);
+    last[i] = counts ? inputs.size() - 1 : i;
+  }
+  std::vector<char> states(std::max(inputs.size(), num_sequences) * size);
+  if (counts) {
+    if (network->merge != EMBEDDING) chain.combine((const char*)features, feature_index, states.data(), inputs.size());
     chain.compute(inputs, states.data());
-    for (int64_t i = 0; i < num_sequences; i++) memmove(&states[i * size], &states[last[i] * size], size);
   } else {
     memcpy(states.data(), hidden, num_sequences * size);
   }
-  std::vector<int64_t> drafting(num_sequences);
-  std::iota(drafting.begin(), drafting.end(), 0);
-  for (int32_t place = 0;; place++) {
+  std::vector<int64_t> drafting;
+  for (int64_t i = 0; i < num_sequences; i++) {
+    if (limits[i] < 1) continue;
+    memmove(&states[drafting.size() * size], &states[last[i] * size], size);
+    drafting.push_back(i);
+  }
+  for (int32_t place = 0; !drafting.empty(); place++) {
     Inputs sampled;
     for (int64_t sequence : drafting) sampled.add(sequence_rows[sequence], lens[sequence] + place);
     chain.sample(sampled, states.data());
@@ -334,8 +341,7 @@ void quire_draft(const Network* network, const Rows* rows, int dtype, int64_t nu
       drafting[count++] = sequence;
     }
     drafting.resize(count);
-    if (!count) break;
-    chain.compute(computed, states.data());
+    if (count) chain.compute(computed, states.data());
   }
 }
 }

@@ -41,7 +41,10 @@ class Rows(ctypes.Structure):
     """Rows of the running sequences, and their sampling parameters."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("token_ids", "block_tables", "greedy", "temperature", "top_k")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("token_ids", "block_tables", "greedy", "temperature", "top_k")
+        ),
         *((name, ctypes.c_void_p) for name in ("top_p", "min_p", "seeds")),
         *((name, ctypes.c_int64) for name in ("token_stride", "table_stride", "block_size", "token_offset")),
     ]

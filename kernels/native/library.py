@@ -34,8 +34,8 @@ _DECODE_LAYERS = (
     + [_POINTER] * 5
     + [_LONG, _POINTER, _INT, _POINTER]
 )
-# Network and rows, dtype, inputs, sequences and threads.
-_DRAFT = [_POINTER] * 2 + [_INT, _LONG] + [_POINTER] * 4 + [_LONG] + [_POINTER] * 5 + [_INT]
+# Network and rows, dtype, sequences, hidden states and threads.
+_DRAFT = [_POINTER] * 2 + [_INT, _LONG] + [_POINTER] * 7 + [_INT]
 # Segment, rank, number of ranks, slot bytes and round.
 _SHM_RANK: list[_CType] = [_POINTER, _INT, _INT, _LONG, ctypes.c_uint32]
 # Input, output, bytes, whether the input is written already, and timeout in microseconds.

@@ -48,7 +48,7 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     """Compute a linear layer.
 
     Args:
-        x: [T, K], in the weight's dtype; in float32 as well if the weight is in bfloat16, and in either if it is int8.
+        x: [T, K], in the weight's dtype; in float32 too if the weight is in bfloat16, and in either if it is int8.
         bias: [N] or None, in the dtype of x.
 
     Returns:

@@ -113,8 +113,8 @@ class ResultProcessor:
     def _time_per_step(self, step: InFlightStep, seconds: float, now: float) -> float:
         """Return the time since the result of the step before, if neither step has prompts.
 
-        It includes what the step's own time, `seconds`, leaves out: applying the result before and sending its tokens.
-        A step without drafts does this once per token.
+        It includes what the step's own time, `seconds`, leaves out: applying the result before, and sending its
+        tokens. A step without drafts does this once per token.
         """
         since = self._decoded_at
         self._decoded_at = None if step.num_prompt_tokens else now

@@ -26,8 +26,8 @@ _MIN_GAIN = 1.05
 PLAIN_INTERVAL_STEPS = 100
 # Steps until drafts are considered again where none paid.
 _PAUSE_STEPS = 8
-# Most steps for which a choice holds while the rows stay: a choice takes 50 us, a step of the demo model 0.6 ms. A new
-# choice holds for one step, and then for twice as many as before while it stays the same.
+# Most steps for which a choice holds while the rows stay: a choice takes 50 us, a step of the demo model 0.6 ms. A
+# new choice holds for one step, and then for twice as many as before while it stays the same.
 _MAX_CHOICE_STEPS = 8
 # A draft counts at most as this many times the expected time: other processes delay single steps. The expectation
 # shrinks by the second factor whenever drafts are not worth it, so that it is measured again.
@@ -114,7 +114,8 @@ class DraftLengths:
 
     def _hold(self, chosen: IntArray | None, key: tuple[bytes, bytes]) -> None:
         """Keep a choice for the next steps."""
-        is_same = chosen is not None and key == self._choice_key and self._choice is not None and np.array_equal(chosen, self._choice)
+        before = self._choice if key == self._choice_key else None
+        is_same = chosen is not None and before is not None and np.array_equal(chosen, before)
         self._choice_interval = min(2 * self._choice_interval, _MAX_CHOICE_STEPS) if is_same else 1
         self._choice, self._choice_key, self._num_choice_steps = chosen, key, self._choice_interval
 

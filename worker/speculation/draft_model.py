@@ -59,14 +59,15 @@ class DraftModelProposer:
         starts = np.minimum(self._num_computed[rows], lens - 1)
         # Each row catches up with what the rows before it leave of the limit.
         before = np.cumsum(lens - starts) - (lens - starts)
-        counts = np.clip(MAX_CATCH_UP_TOKENS - before, 0, lens - starts)
+        counts = np.clip(MAX_CATCH_UP_TOKENS - before, 0, lens - starts).astype(np.int32)
         has_some = counts > 0
         is_ready = (starts + counts == lens)[has_some]
         catching_up, own_starts, own_counts = rows[has_some], starts[has_some], counts[has_some]
         limits = max_lens[has_some][is_ready]
         self._num_computed[rows] = starts + counts
         if self._fused is not None and is_ready.any() and own_counts.max() <= MAX_DECODED_TOKENS:
-            self._fused.compute_and_draft(catching_up, own_starts, own_counts, is_ready, limits)
+            ends, own_limits = own_starts + own_counts, np.where(is_ready, max_lens[has_some], 0)
+            self._fused.compute_and_draft(catching_up, ends, own_counts, own_limits)
             self._num_computed[catching_up[is_ready]] += limits - 1
         else:
             hidden = self._forward(catching_up, own_starts, own_counts)

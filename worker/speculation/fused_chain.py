@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
-from ...kernels.draft_chain import DraftChain, DraftInputs, DraftNetwork, DraftRows
+from ...kernels.draft_chain import DraftChain, DraftNetwork, DraftRows, KnownTokens
 from ...proto.block_tables import IntArray, RowArray
 from ..attention import LayerCache
 from ..device_rows import DeviceRows
@@ -36,46 +35,43 @@ class FusedChain:
     ) -> None:
         self._rows, self._layers = rows, layers
         self._chain = DraftChain(network, token_offset)
+        self._token_offset = np.int32(token_offset)
         self._caches: list[LayerCache] | None = None
 
-    def continue_from(self, drafting: IntArray, limits: IntArray, hidden: Tensor) -> None:
+    def continue_from(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft tokens of rows whose known tokens are computed.
 
         Args:
-            drafting, limits: [n]; limits are at least 1.
+            rows, limits: [n].
             hidden: [n, E], of the newest known token of each row.
         """
-        self._draft(drafting, limits, hidden.contiguous())
+        self._draft(rows, self._rows.lens[rows], limits, hidden.contiguous())
 
     def compute_and_draft(
         self,
         rows: IntArray,
-        starts: IntArray,
+        ends: IntArray,
         counts: IntArray,
-        is_drafting: npt.NDArray[np.bool_],
         limits: IntArray,
         features: Tensor | None = None,
         feature_index: RowArray | None = None,
     ) -> None:
-        """Compute `counts` tokens of distinct rows, from position `starts` on, and draft.
+        """Compute tokens of distinct rows, and draft.
 
         Args:
-            is_drafting: rows that draft, at least one; their tokens are the last known ones.
-            limits: of the rows that draft; at least 1.
-            features, feature_index: as for DraftInputs.
+            rows: [n].
+            ends, counts: [n] int32, end of the positions of each row's tokens, and their number.
+            limits: [n] int32, at least 1 for rows whose tokens are the last known ones, and 0 for others.
+            features, feature_index: as for KnownTokens.
         """
-        ends = np.cumsum(counts)
-        positions = np.arange(ends[-1]) + np.repeat(starts + counts - ends, counts)
-        last = (ends - 1)[is_drafting].astype(np.int64, copy=False)
-        known = DraftInputs(np.repeat(rows, counts), positions, last, features, feature_index)
-        self._draft(rows[is_drafting], limits, known)
+        known = KnownTokens(counts, features, feature_index)
+        self._draft(rows, ends + self._token_offset, limits, known)
 
-    def _draft(self, drafting: IntArray, limits: IntArray, known: DraftInputs | Tensor) -> None:
+    def _draft(self, rows: IntArray, lens: IntArray, limits: IntArray, known: KnownTokens | Tensor) -> None:
         caches = self._layers()
         if caches is not self._caches:
             self._bind(caches)
-        lens = self._rows.lens[drafting]
-        self._chain.draft(drafting, lens, limits.astype(np.int32, copy=False), known)
+        self._chain.draft(rows, lens, limits.astype(np.int32, copy=False), known)
 
     def _bind(self, caches: list[LayerCache]) -> None:
         rows, sampling = self._rows, self._rows.sampling

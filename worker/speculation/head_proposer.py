@@ -164,20 +164,18 @@ class HeadProposer:
         known = self._take_known(rows)
         if known is None:
             return np.zeros(rows.size, np.int32)
-        is_ready = self._num_computed[known.rows] == self._rows.lens[known.rows] - 1
-        drafting = known.rows[is_ready]
         limit_of = np.zeros_like(self._rows.lens)
         limit_of[rows] = max_lens
-        limits = limit_of[drafting]
-        if self._fused is not None and drafting.size and known.counts.max() <= MAX_DECODED_TOKENS:
-            self._fused.compute_and_draft(
-                known.rows, known.starts, known.counts, is_ready, limits, known.features, known.index
-            )
+        limits, ends = limit_of[known.rows], self._num_computed[known.rows]
+        limits[ends != self._rows.lens[known.rows] - 1] = 0
+        if self._fused is not None and limits.any() and known.counts.max() <= MAX_DECODED_TOKENS:
+            self._fused.compute_and_draft(known.rows, ends, known.counts, limits, known.features, known.index)
         else:
-            self._draft(drafting, limits, _select(self._compute(known), np.flatnonzero(is_ready)))
-        drafted = np.zeros_like(limit_of)
-        drafted[drafting] = limits
-        return drafted[rows]
+            drafting = np.flatnonzero(limits)
+            self._draft(known.rows[drafting], limits[drafting], _select(self._compute(known), drafting))
+        limit_of[rows] = 0
+        limit_of[known.rows] = limits
+        return limit_of[rows]
 
     def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest pair of each row."""
@@ -246,7 +244,9 @@ class HeadProposer:
 
 
 def _select(x: Tensor, index: RowArray) -> Tensor:
-    return x if len(index) == len(x) and _is_range(index) else x.index_select(0, to_device_once(index, x.device))
+    return (
+        x if len(index) == len(x) and _is_range(index) else x.index_select(0, to_device_once(index, x.device))
+    )
 
 
 def _is_range(index: RowArray) -> bool:
