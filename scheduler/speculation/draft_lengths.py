@@ -15,23 +15,27 @@ FloatArray = npt.NDArray[np.float64]
 INITIAL_ACCEPTANCE = 0.7
 _INITIAL_TRIALS = 8.0
 # Trials of a row for which the share over all rows counts.
-_PRIOR_TRIALS = 2.0
+_PRIOR_TRIALS = 4.0
 # Factors of the trials per step, of a row and of all: new ones count more, and what was given up is tried again.
 _DECAY, _DECAY_OF_ALL = 0.95, 0.998
 # Drafts must promise this much more than a step without: the price of a token near the present number is uncertain.
 # Trials (DraftTrials) decide whether drafts pay at all. With 1.15, one sequence of the demo model drafted in a third
 # of the steps in which drafts paid.
-_MIN_GAIN = 1.05
+_MIN_GAIN = 1.02
 # A step without drafts is planned at least every so many steps, to measure what drafts cost.
 PLAIN_INTERVAL_STEPS = 100
-# Steps until drafts are considered again where none paid.
-_PAUSE_STEPS = 8
+# Most steps until drafts are considered again where none paid. The first pause takes one step, and each one that
+# follows a pause twice as many as that: noise alone ends few drafts.
+_MAX_PAUSE_STEPS = 16
 # Most steps for which a choice holds while the rows stay: a choice takes 50 us, a step of the demo model 0.6 ms. A
 # new choice holds for one step, and then for twice as many as before while it stays the same.
 _MAX_CHOICE_STEPS = 8
-# A draft counts at most as this many times the expected time: other processes delay single steps. The expectation
-# shrinks by the second factor whenever drafts are not worth it, so that it is measured again.
-_MAX_DRAFT_RATIO, _DRAFT_DECAY = 2.0, 0.97
+# The expected times of drafts and of steps with drafts shrink by this factor per step of a pause, so that they are
+# measured again.
+_PAUSE_DECAY = 0.999
+# A step with drafts takes longer than one without. This share of the difference grows with the drafted tokens, as far
+# as the measurements do not show it; the rest is the work around them.
+_GROWING_SHARE = 0.5
 
 
 class DraftLengths:
@@ -50,16 +54,19 @@ class DraftLengths:
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self._max_len = max_len
-        self._times = StepTimes()
+        self._plain_times, self._drafted_times = (
+            StepTimes(),
+            StepTimes(),
+        )  # by tokens; without the time of drafting
+        self._draft_times = StepTimes()  # time that the ranks take to draft, by tokens of a row
         self._trials_of_steps = DraftTrials()
         self._num_drafted_steps = 0  # since the last step without drafts
-        self._num_pause_steps = 0  # that are left
+        self._num_pause_steps = self._pause_interval = 0  # steps left, and of the last pause
         self._choice: IntArray | None = None  # for the rows and sequences of `_choice_key`
         self._choice_key = b"", b""
         self._num_choice_steps = self._choice_interval = 0  # steps left, and of the whole choice
         self._num_undecayed_steps = 0
         self._was_drafting = self._is_first_draft = False  # the last step
-        self._draft_s = 0.0  # time that the ranks take to draft one token for all rows
         self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
         self._accepted, self._trials = np.zeros(num_rows), np.zeros(num_rows)
         self._all_accepted, self._all_trials = 0.0, 0.0
@@ -99,7 +106,7 @@ class DraftLengths:
             most: drafted tokens of all rows together.
         """
         chosen = None
-        if most > 0 and self._times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
+        if most > 0 and self._plain_times.is_known and self._num_drafted_steps < PLAIN_INTERVAL_STEPS:
             chosen = self._held_choice(rows, first_steps, limits, most)
             if chosen is None:
                 self._reset_changed(rows, first_steps)
@@ -107,15 +114,23 @@ class DraftLengths:
                 chosen = self._best(rows, limits, most)
                 self._hold(chosen, (rows.tobytes(), first_steps.tobytes()))
             if chosen is None:
-                self._num_pause_steps = _PAUSE_STEPS
-                self._draft_s *= _DRAFT_DECAY
+                self._pause()
+            else:
+                self._pause_interval = 0
         self._num_drafted_steps = 0 if chosen is None else self._num_drafted_steps + 1
         return chosen
+
+    def _pause(self) -> None:
+        self._pause_interval = min(max(1, 2 * self._pause_interval), _MAX_PAUSE_STEPS)
+        self._num_pause_steps = self._pause_interval
+        self._draft_times.shrink(_PAUSE_DECAY**self._pause_interval)
+        self._drafted_times.shrink(_PAUSE_DECAY**self._pause_interval)
 
     def _hold(self, chosen: IntArray | None, key: tuple[bytes, bytes]) -> None:
         """Keep a choice for the next steps."""
         before = self._choice if key == self._choice_key else None
         is_same = chosen is not None and before is not None and np.array_equal(chosen, before)
+        is_same &= self._draft_times.is_known
         self._choice_interval = min(2 * self._choice_interval, _MAX_CHOICE_STEPS) if is_same else 1
         self._choice, self._choice_key, self._num_choice_steps = chosen, key, self._choice_interval
 
@@ -157,9 +172,15 @@ class DraftLengths:
     def _rates(self, num_rows: int, odds: FloatArray, places: npt.NDArray[np.int64]) -> FloatArray:
         """Return the expected tokens per second with the first 0, 1, ... of the drafted tokens, up to a factor."""
         tokens = num_rows + np.concatenate([[0.0], odds.cumsum()])
-        seconds = self._times.seconds(num_rows + np.arange(tokens.size))
-        rounds = np.concatenate([[0], np.maximum.accumulate(places)])
-        rates: FloatArray = tokens / (seconds + self._draft_s * rounds)
+        plain_s, drafted = float(self._plain_times.seconds(num_rows)), self._drafted_times
+        counts = num_rows + np.arange(1, tokens.size)
+        if drafted.is_known:
+            seconds = drafted.seconds(counts, _GROWING_SHARE * drafted.slope_from(num_rows, plain_s))
+        else:
+            seconds = self._plain_times.seconds(counts)
+        if self._draft_times.is_known:
+            seconds = seconds + self._draft_times.seconds(np.maximum.accumulate(places))
+        rates: FloatArray = tokens / np.concatenate([[plain_s], seconds])
         return rates
 
     def observe(self, rows: RowArray, num_drafted: IntArray, num_accepted: IntArray) -> None:
@@ -187,12 +208,12 @@ class DraftLengths:
             seconds: of the step as a whole.
             draft_s: part of it that the ranks took to draft `num_rounds` tokens per row, one after the other.
         """
-        self._times.observe(num_tokens, max(0.0, seconds - draft_s))
-        if num_rounds and not self._is_first_draft:
-            measured = draft_s / num_rounds
-            if self._draft_s:
-                measured = min(measured, _MAX_DRAFT_RATIO * self._draft_s)
-            self._draft_s += (measured - self._draft_s) * (0.1 if self._draft_s else 1.0)
+        if not num_rounds:
+            self._plain_times.observe(num_tokens, seconds)
+            return
+        self._drafted_times.observe(num_tokens, max(0.0, seconds - draft_s))
+        if not self._is_first_draft:
+            self._draft_times.observe(num_rounds, draft_s)
 
     def _reset_changed(self, rows: RowArray, first_steps: npt.NDArray[np.int64]) -> None:
         """Forget the outcomes of rows that have another sequence now."""

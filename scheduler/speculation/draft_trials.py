@@ -15,7 +15,7 @@ _MOVE = 1.05
 _LEAST_DEVIATION = 0.1
 # Steps of a trial of each kind, at most. It ends as soon as the difference is clear: a trial is long only if the two
 # kinds of steps are about as fast, and costs little then.
-_DRAFTING_STEPS, _PLAIN_STEPS, _SHORTEST_TRIAL = 8, 24, 2
+_DRAFTING_STEPS, _PLAIN_STEPS, _SHORTEST_TRIAL = 8, 12, 2
 # Factor of the weight of earlier steps of a kind when a trial of it begins: the text or the machine may have changed.
 _FADE = 0.5
 # Steps between trials: they double while trials change nothing.

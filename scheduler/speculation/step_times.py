@@ -11,7 +11,7 @@ FloatArray = npt.NDArray[np.float64]
 _DECAY = 0.995
 # A measurement counts at most as this many times the expected time, per token: other processes delay single steps.
 _MAX_RATIO = 2.0
-# Weight, in tokens^2, of the assumption that further tokens take no time: steps with more of them are tried.
+# Weight, in tokens^2, of the prior slope: without another, further tokens take no time, so that more are tried.
 _PRIOR = 4.0
 # Shorter steps count as this long: the clock may be coarse.
 _MIN_S = 1e-6
@@ -35,8 +35,20 @@ class StepTimes:
     @property
     def slope(self) -> float:
         """Return the seconds per further token: at least 0, and at most in proportion to the tokens."""
-        slope = self._covariance / (self._variance + _PRIOR)
+        return self._slope(0.0)
+
+    def _slope(self, prior: float) -> float:
+        slope = (self._covariance + _PRIOR * prior) / (self._variance + _PRIOR)
         return max(0.0, min(slope, self._seconds / self._tokens)) if self._weight else 0.0
+
+    def slope_from(self, num_tokens: int, seconds: float) -> float:
+        """Return the seconds per further token between a time and the mean of the measured ones; 0 at the mean."""
+        further = self._tokens - num_tokens
+        return max(0.0, (self._seconds - seconds) / further) if further > 0 else 0.0
+
+    def shrink(self, factor: float) -> None:
+        """Expect shorter times, until others are measured."""
+        self._seconds *= factor
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Record the time of a step."""
@@ -52,7 +64,12 @@ class StepTimes:
         self._variance = _DECAY * self._variance + to_tokens * (num_tokens - self._tokens)
         self._covariance = _DECAY * self._covariance + to_tokens * (seconds - self._seconds)
 
-    def seconds(self, num_tokens: npt.ArrayLike) -> FloatArray:
-        """Return the expected times of steps; call it only if is_known."""
-        times: FloatArray = self._seconds + self.slope * (np.asarray(num_tokens, np.float64) - self._tokens)
+    def seconds(self, num_tokens: npt.ArrayLike, prior_slope: float = 0.0) -> FloatArray:
+        """Return the expected times of steps; call it only if is_known.
+
+        Args:
+            prior_slope: seconds per further token, as far as the measurements do not show them.
+        """
+        further = np.asarray(num_tokens, np.float64) - self._tokens
+        times: FloatArray = self._seconds + self._slope(prior_slope) * further
         return times

@@ -138,3 +138,41 @@ def test_step_times_forget_what_more_tokens_cost() -> None:
     for _ in range(1500):
         times.observe(1, 1.0)
     assert times.slope < 0.1
+
+
+def test_work_around_drafts_does_not_shorten_them() -> None:
+    """A step with one drafted token takes as long as one with four: most of its time is the work around drafts."""
+    lengths, row = DraftLengths(1, NUM_DRAFTED), np.array([0])
+    first_steps, limits = np.ones(1, np.int64), np.array([100], np.int32)
+    rng, chosen_lens = np.random.default_rng(0), []
+    for _ in range(400):
+        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1) else None
+        num_drafted = 0 if chosen is None else int(chosen.sum())
+        seconds = rng.uniform(0.9, 1.1) * (1.6e-3 + 3e-5 * num_drafted if num_drafted else 1e-3)
+        num_accepted = min(num_drafted, int(rng.geometric(0.25)) - 1)
+        lengths.observe_rate(1, num_drafted > 0, 1 + num_accepted, seconds)
+        lengths.observe_step(1 + num_drafted, seconds, 1e-4 if num_drafted else 0.0, num_drafted)
+        if num_drafted:
+            lengths.observe(row, np.array([num_drafted], np.int32), np.array([num_accepted], np.int32))
+            chosen_lens.append(num_drafted)
+    assert len(chosen_lens) > 250
+    assert np.mean(chosen_lens) > 3
+
+
+def test_choice_holds_while_rows_and_limits_stay() -> None:
+    lengths, rows = DraftLengths(4, NUM_DRAFTED), np.arange(3)
+    first_steps, limits = np.ones(3, np.int64), np.full(3, 9, np.int32)
+    lengths.observe_step(3, 1.0, 0.0, 0)
+    for _ in range(4):
+        chosen = lengths.choose(rows, first_steps, limits, 100)
+        assert chosen is not None
+        lengths.observe_rate(3, True, 12, 1.0)
+        lengths.observe_step(15, 1.0, 0.01, 4)
+    held = lengths.choose(rows, first_steps, limits, 100)
+    assert lengths.choose(rows, first_steps, limits, 100) is held
+    fewer = lengths.choose(rows, first_steps, np.array([9, 1, 9], np.int32), 100)
+    assert fewer is not None
+    assert fewer.tolist() == [4, 1, 4]
+    other = lengths.choose(rows[:2], first_steps[:2], limits[:2], 100)
+    assert other is not None
+    assert other.tolist() == [4, 4]
