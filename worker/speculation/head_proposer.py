@@ -35,8 +35,8 @@ MAX_PENDING_BYTES = 64 << 20
 # Steps without planned drafts after which hidden states of at most so many tokens are kept. One sequence can draft
 # again at any time; for many sequences, computing the tokens of a pause would cost more than the drafts gain.
 MAX_IDLE_STEPS, MAX_IDLE_TOKENS = 16, 1024
-# The chain of drafts reads weights in bfloat16. The linear layers of a drafted token take 0.53 instead of 1.10 ms for a
-# target of 60M parameters, whose output layer is most of it, and 46 instead of 53 us for the demo model.
+# The chain of drafts reads weights in bfloat16. The linear layers of a drafted token take 0.53 instead of 1.10 ms for
+# a target of 60M parameters, whose output layer is most of it, and 46 instead of 53 us for the demo model.
 NARROWS = True
 _UNKNOWN = -1
 _NO_ROW = -1

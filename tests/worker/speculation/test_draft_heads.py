@@ -26,6 +26,7 @@ from draft_heads import (
 from ranked_driver import RankedDriver
 from reference import Reference
 
+from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
@@ -347,9 +348,10 @@ def test_prefix_hit_drafts_like_reference(make_recording_engine: Any) -> None:
     prompt = PROMPTS[-1]
     config = replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=engine.config.speculative)
     driver = RankedDriver(config, engine.step)
-    for handle in (0, 1):  # the second one finds the blocks of the first
-        driver.add(handle, prompt, max_tokens=12, ignore_eos=True, temperature=0.0)
-        driver.run(2)
+    with fixed_lengths(NUM_SPECULATIVE_TOKENS):
+        for handle in (0, 1):  # the second one finds the blocks of the first
+            driver.add(handle, prompt, max_tokens=12, ignore_eos=True, temperature=0.0)
+            driver.run(2)
     driver.empty_ranks()
     assert driver.finishes[1].num_cached_tokens > 0
     assert check_drafts(reference_type(head, transformers_model(engine))) > 4
