@@ -15,11 +15,11 @@ _MOVE = 1.05
 _LEAST_DEVIATION = 0.1
 # Steps of a trial of each kind, at most. It ends as soon as the difference is clear: a trial is long only if the two
 # kinds of steps are about as fast, and costs little then.
-_DRAFTING_STEPS, _PLAIN_STEPS, _SHORTEST_TRIAL = 8, 12, 2
+_DRAFTING_STEPS, _PLAIN_STEPS, _SHORTEST_TRIAL = 8, 12, 4
 # Factor of the weight of earlier steps of a kind when a trial of it begins: the text or the machine may have changed.
 _FADE = 0.5
 # Steps between trials: they double while trials change nothing.
-_MIN_INTERVAL, _MAX_INTERVAL = 16, 512
+_MIN_INTERVAL, _MAX_INTERVAL = 16, 256
 # Drafts must shorten the time per token to this share to be switched on, and to this one to stay on.
 _SWITCH_ON, _STAY_ON = 0.96, 1.01
 # Standard errors by which the two times per token must differ as well, to switch and to end a trial early. In
