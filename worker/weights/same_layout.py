@@ -24,7 +24,7 @@ def check_same_layout(folder: str, other: str, optional: tuple[str, ...] = ()) -
     if names:
         shown = ", ".join(names[:_MAX_SHOWN])
         raise ModelLoadError(f"{other}: {len(names)} tensors are missing or more than the model has: {shown}")
-    for name in expected.keys() & found.keys():
+    for name in sorted(expected.keys() & found.keys()):
         if found[name] != expected[name]:
             raise ModelLoadError(f"{other}: {name} is {found[name]}, must be {expected[name]}")
 
