@@ -16,6 +16,7 @@ def main() -> None:
     configs: list[dict[str, object] | None] = [None, {"method": "ngram", "num_speculative_tokens": 4}]
     if model == "demo":
         configs.append({"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3})
+        configs.append({"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3})
     for speculative_config in configs:
         with LLM(model, num_kv_blocks=256, speculative_config=speculative_config) as llm:
             (output,) = llm.generate([PROMPT], GREEDY)

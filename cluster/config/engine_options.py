@@ -23,10 +23,11 @@ from .value_kinds import NUM_BYTES, amounts
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"
-# The EAGLE-3 head of the demo model, for `speculative_config`.
-DEMO_HEAD = "demo-eagle3"
+# The EAGLE-3 head of the demo model and a smaller model that drafts for it, for `speculative_config`.
+DEMO_HEAD, DEMO_DRAFT = "demo-eagle3", "demo-draft"
 DEMO_HEAD_PATH = DEMO_MODEL_PATH.parent / "draft_head"
-_BUNDLED = {DEMO_MODEL: DEMO_MODEL_PATH, DEMO_HEAD: DEMO_HEAD_PATH}
+DEMO_DRAFT_PATH = DEMO_MODEL_PATH.parent / "draft_model"
+_BUNDLED = {DEMO_MODEL: DEMO_MODEL_PATH, DEMO_HEAD: DEMO_HEAD_PATH, DEMO_DRAFT: DEMO_DRAFT_PATH}
 
 DEVICES = ("cpu", "cuda")
 RUNNERS = ("auto", "generate", "pooling", "both")

@@ -1,0 +1,144 @@
+"""Train a smaller model that drafts for the demo model, by the demo model's own distribution of each next token.
+
+    python -m benchmarks.demo_model.draft_model --text DIR --out cluster/demo/draft_model [--minutes 12]
+
+It is one layer of half the width, with the demo model's vocabulary. Its embedding begins with the directions in which
+the demo model's varies most. The texts are those of the demo model; the loss is the cross-entropy to the demo model's
+probabilities, because a draft must agree with the model and not with the books. The budget is time, as for the demo
+model.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.common import Figure, make_parser, report
+from benchmarks.demo_model.draft_head import PROMPT_LEN, cut_prompts, write_sequences
+from benchmarks.demo_model.training import (
+    SEED,
+    SHORT_LEN,
+    batches,
+    encode_passages,
+    learning_rate,
+    new_optimizers,
+)
+from benchmarks.demo_model.works import read_works, split_held_out, split_passages
+from quire import LLM
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH
+
+HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_DIM = 128, 352, 4, 32
+NUM_TEST_PROMPTS = 64
+
+
+def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Return an untrained model of one layer, whose sizes allow tensor parallelism of up to 4 ranks."""
+    own = target.config
+    config = LlamaConfig(
+        vocab_size=own.vocab_size,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=1,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=own.max_position_embeddings,
+        rms_norm_eps=own.rms_norm_eps,
+        tie_word_embeddings=True,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        embedding = target.model.embed_tokens.weight
+        _, _, directions = torch.linalg.svd(embedding, full_matrices=False)
+        model.model.embed_tokens.weight.copy_(embedding @ directions[:HIDDEN].T)
+    return model
+
+
+def loss_of(model: LlamaForCausalLM, target: LlamaForCausalLM, rows: Tensor) -> Tensor:
+    """Return the cross-entropy in nats to the probabilities that the target gives after each token of `rows`."""
+    with torch.no_grad():
+        wanted = target(input_ids=rows, use_cache=False).logits.float().softmax(-1)
+    logits = model(input_ids=rows, use_cache=False).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten(0, 1))
+
+
+def train(model: LlamaForCausalLM, target: LlamaForCausalLM, source: Iterator[Tensor], minutes: float) -> int:
+    """Train until `minutes` have passed; return the number of steps."""
+    optimizers = new_optimizers(model)
+    started, num_steps = time.monotonic(), 0
+    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model, target, next(source)[:, :-1])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(share)
+            optimizer.step()
+            optimizer.zero_grad()
+        num_steps += 1
+        if num_steps % 100 == 0:
+            print(f"step {num_steps}  {share:.0%}  loss {loss.item():.3f}", flush=True)
+    return num_steps
+
+
+@torch.no_grad()
+def agreement(model: LlamaForCausalLM, rows: Tensor) -> float:
+    """Return the share of the tokens behind the prompts of `rows` that are the model's most likely ones."""
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits[:, PROMPT_LEN - 1 :]
+    return (logits.argmax(-1) == rows[:, PROMPT_LEN:]).float().mean().item()
+
+
+def save(model: LlamaForCausalLM, out: Path) -> None:
+    """Write configuration and weights, in bfloat16."""
+    model.to(torch.bfloat16).save_pretrained(out)
+    (out / "generation_config.json").unlink(missing_ok=True)
+    for path in out.iterdir():
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--text", type=Path, metavar="DIR", required=True, help="folder with the files of WORKS"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory of the model")
+    parser.add_argument("--minutes", type=float, default=12.0, help="of training (default: %(default)s)")
+    arguments = parser.parse_args()
+    torch.manual_seed(SEED)
+    rng = random.Random(SEED)
+    target: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
+    with LLM("demo", device="cpu") as llm:
+        tokenizer = llm.get_tokenizer()
+    texts, held_out = zip(*map(split_held_out, read_works(arguments.text)), strict=True)
+    passages = encode_passages(tokenizer, [part for text in texts for part in split_passages(text, rng)])
+    tested = encode_passages(tokenizer, [part for text in held_out for part in split_passages(text, rng)])
+    test = write_sequences(cut_prompts(tested, rng, NUM_TEST_PROMPTS))
+    model = new_draft(target)
+    num_steps = train(model, target.eval(), batches(passages, SHORT_LEN, rng), arguments.minutes)
+    save(model, arguments.out)
+    half = len(test) // 2
+    report(
+        {
+            "draft_model.agreement.greedy": Figure(
+                agreement(model.float(), test[:half]), "", "of held-out prompts, as the model continues them"
+            ),
+            "draft_model.agreement.sampled": Figure(agreement(model, test[half:]), "", "at temperature 0.8"),
+            "draft_model.num_steps": Figure(num_steps, "steps", f"of {SHORT_LEN} tokens per sequence"),
+        },
+        arguments.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
