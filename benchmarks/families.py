@@ -21,10 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Figure, make_parser, median, names_from, report
+from benchmarks.common import Figure, make_parser, median, names_from, report, write_figures
 from benchmarks.random_models import make_tokenizer
 
 ENGINES = ("quire", "transformers")
+NUM_KV_BLOCKS = 512  # the layers of a kind may be in several cache groups, each with blocks of its own
 SIZES: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
@@ -104,7 +105,7 @@ def make_model(folder: Path, kind: str, *, is_quick: bool = False) -> None:
 def load_quire(folder: Path) -> Generate:
     from quire import LLM, SamplingParams
 
-    llm = LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=128, max_model_len=1024)
+    llm = LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=NUM_KV_BLOCKS, max_model_len=1024)
 
     def generate(prompt: list[int], max_tokens: int) -> None:
         settings = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
@@ -219,6 +220,8 @@ def main() -> None:
             for engine in ENGINES:
                 for name, value in measure_apart(engine, Path(folder)).items():
                     figures[f"families.{kind}.{engine}.{name}"] = Figure(value, UNITS[name])
+        if arguments.json is not None:  # what is measured survives an interruption
+            write_figures(arguments.json, figures)
     report(figures, arguments.json)
 
 
