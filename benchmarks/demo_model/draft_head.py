@@ -30,8 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.common import Figure, make_parser, report
 from benchmarks.demo_model.eagle3_reference import Eagle3Reference, HeadSizes
-from benchmarks.demo_model.training import SEED, encode_passages
-from benchmarks.demo_model.works import read_works, split_held_out, split_passages
+from benchmarks.demo_model.training import SEED, encode_works
 from quire import LLM, SamplingParams
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
@@ -217,9 +216,7 @@ def main() -> None:
     target = Target(DEMO_MODEL_PATH)
     with LLM("demo", device="cpu") as llm:
         tokenizer = llm.get_tokenizer()
-    texts, held_out = zip(*map(split_held_out, read_works(arguments.text)), strict=True)
-    passages = encode_passages(tokenizer, [part for text in texts for part in split_passages(text, rng)])
-    tested = encode_passages(tokenizer, [part for text in held_out for part in split_passages(text, rng)])
+    passages, tested = encode_works(tokenizer, arguments.text, rng)
     examples = Examples.of(target, write_sequences(cut_prompts(passages, rng, NUM_SEQUENCES)))
     test = Examples.of(target, write_sequences(cut_prompts(tested, rng, 64)))
     head = Eagle3Reference(SIZES)

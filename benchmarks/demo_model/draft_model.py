@@ -1,6 +1,6 @@
 """Train a smaller model that drafts for the demo model, by the demo model's own distribution of each next token.
 
-    python -m benchmarks.demo_model.draft_model --text DIR --out cluster/demo/draft_model [--minutes 12]
+    python -m benchmarks.demo_model.draft_model --text DIR --out cluster/demo/draft_model [--minutes 19]
 
 It is one layer of half the width, with the demo model's vocabulary. Its embedding begins with the directions in which
 the demo model's varies most. The texts are those of the demo model; the loss is the cross-entropy to the demo model's
@@ -26,11 +26,10 @@ from benchmarks.demo_model.training import (
     SEED,
     SHORT_LEN,
     batches,
-    encode_passages,
+    encode_works,
     learning_rate,
     new_optimizers,
 )
-from benchmarks.demo_model.works import read_works, split_held_out, split_passages
 from quire import LLM
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
@@ -113,16 +112,14 @@ def main() -> None:
         "--text", type=Path, metavar="DIR", required=True, help="folder with the files of WORKS"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory of the model")
-    parser.add_argument("--minutes", type=float, default=12.0, help="of training (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=19.0, help="of training (default: %(default)s)")
     arguments = parser.parse_args()
     torch.manual_seed(SEED)
     rng = random.Random(SEED)
     target: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(DEMO_MODEL_PATH, dtype=torch.float32)
     with LLM("demo", device="cpu") as llm:
         tokenizer = llm.get_tokenizer()
-    texts, held_out = zip(*map(split_held_out, read_works(arguments.text)), strict=True)
-    passages = encode_passages(tokenizer, [part for text in texts for part in split_passages(text, rng)])
-    tested = encode_passages(tokenizer, [part for text in held_out for part in split_passages(text, rng)])
+    passages, tested = encode_works(tokenizer, arguments.text, rng)
     test = write_sequences(cut_prompts(tested, rng, NUM_TEST_PROMPTS))
     model = new_draft(target)
     num_steps = train(model, target.eval(), batches(passages, SHORT_LEN, rng), arguments.minutes)

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from benchmarks.demo_model.works import read_works, split_held_out, split_passages
+
 SEED = 1859
 END = "<|endoftext|>"  # begins, ends and separates passages
 VOCAB_SIZE = 3072
@@ -52,6 +54,21 @@ def encode_passages(tokenizer: PreTrainedTokenizerFast, passages: list[str]) -> 
     """Return the token ids of each passage, with END in front."""
     end_id = tokenizer.convert_tokens_to_ids(END)
     return [[end_id, *ids] for ids in tokenizer(passages, verbose=False)["input_ids"]]
+
+
+def encode_works(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, rng: random.Random
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the token ids of the passages of WORKS, of which `folder` has the files: for training, and held out.
+
+    Raises:
+        ValueError: as from `read_works`.
+    """
+    texts, held_out = zip(*map(split_held_out, read_works(folder)), strict=True)
+    passages = encode_passages(tokenizer, [part for text in texts for part in split_passages(text, rng)])
+    return passages, encode_passages(
+        tokenizer, [part for text in held_out for part in split_passages(text, rng)]
+    )
 
 
 def batches(passages: list[list[int]], seq_len: int, rng: random.Random) -> Iterator[Tensor]:
