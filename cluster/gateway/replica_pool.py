@@ -254,9 +254,8 @@ class ReplicaPool:
         if found:
             replica_id, refusal = min(found, key=lambda each: each[1].retry_after_s or 0.0)
             self._num_arrived_requests += 1
-            self._num_arrived_tokens += (
-                refusal.num_prompt_tokens
-            )  # as an estimate: the request is not tokenized
+            # An estimate: the request is not tokenized.
+            self._num_arrived_tokens += refusal.num_prompt_tokens
             raise refusal.repeat(replica_id, now_s)
 
     def on_refused(self, client: ReplicaClient, request: Request, finish: Finish, sent: Moment) -> None:

@@ -54,10 +54,8 @@ class DraftLengths:
 
     def __init__(self, num_rows: int, max_len: int) -> None:
         self._max_len = max_len
-        self._plain_times, self._drafted_times = (
-            StepTimes(),
-            StepTimes(),
-        )  # by tokens; without the time of drafting
+        # By tokens, without the time of drafting.
+        self._plain_times, self._drafted_times = StepTimes(), StepTimes()
         self._draft_times = StepTimes()  # time that the ranks take to draft, by tokens of a row
         self._trials_of_steps = DraftTrials()
         self._num_drafted_steps = 0  # since the last step without drafts

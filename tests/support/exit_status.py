@@ -1,4 +1,4 @@
-"""What this kernel tells of a process that was killed and is no child of the one that asks."""
+"""Exit status of a killed process that is no child of the one that asks, as far as this kernel tells it."""
 
 from __future__ import annotations
 

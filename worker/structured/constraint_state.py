@@ -99,9 +99,8 @@ class ConstraintState:
         self._library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
         self._shard = shard
         self._rows: list[RowConstraint | None] = [None] * num_rows
-        self._requested: list[OutputConstraint | None] = [
-            None
-        ] * num_rows  # also of a row whose own has failed
+        # Those that were asked for, also of a row whose own has failed.
+        self._requested: list[OutputConstraint | None] = [None] * num_rows
         self._num_rows = 0
         self._is_constrained = np.zeros(num_rows, dtype=np.bool_)
         self._grammars = GrammarCache(self._library)

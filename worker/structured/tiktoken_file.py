@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TiktokenFormat:
-    """What the code of a tokenizer's class knows.
+    """Knowledge of a tokenizer that is only in the code of its class.
 
     Attributes:
         file: base64 of each token, and its rank, which is its id.
