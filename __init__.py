@@ -79,8 +79,9 @@ if TYPE_CHECKING:
     )
     from .proto import errors
     from .proto.pooling import PoolingParams
+    from .proto.replica_status import RankStatus
     from .proto.sampling import SamplingParams
-    from .proto.stream import RankStatus, Timings
+    from .proto.stream import Timings
     from .proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 
 _BEAMS = ".cluster.offline.beams"
@@ -126,7 +127,7 @@ _MODULES = {
     "PoolingParams": ".proto.pooling",
     "PromptLogprobsDelta": _OUTPUTS,
     "QueueInfo": _STATUS,
-    "RankStatus": ".proto.stream",
+    "RankStatus": ".proto.replica_status",
     "ReasoningDelta": _DELTAS,
     "RepetitionDetectionParams": ".proto.structured_outputs",
     "ReplicaInfo": _STATUS,

@@ -24,7 +24,7 @@ from quire.cluster.requests.output_processor import OutputProcessor
 from quire.cluster.requests.request import RequestChecker
 from quire.cluster.requests.request_stream import output_events
 from quire.cluster.requests.tokenizer import Tokenizer
-from quire.proto.stream import ReplicaStatus
+from quire.proto.replica_status import ReplicaStatus
 
 STATUS_TIMEOUT_S = 10.0
 PROMPT_LEN = 32

@@ -43,7 +43,8 @@ from quire.cluster.http.server import HttpServer
 from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto import inference_pb2, inference_pb2_grpc
-from quire.proto.stream import Abort, Finish, FinishReason, ReplicaStatus, StatusQuery, Submit, TokenBatch
+from quire.proto.replica_status import ReplicaStatus
+from quire.proto.stream import Abort, Finish, FinishReason, StatusQuery, Submit, TokenBatch
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
 
 NUM_STREAMS = (1, 64, 256, 1024)

@@ -19,17 +19,10 @@ from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import IntArray
 from quire.proto.codec import FloatArray
 from quire.proto.config import EngineConfig, ModelConfig
+from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import MAX_OUTPUTS, SamplingParams
 from quire.proto.step import Logprobs, StepPlan, StepResult
-from quire.proto.stream import (
-    Finish,
-    FinishReason,
-    GatewayMessage,
-    RankStatus,
-    ReplicaMessage,
-    Submit,
-    TokenBatch,
-)
+from quire.proto.stream import Finish, FinishReason, GatewayMessage, ReplicaMessage, Submit, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.worker_group import Rebuilt

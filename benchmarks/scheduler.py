@@ -22,9 +22,10 @@ from benchmarks.common import Figure, make_parser, median, report
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.config import ModelConfig
+from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
-from quire.proto.stream import GatewayMessage, RankStatus, ReplicaMessage, Submit
+from quire.proto.stream import GatewayMessage, ReplicaMessage, Submit
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.worker_group import Rebuilt

@@ -24,8 +24,8 @@ import ray
 from ..proto.config import EngineConfig
 from ..proto.errors import RankFailed, in_one_line
 from ..proto.faults import SIGNALS, Fault
+from ..proto.replica_status import RankStatus
 from ..proto.step import StepFailure, StepPlan, StepResult
-from ..proto.stream import RankStatus
 from ..proto.transport.channel import ChannelAddress, StepReceiver
 from .deadline import ends_within
 from .device import compute_device, on_device

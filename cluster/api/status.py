@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ...proto.stream import MappedSequence, RankStatus
+from ...proto.block_map import MappedSequence
+from ...proto.replica_status import RankStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from ...proto import admin_pb2, inference_pb2
+from ...proto.block_map import BlockMap, MappedSequence
 from ...proto.errors import ProtocolError
-from ...proto.stream import BlockMap, MappedSequence, RankStatus, ReplicaStatus
+from ...proto.replica_status import RankStatus, ReplicaStatus
 from .status import (
     BlockMapInfo,
     DeploymentInfo,

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...proto.stream import BlockState
+from ...proto.block_map import BlockState
 from ..api.status import BlockMapInfo, FleetInfo, LatencyInfo, NodeInfo, ReplicaInfo, TrafficInfo
 
 # A status is due every second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...proto.stream import ReplicaStatus
+from ...proto.replica_status import ReplicaStatus
 from ..controller_api.demand import Demand
 from ..controller_api.fleet_state import ReplicaState
 from .autoscaler import FleetSnapshot, ReplicaSample

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
-from ...proto.stream import Drain, ReplicaStatus
+from ...proto.replica_status import ReplicaStatus
+from ...proto.stream import Drain
 from ..config.deployment import Deployment
 from ..controller_api.fleet_state import ReplicaEntry, ReplicaState
 from ..host.background import run_in_background

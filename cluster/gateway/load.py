@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...proto import admin_pb2
-from ...proto.stream import ReplicaStatus
+from ...proto.replica_status import ReplicaStatus
 from .served_models import ServedModel, ServedModels
 
 

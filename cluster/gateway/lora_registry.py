@@ -20,7 +20,7 @@ from ...proto.lora import (
     LoraReference,
     merge_references,
 )
-from ...proto.stream import ReplicaStatus
+from ...proto.replica_status import ReplicaStatus
 from ..replica.client import ReplicaClient
 from ..requests.json_values import check_text
 from .stamp import new_stamp

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...proto.errors import Overloaded, QuireError, ReplicaUnavailable
-from ...proto.stream import Activity, CacheQuery, CacheReport, Finish, RecalledOutput, ReplicaStatus
+from ...proto.replica_status import Activity, ReplicaStatus
+from ...proto.stream import CacheQuery, CacheReport, Finish, RecalledOutput
 from ...scheduler.core.retained_outputs import best_outputs
 from ...scheduler.kv.prefix_cache import make_root, prefix_hashes
 from ..controller_api.demand import Demand

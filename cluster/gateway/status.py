@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Iterable
 
 from ...proto import admin_pb2
+from ...proto.block_map import BlockMap
 from ...proto.errors import InvalidRequest, ReplicaUnavailable
-from ...proto.stream import BlockMap
 from ..api.status_messages import replica_to_message
 from ..metrics.recent_traffic import Latency
 from ..replica.client import ReplicaClient

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 
 from ...proto.engine_command import Action, EngineCommand
-from ...proto.stream import ControlEngine, ReplicaStatus
+from ...proto.replica_status import ReplicaStatus
+from ...proto.stream import ControlEngine
 from ..replica.client import ReplicaClient
 
 # A replica that could not load the weights is asked again after this time.

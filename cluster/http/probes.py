@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...proto.errors import ReplicaUnavailable
-from ...proto.stream import Activity, ReplicaStatus
+from ...proto.replica_status import Activity, ReplicaStatus
 from ..gateway.served_models import ServedModel, ServedModels
 from ..replica.canary import run_canary
 from ..replica.client import SILENCE_MARGIN_S, UNANSWERED_S, ReplicaClient

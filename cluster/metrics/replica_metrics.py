@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 
 from ...proto.config import EngineConfig
-from ...proto.stream import RankStatus, ReplicaStatus
+from ...proto.replica_status import RankStatus, ReplicaStatus
 from ..host.processes import process_usage
 from ..replica.client import ReplicaClient
 from . import of_replicas, of_requests

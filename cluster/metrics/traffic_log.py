@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ...proto.stream import ReplicaStatus
+from ...proto.replica_status import ReplicaStatus
 from .recent_traffic import Latency, RecentTraffic, Traffic
 from .views import ModelsView, ModelView
 

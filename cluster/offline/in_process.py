@@ -14,8 +14,9 @@ from functools import partial
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
 from ...proto.errors import InvalidRequest
+from ...proto.replica_status import RankStatus
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import ControlEngine, EngineControlled, RankStatus, ReplicaMessage, Stop, TokenBatch
+from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
 from ...scheduler.core.scheduler import Scheduler
 from ...scheduler.kv.kv_tiers import KvTiers
 from ...scheduler.service.loop import StepLoop

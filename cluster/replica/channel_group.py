@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 
 from ...proto.errors import RankFailed, ReplicaUnavailable
 from ...proto.lora import LoraReport
+from ...proto.replica_status import RankStatus
 from ...proto.step import StepFailure, StepPlan, StepResult, decode_reply
-from ...proto.stream import RankStatus
 from ...proto.transport.channel import ChannelAddress, StepSender
 from ...scheduler.kv.kv_tiers import KvTiers
 from ...scheduler.service.worker_group import Rebuilt

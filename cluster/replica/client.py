@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
 
+from ...proto.block_map import BlockMap
 from ...proto.engine_command import EngineCommand
 from ...proto.errors import (
     InvalidRequest,
@@ -21,9 +22,9 @@ from ...proto.errors import (
     ReplicaUnavailable,
 )
 from ...proto.lora import LoraReference
+from ...proto.replica_status import ReplicaStatus
 from ...proto.stream import (
     Abort,
-    BlockMap,
     BlockMapQuery,
     CacheReport,
     ControlEngine,
@@ -37,13 +38,11 @@ from ...proto.stream import (
     Recalled,
     RecalledOutput,
     ReplicaMessage,
-    ReplicaStatus,
     StatusQuery,
     Stop,
     TokenBatch,
-    decode,
-    encode,
 )
+from ...proto.stream_codec import decode, encode
 from ...proto.transport.network import CurveKeys
 from ..host.background import run_in_background
 from ..requests.request import Request

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from ...proto.errors import QuireError, ReplicaUnavailable
-from ...proto.stream import RankStatus
+from ...proto.replica_status import RankStatus
 from ...scheduler.kv.kv_tiers import KvTiers
 from ...scheduler.service.worker_group import Rebuilt
 from ...worker.actor import RankProcess

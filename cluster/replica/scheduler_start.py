@@ -13,7 +13,7 @@ from ray.exceptions import RayError
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ReplicaUnavailable
-from ...proto.stream import RankStatus
+from ...proto.replica_status import RankStatus
 from ...worker.actor import RankProcess
 from ..host.stopwatch import Stopwatch
 from ..ray_runtime.errors import await_all

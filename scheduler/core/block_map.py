@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...proto.stream import MAX_MAP_CELLS, MAX_MAP_SEQUENCES, BlockMap, MappedSequence
+from ...proto.block_map import MAX_MAP_CELLS, MAX_MAP_SEQUENCES, BlockMap, MappedSequence
 from .state import SchedulerState
 
 NO_ROW = -1

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...proto.block_map import BlockMap
 from ...proto.config import EngineConfig
 from ...proto.errors import QuireError, RankFailed, RequestQuarantined
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import BlockMap, Finish, FinishReason, Recall, Recalled, Submit
+from ...proto.stream import Finish, FinishReason, Recall, Recalled, Submit
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
 from ..kv.prefix_cache import make_root

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ...proto.stream import BlockState
+from ...proto.block_map import BlockState
 
 SCRATCH_BLOCK = 0
 # States of blocks with no, one and more references.

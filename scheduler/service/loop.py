@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
+from ...proto.replica_status import Activity, ReplicaStatus
 from ...proto.step import StepResult
 from ...proto.stream import (
     Abort,
-    Activity,
     BlockMapQuery,
     CacheQuery,
     ControlEngine,
@@ -24,7 +24,6 @@ from ...proto.stream import (
     LoadLora,
     LoraLoaded,
     Recall,
-    ReplicaStatus,
     StatusQuery,
     Stop,
     Submit,

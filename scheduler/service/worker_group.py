@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...proto.replica_status import RankStatus
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import RankStatus
 from ..kv.kv_tiers import KvTiers
 
 

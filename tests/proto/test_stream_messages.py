@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.proto.block_map import BlockMap, BlockState, MappedSequence
 from quire.proto.errors import ProtocolError
 from quire.proto.lora import LoraReference
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.refusal import RefusalScope
+from quire.proto.replica_status import RankStatus, ReplicaStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs
 from quire.proto.stream import (
     VERSION,
     Abort,
-    BlockMap,
     BlockMapQuery,
-    BlockState,
     CacheQuery,
     CacheReport,
     Drain,
@@ -34,21 +34,16 @@ from quire.proto.stream import (
     GatewayMessage,
     LoadLora,
     LoraLoaded,
-    MappedSequence,
-    RankStatus,
     Recall,
     Recalled,
     RecalledOutput,
     ReplicaMessage,
-    ReplicaStatus,
     StatusQuery,
     Submit,
     Timings,
     TokenBatch,
-    decode,
-    encode,
-    refusal_of,
 )
+from quire.proto.stream_codec import decode, encode, refusal_of
 
 # Fields of SamplingParams when VERSION became 4.
 NUM_SAMPLING_FIELDS = 27

@@ -19,7 +19,8 @@ from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, O
 from quire.cluster.replica.record import ReplicaRecord
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
-from quire.proto.stream import GatewayMessage, ReplicaMessage, decode, encode
+from quire.proto.stream import GatewayMessage, ReplicaMessage
+from quire.proto.stream_codec import decode, encode
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import IDLE_CHECK_S, StepLoop
 

@@ -17,6 +17,7 @@ from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
 from quire.proto.lora import LoraReport
 from quire.proto.pooling import Pooled, PoolingParams
+from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import (
     Logprobs,
@@ -26,7 +27,7 @@ from quire.proto.step import (
     StepPlan,
     StepResult,
 )
-from quire.proto.stream import RankStatus, Submit
+from quire.proto.stream import Submit
 from quire.proto.structured_outputs import OutputConstraint
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.sequences.beam_search import BeamSearch

@@ -35,7 +35,8 @@ from quire.cluster.replica.record import ReplicaRecord
 from quire.cluster.replica.replica import Replica, adopt_replica, known_replicas
 from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed, ReplicaUnavailable
-from quire.proto.stream import Drain, FinishReason, ReplicaStatus, StatusQuery, TokenBatch
+from quire.proto.replica_status import ReplicaStatus
+from quire.proto.stream import Drain, FinishReason, StatusQuery, TokenBatch
 from quire.proto.transport.network import CurveKeys
 
 pytestmark = pytest.mark.cluster

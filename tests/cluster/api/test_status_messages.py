@@ -26,7 +26,7 @@ from quire.cluster.api.status_messages import (
     model_from_message,
 )
 from quire.proto import admin_pb2, inference_pb2
-from quire.proto.stream import BlockMap, MappedSequence
+from quire.proto.block_map import BlockMap, MappedSequence
 
 
 @pytest.mark.parametrize(

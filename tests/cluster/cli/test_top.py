@@ -15,7 +15,7 @@ from quire import Client, FleetInfo, KvCacheInfo, LatencyInfo, QueueInfo, RankSt
 from quire.cluster.api.status import BlockMapInfo, DeploymentInfo, NodeInfo
 from quire.cluster.cli.top import look_at
 from quire.cluster.cli.top_view import GLYPHS, MAP_LINES, Look, block_map_text, render
-from quire.proto.stream import BlockState
+from quire.proto.block_map import BlockState
 
 TRAFFIC = TrafficInfo(
     "tiny",

@@ -17,19 +17,10 @@ from quire.cluster.replica.client import ReplicaClient
 from quire.cluster.requests.request import Request
 from quire.proto.errors import Overloaded
 from quire.proto.refusal import MAX_HOLD_S, RefusalScope
+from quire.proto.replica_status import ReplicaStatus
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import (
-    Abort,
-    Finish,
-    FinishReason,
-    ReplicaMessage,
-    ReplicaStatus,
-    StatusQuery,
-    Submit,
-    TokenBatch,
-    decode,
-    encode,
-)
+from quire.proto.stream import Abort, Finish, FinishReason, ReplicaMessage, StatusQuery, Submit, TokenBatch
+from quire.proto.stream_codec import decode, encode
 from quire.scheduler.core.outbox import error_finish
 
 DEADLINE_S = 60.0

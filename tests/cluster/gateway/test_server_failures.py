@@ -33,8 +33,9 @@ from quire.proto.errors import (
     ReplicaUnavailable,
     RequestAborted,
 )
+from quire.proto.replica_status import ReplicaStatus
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import CacheReport, ReplicaStatus
+from quire.proto.stream import CacheReport
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 

@@ -12,8 +12,8 @@ from serving import ENDLESS, PROMPT, eventually, first_delta, run
 from quire import AsyncClient
 from quire.cluster.gateway.admin import BLOCK_MAP_TIMEOUT_S
 from quire.cluster.gateway.status import STATUS_TIMEOUT_S
+from quire.proto.block_map import BlockState
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable
-from quire.proto.stream import BlockState
 
 
 def test_status_shows_replica_traffic_and_blocks(make_model: Callable[..., Path]) -> None:

@@ -17,7 +17,7 @@ from serving import DEADLINE_S, eventually, run
 from quire.cluster.http.probes import PROOF_S, Probes, load_of
 from quire.cluster.replica.client import SILENCE_MARGIN_S, UNANSWERED_S
 from quire.proto.errors import ReplicaUnavailable
-from quire.proto.stream import Activity
+from quire.proto.replica_status import Activity
 
 
 class Clock:

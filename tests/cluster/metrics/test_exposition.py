@@ -24,8 +24,8 @@ from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, 
 from quire.cluster.requests.request import Request
 from quire.proto import admin_pb2
 from quire.proto.errors import InvalidRequest
+from quire.proto.replica_status import RankStatus, ReplicaStatus
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import RankStatus, ReplicaStatus
 
 # Accept headers of Prometheus 2.42 and 3.5.
 PROMETHEUS_2 = (

@@ -21,7 +21,8 @@ from quire.cluster.requests.request import Request
 from quire.cluster.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import CacheReport, TokenBatch, encode
+from quire.proto.stream import CacheReport, TokenBatch
+from quire.proto.stream_codec import encode
 from quire.scheduler.core.outbox import error_finish
 
 LONG_S = 600.0

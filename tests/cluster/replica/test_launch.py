@@ -10,7 +10,7 @@ from fakes import small_config
 
 from quire.cluster.replica import launch as module
 from quire.proto.config import EngineConfig
-from quire.proto.stream import RankStatus
+from quire.proto.replica_status import RankStatus
 from quire.worker.actor import LoadReport
 
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from quire.cluster.ray_runtime.errors import describe
 from quire.cluster.replica.rank_processes import Rank
-from quire.proto.stream import RankStatus
+from quire.proto.replica_status import RankStatus
 from quire.worker.actor import RankProcess
 
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]

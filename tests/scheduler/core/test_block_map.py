@@ -6,7 +6,7 @@ import pytest
 from driver import Driver
 from fakes import random_prompt, small_config
 
-from quire.proto.stream import BlockState
+from quire.proto.block_map import BlockState
 from quire.scheduler.core import block_map as block_maps
 from quire.scheduler.core.block_map import NO_ROW
 

@@ -9,7 +9,8 @@ from driver import Driver
 from fakes import oracle, random_prompt, small_config, submit
 
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import Finish, FinishReason, Recall, RecalledOutput, Submit, decode, encode
+from quire.proto.stream import Finish, FinishReason, Recall, RecalledOutput, Submit
+from quire.proto.stream_codec import decode, encode
 from quire.scheduler.core.retained_outputs import (
     RETENTION_S,
     RetainedOutputs,

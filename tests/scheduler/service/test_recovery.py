@@ -11,8 +11,9 @@ import pytest
 from fakes import FakeWorkerGroup, oracle, small_config, submit
 
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
+from quire.proto.replica_status import Activity, ReplicaStatus
 from quire.proto.step import StepResult
-from quire.proto.stream import Activity, Finish, ReplicaMessage, ReplicaStatus, StatusQuery, TokenBatch
+from quire.proto.stream import Finish, ReplicaMessage, StatusQuery, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service import recovery
 from quire.scheduler.service.loop import StepLoop
