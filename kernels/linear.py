@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import GATED_ACTIVATIONS
+from .native.fallbacks import log_fallback
 from .native.library import is_available
 from .native.memory import use_huge_pages
 from .native.panels import (
@@ -34,6 +35,7 @@ from .native.panels import (
 # oneDNN packs a weight for a given number of tokens. A weight packed for 32 was as fast at 1 to 1,024 tokens as one
 # packed for that number, so one layout serves decode and prefill. For 1 token oneDNN does not pack at all.
 ONE_DNN_TOKENS = 32
+_PANEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class Layout(enum.Enum):
@@ -64,8 +66,10 @@ class PackedWeight:
 
 def pack(weight: Tensor) -> PackedWeight:
     """Pack a weight [N, K]; the original is not needed afterwards."""
-    if weight.dtype in (torch.float32, torch.bfloat16) and _supports_panels(weight):
+    if weight.dtype in _PANEL_DTYPES and _supports_panels(weight):
         return _pack_panels(weight)
+    if weight.is_cpu:
+        log_fallback("linear layers", _why_without_panels(weight))
     if _supports_one_dnn(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONE_DNN_TOKENS)
         return PackedWeight(packed, Layout.ONE_DNN)
@@ -135,6 +139,13 @@ def _supports_one_dnn(weight: Tensor) -> bool:
 
 def _supports_panels(weight: Tensor) -> bool:
     return weight.is_cpu and is_available() and weight.shape[1] % inputs_per_row(weight.dtype) == 0
+
+
+def _why_without_panels(weight: Tensor) -> str:
+    if weight.dtype not in _PANEL_DTYPES:
+        return f"weights of {weight.dtype} are not packed in panels"
+    row_inputs = inputs_per_row(weight.dtype)
+    return f"weights of {weight.dtype} with {weight.shape[1]} inputs, no multiple of {row_inputs}, have no panels"
 
 
 def _pack_panels(weight: Tensor, scales: Tensor | None = None) -> PackedWeight:

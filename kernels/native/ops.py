@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..attention_variant import AttentionVariant
+from .fallbacks import log_fallback
 from .library import dtype_codes, gate_codes, head_dims, is_available, library, simd_lanes
 
 _COMPUTE_DTYPES = frozenset({torch.float32, torch.bfloat16})
@@ -17,14 +18,18 @@ def supports(x: Tensor, length: int) -> bool:
 
 
 def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
-    """Return whether there is an attention kernel for these queries and this cache."""
+    """Return whether there is an attention kernel for these queries and this cache; log if there is none."""
     head_dim = q.shape[-1]
-    return (
+    is_supported = (
         supports(q, head_dim)
         and head_dim in head_dims()
         and kv_cache.dtype in dtype_codes()
         and q.stride(1) == head_dim
     )
+    if q.is_cpu and not is_supported:
+        sizes = f"a head_dim of {head_dim}, queries of {q.dtype} and a cache of {kv_cache.dtype}"
+        log_fallback("attention", f"there is no C++ op for {sizes}")
+    return is_supported
 
 
 def supports_logits(logits: Tensor) -> bool:

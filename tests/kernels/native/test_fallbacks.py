@@ -1,0 +1,69 @@
+"""The log of ops that PyTorch computes although there are C++ ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.kernels.linear import pack
+from quire.kernels.native import fallbacks
+from quire.kernels.native.build import load_library
+from quire.kernels.native.ops import supports_attention
+
+
+@pytest.fixture
+def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Return the list of the logged texts."""
+    texts: list[str] = []
+    logger = SimpleNamespace(info=lambda text, *arguments: texts.append(text % arguments))
+    monkeypatch.setattr(fallbacks, "_log", logger)
+    monkeypatch.setattr(fallbacks, "is_available", lambda: True)
+    fallbacks.log_fallback.cache_clear()
+    yield texts
+    fallbacks.log_fallback.cache_clear()
+
+
+def test_fallback_is_logged_once_per_reason(logged: list[str]) -> None:
+    for reason in ("a", "b", "a"):
+        fallbacks.log_fallback("norms", reason)
+    assert logged == [f"PyTorch computes norms, which is slower: {reason}" for reason in "ab"]
+
+
+def test_fallback_without_the_library_is_not_logged(
+    logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallbacks, "is_available", lambda: False)
+    fallbacks.log_fallback("norms", "a")
+    assert logged == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        (torch.float16, "weights of torch.float16 are not packed in panels"),
+        (torch.bfloat16, "weights of torch.bfloat16 with 33 inputs, no multiple of 2, have no panels"),
+    ],
+    ids=str,
+)
+def test_weight_without_panels_is_logged(dtype: torch.dtype, reason: str, logged: list[str]) -> None:
+    for _ in range(2):
+        assert pack(torch.zeros(16, 33, dtype=dtype)).panels is None
+    assert logged == [f"PyTorch computes linear layers, which is slower: {reason}"]
+
+
+def test_attention_without_an_op_is_logged(logged: list[str]) -> None:
+    for _ in range(2):
+        assert not supports_attention(torch.zeros(2, 4, 24), torch.zeros(9, 2, 2, 16, 24))
+    reason = "there is no C++ op for a head_dim of 24, queries of torch.float32 and a cache of torch.float32"
+    assert logged == [f"PyTorch computes attention, which is slower: {reason}"]
+
+
+def test_ops_that_exist_are_not_logged(logged: list[str]) -> None:
+    if load_library() is None:
+        pytest.skip("there is no C++ compiler")
+    assert pack(torch.zeros(16, 32)).panels is not None
+    assert supports_attention(torch.zeros(2, 4, 32), torch.zeros(9, 2, 2, 16, 32))
+    assert logged == []
