@@ -6,8 +6,8 @@ READY := $(VENV)/.ready
 # A tree of links that makes the folders one package `quire`, for tools that read source without importing it.
 SOURCE := build/source/quire
 FOLDERS := proto kernels worker scheduler cluster
-# The Triton versions that the supported PyTorch versions require (2.11; 2.12 and 2.13; 2.15) and tests of the kernels.
-TRITON_VERSIONS ?= 3.6.0 3.7.1 3.9.0
+# The Triton versions that the supported PyTorch versions require (2.11; 2.12 and 2.13; 2.14; 2.15) and tests of the kernels.
+TRITON_VERSIONS ?= 3.6.0 3.7.1 3.8.0 3.9.0
 TRITON_TESTS := tests/kernels tests/worker/test_triton_path.py
 # Processes of tests import our modules up to 0.5 s faster if the modules' bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +27,7 @@ WHEEL_TOOLS := build/wheel-tools
 DEPLOY_TOOLS := build/deploy-tools
 LOCK_TOOLS := build/lock-tools
 
-.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release figures wheels docs test-deploy lock audit clean
+.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release metrics figures wheels docs test-deploy lock audit clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
