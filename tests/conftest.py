@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from run_children import end_run, start_run
 from run_order import add_options, arrange, rotate, seed_of
+from server_deadlines import TEST_TIMEOUT_S
 
 if TYPE_CHECKING:
     from file_scheduling import FileScheduling
@@ -115,6 +116,9 @@ def pytest_make_collect_report(
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Before pytest itself, which brings tests that share a parametrized fixture together.
     arrange(items, seed_of(config), is_worker=hasattr(config, "workerinput"))
+    for item in items:
+        if item.get_closest_marker("cluster") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:

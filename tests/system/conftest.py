@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 from example_programs import RunExample, example_runner
+from server_deadlines import COMMAND_TIMEOUT_S, READY_TIMEOUT_S
 
 from quire.cluster.demo.server import ServerProcess
-
-READY_TIMEOUT_S = 120.0
 
 Serve = Callable[..., ServerProcess]
 RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -78,7 +77,7 @@ def run_quire() -> RunQuire:
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
 
     return run
 

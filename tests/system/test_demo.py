@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server_deadlines import COMMAND_TIMEOUT_S
 
 pytestmark = pytest.mark.cluster
 
@@ -42,7 +43,7 @@ def test_demo_finishes_every_request_and_leaves_nothing(temporary: Path, tmp_pat
     record = tmp_path / "demo.json"
     environment = os.environ | {"TMPDIR": str(temporary), "DEMO_JSON": str(record)}
     result = subprocess.run(
-        COMMAND, env=environment, capture_output=True, text=True, timeout=200, check=False
+        COMMAND, env=environment, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "It was a dark evening, and" in result.stdout
@@ -81,7 +82,7 @@ def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, pause_s: float, tempo
             break
     time.sleep(pause_s)
     os.killpg(demo.pid, signal.SIGINT)
-    rest, _ = demo.communicate(timeout=180)
+    rest, _ = demo.communicate(timeout=COMMAND_TIMEOUT_S)
     assert demo.returncode == 130, [*lines, rest]
     assert "Traceback" not in rest
     assert "no process, no shared memory, no socket" in rest

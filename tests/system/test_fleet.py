@@ -14,14 +14,14 @@ import pytest
 from fleet_load import Load, ready, wait_for
 from greedy import Greedy
 from ray_nodes import RayNodes
+from server_deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess
 from quire.cluster.requests.outputs import CompletionDelta, StreamEvent
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
-READY_TIMEOUT_S = 240.0
 PROMPTS = [f"Chapter {number}. It was a dark evening, and" for number in range(1, 9)]
 PARAMS = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True)
 

@@ -10,11 +10,12 @@ import pytest
 from greedy import Greedy
 from hub_server import HubServer, serve_hub
 from ray_nodes import RayNodes
+from server_deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 MODEL = "org/tiny-llama"
 PROMPT = "The quick brown fox"
@@ -47,7 +48,7 @@ def test_fleet_serves_a_hub_model(hub: HubServer, make_model: Callable[..., Path
             patch.setenv(name, value)
         options = ("--num-kv-blocks", "64", "--tensor-parallel-size", "2")
         with ServerProcess(MODEL, "--address", nodes.address, *options) as server:
-            server.wait_ready(240.0)
+            server.wait_ready(READY_TIMEOUT_S)
             with Client(server.address) as client:
                 output = client.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.0))
     assert output.model == MODEL

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from adapters import write_adapter
+from server_deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams, StructuredOutputsParams
 from quire.cluster.api.status import ReplicaInfo
@@ -51,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     adapters = "--enable-lora", "--lora-modules", f"sea={adapter}"
     started = ServerProcess("demo", "--tensor-parallel-size", "2", "--audit", "--standby-weights", *adapters)
     try:
-        started.wait_ready(DEADLINE_S)
+        started.wait_ready(READY_TIMEOUT_S)
         yield started
         assert started.stop() == 0, started.log
         assert "Traceback" not in started.log

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from example_programs import EXAMPLES, RunExample, run_alone
+from server_deadlines import COMMAND_TIMEOUT_S
 
 from quire.cluster.demo.server import ServerProcess
 
@@ -41,7 +42,11 @@ def test_batch_file_is_answered_and_not_asked_again(server: ServerProcess, tmp_p
     command = [sys.executable, "-m", "quire", "run-batch", str(EXAMPLES / "batch.jsonl"), str(out)]
     for _ in range(2):
         done = subprocess.run(
-            [*command, "--url", server.http_url], capture_output=True, text=True, timeout=180, check=False
+            [*command, "--url", server.http_url],
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         answers = {line["custom_id"]: line for line in map(json.loads, out.read_text().splitlines())}

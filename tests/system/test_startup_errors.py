@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from server_deadlines import COMMAND_TIMEOUT_S
 
 pytestmark = pytest.mark.cluster
 
@@ -82,7 +83,7 @@ def test_options_that_do_not_fit_the_model_or_the_machine(demo_model_dir: Path, 
         (["serve", str(tmp_path / "nothing"), *listen], ["nothing"]),
     ]
     command = [sys.executable, "-c", _RUN_WITHOUT_RAY, json.dumps([arguments for arguments, _ in cases])]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     assert ran.returncode == 0, ran.stderr
     for end, (arguments, words) in zip(json.loads(ran.stdout), cases, strict=True):
         assert_refused(subprocess.CompletedProcess(arguments, *end), *words)
