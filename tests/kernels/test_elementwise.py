@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -78,6 +81,37 @@ def test_copy_blocks_copies_every_layer() -> None:
     copy_blocks(caches, torch.tensor([1, 4, 1]), torch.tensor([2, 3, 5]))
     assert caches[:, :, 0, 0, 0, 0].tolist() == [[0, 1, 1, 4, 4, 1], [10, 11, 11, 14, 14, 11]]
     assert torch.equal(caches, caches[..., :1, :1, :1, :1].expand_as(caches))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_copy_blocks_copies_dtypes_that_numpy_lacks(dtype: torch.dtype) -> None:
+    caches = torch.arange(24.0).view(2, 3, 1, 1, 2, 2).to(dtype)
+    expected = caches[:, 1].clone()
+    copy_blocks(caches, torch.tensor([1]), torch.tensor([2]))
+    assert torch.equal(caches[:, 2].float(), expected.float())
+
+
+def test_copy_blocks_starts_no_threads() -> None:
+    """OpenMP would start threads for the calling thread, and spin in them while a rank computes its step."""
+    # Two blocks have 131,072 numbers. torch divides work from 32,768 on.
+    caches = torch.zeros(8, 4, 2, 4, 16, 64)
+    ids = torch.tensor([1, 2]), torch.tensor([3, 0])
+
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    def started_by_copy() -> set[str]:
+        before = threads()
+        copy_blocks(caches, *ids)
+        return threads() - before
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            assert executor.submit(started_by_copy).result(60.0) == set()
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def reference_bits(seed: int, position: int, token_id: int) -> int:
