@@ -57,6 +57,11 @@ def resolve_device(device: str, machine: Machine) -> str:
     return device
 
 
+def resolve_policy(options: EngineOptions) -> str:
+    """Return the order of admission: with adapters, one that a flood of requests for one of them does not delay."""
+    return options.policy or ("fair" if options.enable_lora else "fcfs")
+
+
 def threads_per_rank(num_ranks: int, device: str, machine: Machine) -> int:
     """Return a CPU rank's share of the cores. Raises ConfigError if the machine has too few cores or GPUs."""
     if device == "cuda":
@@ -116,10 +121,9 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
                 "needs triton"
             )
     with problems:
-        if options.tenant_weights and options.policy != "fair":
-            raise ConfigError(
-                f"tenant weights are shares of the policy fair, but the policy is {options.policy}"
-            )
+        policy = resolve_policy(options)
+        if options.tenant_weights and policy != "fair":
+            raise ConfigError(f"tenant weights are shares of the policy fair, but the policy is {policy}")
     with problems:
         check_lora_options(options)
     problems.raise_any()

@@ -279,9 +279,9 @@ class EngineOptions:
         check=between(1, MAX_STEPS_IN_FLIGHT),
         group=_SCHEDULING,
     )
-    policy: str = option(
-        "fcfs",
-        help="Order of admission.",
+    policy: str | None = option(
+        None,
+        help="Order of admission. Default: fcfs, and fair with --enable-lora: adapters share the rows.",
         check=one_of("fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"),
         group=_SCHEDULING,
     )

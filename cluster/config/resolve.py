@@ -22,7 +22,14 @@ from ...proto.lora import LoraReference
 from ...worker.models.registry import check_dp_attention, check_expert_parallel, check_supported
 from .deployment import Deployment
 from .draft_models import describe_draft
-from .early_checks import check_early, resolve_device, resolve_dtype, resolve_max_model_len, threads_per_rank
+from .early_checks import (
+    check_early,
+    resolve_device,
+    resolve_dtype,
+    resolve_max_model_len,
+    resolve_policy,
+    threads_per_rank,
+)
 from .engine_options import EngineOptions
 from .machine import Machine
 from .model_config import describe_model
@@ -104,8 +111,14 @@ def engine_config(
         max_num_seqs=options.max_num_seqs or limits.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
         max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
+        policy=resolve_policy(options),
         **_same_named(
-            SchedulerConfig, options, "max_num_seqs", "max_num_batched_tokens", "max_steps_in_flight"
+            SchedulerConfig,
+            options,
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_steps_in_flight",
+            "policy",
         ),
     )
     chat = ChatConfig(

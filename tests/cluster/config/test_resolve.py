@@ -295,3 +295,16 @@ def test_dp_attention_refuses_what_it_does_not_support(
     options = {"tensor_parallel_size": 2, "enable_dp_attention": True, name: value}
     with pytest.raises(ConfigError, match=f"enable_dp_attention does not support {name} yet"):
         resolve_on_cpu(make_model("deepseek_v3"), **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "policy"),
+    [
+        ({}, "fcfs"),
+        ({"enable_lora": True}, "fair"),
+        ({"enable_lora": True, "policy": "fcfs"}, "fcfs"),
+        ({"enable_lora": True, "tenant_weights": (("gold", 3.0),)}, "fair"),
+    ],
+)
+def test_adapters_share_the_rows_fairly_by_default(settings: dict[str, Any], policy: str) -> None:
+    assert resolve_on_cpu("demo", **settings).scheduler.policy == policy
