@@ -44,8 +44,12 @@ class GrammarLibrary:
         """Return the compiled grammar, of the named backend or of the first that supports the constraint.
 
         Raises:
-            UnsupportedConstraint: no backend supports it.
+            UnsupportedConstraint: no backend supports it, or the model has no token that ends an output.
         """
+        if not self._source[2]:
+            raise UnsupportedConstraint(
+                "the model has no end-of-sequence token, which ends what has the form"
+            )
         problems = []
         for name in _names(backend):
             try:
@@ -57,8 +61,8 @@ class GrammarLibrary:
         raise UnsupportedConstraint("; ".join(problems))
 
     def prepare(self, backend: str = AUTO) -> None:
-        """Load the backends that are installed, and the vocabulary."""
-        for name in _names(backend):
+        """Load the backends that are installed, and the vocabulary, if `compile` can use them."""
+        for name in _names(backend) if self._source[2] else ():
             with suppress(ImportError):
                 self._backend(name)
 

@@ -238,3 +238,13 @@ def test_without_whitespace_json_is_compact(library: GrammarLibrary, backend: st
 def test_grammar_of_another_version_is_a_value_error(library: GrammarLibrary) -> None:
     with pytest.raises(ValueError, match=r"."):
         library.load(b'x{"not": "a grammar"}')
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_model_without_an_end_token_is_refused(library: GrammarLibrary, backend: str) -> None:
+    path, vocab_size, _ = library._source
+    endless = GrammarLibrary(path, vocab_size, ())
+    endless.prepare(backend)
+    with pytest.raises(UnsupportedConstraint, match="no end-of-sequence token"):
+        endless.compile(GrammarSpec("regex", "a+"), backend)
+    assert len(endless.vocabulary) == vocab_size
