@@ -25,6 +25,7 @@ class EncodedChat:
     Attributes:
         new_parser: returns a parser for one completion.
         needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
+        can_reason: the format of the model's reasoning is known.
         reasoning: reasoning that may begin the completion; None if there is none.
         constraint: form of the reply, after the reasoning; None for any.
     """
@@ -32,6 +33,7 @@ class EncodedChat:
     token_ids: IntArray
     new_parser: Callable[[], ChatOutputParser]
     needs_special_tokens: bool
+    can_reason: bool = False
     reasoning: OpenReasoning | None = None
     constraint: StructuredOutputsParams | None = None
 
@@ -66,9 +68,15 @@ class ChatEncoder:
             token_ids,
             lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
+            chat_format.reasoning is not None,
             chat_format.open_reasoning(end),
             tool_constraint(chat, structure, form) or form,
         )
+
+    def format_without_chat(self) -> ChatFormat:
+        """Return the formats of the completions of texts and token ids, as the model's own template shows them."""
+        source = self._config.chat_template or self._tokenizer.chat_template()
+        return ChatFormat.find("none", self._config.reasoning_parser, source)
 
     def _render(self, chat: Chat, source: str) -> tuple[IntArray, str]:
         """Return the token ids and the end of the prompt. Raises TemplateError."""

@@ -26,12 +26,14 @@ from .chat import Chat
 from .chat_encoder import ChatEncoder
 from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
 from .json_values import check_text
-from .prompt_encoder import LocalPromptEncoder, PromptEncoder
+from .prompt_encoder import END_CHARS, LocalPromptEncoder, PromptEncoder
 from .tokenizer import Tokenizer
 
 MAX_NAME_CHARS = 256
 # Longer texts are compared with the context before they are tokenized.
 MAX_UNCHECKED_CHARS = 4096
+# Last tokens of a prompt of token ids, which tell whether it ends in reasoning.
+_NUM_END_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,8 @@ class RequestChecker:
         form = sampling.structured_outputs
         if isinstance(prompt, Chat):
             encoded = self._chat_encoder.encode(prompt, form)
+            if sampling.thinking_token_budget is not None and not encoded.can_reason:
+                raise self._no_reasoning()
             reasoning, form = encoded.reasoning, encoded.constraint
             token_ids, new_parser = encoded.token_ids, encoded.new_parser
             if encoded.needs_special_tokens:
@@ -203,6 +207,8 @@ class RequestChecker:
             if isinstance(prompt, str) and not truncates:
                 self._check_length(prompt)
             token_ids = self._encode(prompt, add_special_tokens)
+            if sampling.thinking_token_budget is not None:
+                reasoning = self._reasoning_after(prompt, token_ids)
         if len(token_ids) == 0:
             raise InvalidRequest("prompt", "is empty, must have at least one token")
         if sampling.truncate_prompt_tokens is not None:
@@ -273,8 +279,6 @@ class RequestChecker:
         budget = None if reasoning is None else sampling.thinking_token_budget
         if form is None and budget is None:
             return None
-        if form is not None and not self._config.model.eos_token_ids:
-            raise InvalidRequest("sampling.structured_outputs", "need a model with an end-of-sequence token")
         constraint = OutputConstraint(
             num_prompt_tokens,
             b"" if form is None else self._grammar_compiler.compile(with_server_defaults(form, self._config)),
@@ -289,6 +293,27 @@ class RequestChecker:
             thinking_token_budget=budget,
             forced_end_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)),
         )
+
+    def _reasoning_after(self, prompt: AnyPrompt, token_ids: IntArray) -> OpenReasoning | None:
+        """Return the reasoning that a text or token ids leave the model in, or that it may begin next.
+
+        Raises:
+            InvalidRequest: the model is not known to reason.
+        """
+        chat_format = self._chat_encoder.format_without_chat()
+        if chat_format.reasoning is None:
+            raise self._no_reasoning()
+        if isinstance(prompt, str):
+            return chat_format.open_reasoning(prompt[-END_CHARS:])
+        end = token_ids[-_NUM_END_TOKENS:].tolist()
+        return chat_format.open_reasoning(self._tokenizer.decode(end, skip_special_tokens=False))
+
+    def _no_reasoning(self) -> InvalidRequest:
+        name = self._config.model.name
+        problem = (
+            f"limits reasoning, and {name} is not known to reason; leave it out or set --reasoning-parser"
+        )
+        return InvalidRequest("sampling.thinking_token_budget", problem)
 
     def _num_logprobs(self, field: str, requested: int | None) -> int | None:
         """Return how many of the most likely tokens to report. Raises InvalidRequest if they are too many."""

@@ -18,7 +18,7 @@ MAX_ROLLBACK = 64
 
 
 class _Phase(enum.Enum):
-    START = "start"  # before the first token, which may begin the reasoning
+    START = "start"  # before the reasoning, which the next token may begin
     REASONING = "reasoning"
     GRAMMAR = "grammar"
     ENDED = "ended"  # after the grammar's end, or after a token that it does not allow
@@ -30,7 +30,7 @@ class _State(NamedTuple):
 
     Attributes:
         num_reasoning_tokens: of the reasoning so far.
-        tail: last bytes of the reasoning, in which its end is looked for.
+        tail: last bytes of the reasoning, in which its end is looked for; before it, the bytes that may begin it.
     """
 
     phase: _Phase
@@ -54,7 +54,7 @@ class RowConstraint:
 
     __slots__ = (
         "_after_reasoning", "_constraint", "_ends", "_matcher", "_num_recorded", "_past", "_run", "_start_ids",
-        "_state", "_stop_ids", "_tail_len", "_vocabulary", "failure",
+        "_starts", "_state", "_stop_ids", "_tail_len", "_vocabulary", "failure",
     )  # fmt: skip
 
     def __init__(self, constraint: OutputConstraint, matcher: Matcher | None, vocabulary: Vocabulary) -> None:
@@ -65,7 +65,8 @@ class RowConstraint:
         self._stop_ids = vocabulary.stop_ids
         self._ends = [text.encode() for text in constraint.reasoning_ends]
         self._tail_len = max(map(len, self._ends), default=0)
-        starts = (vocabulary.id_by_piece.get(text.encode()) for text in constraint.reasoning_starts)
+        self._starts = [text.encode() for text in constraint.reasoning_starts]
+        starts = (vocabulary.id_by_piece.get(text) for text in self._starts)
         self._start_ids = [token_id for token_id in starts if token_id is not None]
         self._after_reasoning = _Phase.FREE if matcher is None else _Phase.GRAMMAR
         self._state = _first_state(self._first_phase())
@@ -141,7 +142,7 @@ class RowConstraint:
         An empty mask means the end of the output; the caller adds the stop tokens.
         """
         phase = self._state.phase
-        if phase is _Phase.FREE:
+        if phase is _Phase.FREE or (phase is _Phase.START and self._matcher is None):
             return False
         if phase is _Phase.REASONING:
             return self._fill_reasoning(words)
@@ -189,9 +190,10 @@ class RowConstraint:
     def _first_phase(self) -> _Phase:
         if not self._ends:
             return self._after_reasoning
-        if not self._constraint.reasoning_starts:
+        if not self._starts:
             return _Phase.REASONING
-        return _Phase.START if self._start_ids and self._matcher is not None else self._after_reasoning
+        # A grammar allows the beginning of the reasoning beside its own if that is one token.
+        return _Phase.START if self._matcher is None or self._start_ids else self._after_reasoning
 
     def _begins_grammar(self, token_id: int) -> bool:
         return self._state.phase is _Phase.START and token_id not in self._start_ids
@@ -199,11 +201,22 @@ class RowConstraint:
     def _next_unmatched(self, token_id: int) -> _State:
         """Return the state after a token that the matcher has not accepted."""
         state = self._state
-        if state.phase is _Phase.START and token_id in self._start_ids:
-            return _State(_Phase.REASONING)
+        if state.phase is _Phase.START:
+            return self._next_of_start(token_id)
         if state.phase is _Phase.REASONING:
             return self._next_of_reasoning(token_id)
         return state if state.phase is _Phase.FREE else _ENDED
+
+    def _next_of_start(self, token_id: int) -> _State:
+        """Return the state after a token before the reasoning, which the matcher, if there is one, does not allow."""
+        if self._matcher is not None:
+            return _State(_Phase.REASONING) if token_id in self._start_ids else _ENDED
+        text = (self._state.tail + self._vocabulary.pieces[token_id]).lstrip()
+        for start in self._starts:
+            if text.startswith(start):
+                return _State(_Phase.REASONING, 0, text[len(start) :][-self._tail_len :])
+        is_open = any(start.startswith(text) for start in self._starts)
+        return _State(_Phase.START, 0, text) if is_open else _State(_Phase.FREE)
 
     def _next_of_reasoning(self, token_id: int) -> _State:
         state = self._state

@@ -15,6 +15,7 @@ from local_server import ThreadedServer, threaded_server
 from narrowing import not_none
 
 from quire import Client, RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
+from quire.proto.errors import InvalidRequest
 
 MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
 SCHEMA: dict[str, Any] = {
@@ -134,6 +135,27 @@ def test_budget_ends_the_reasoning(make_model: Callable[..., Path], tmp_path: Pa
         assert made.content
         (output,) = grpc_client.chat(MESSAGES, params).outputs
         assert not_none(output.message).content == made.content
+
+
+def test_budget_of_a_model_that_does_not_reason_is_refused(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    refusal = r"thinking_token_budget.*not known to reason"
+    params = SamplingParams(thinking_token_budget=4)
+    limits: Any = {"thinking_token_budget": 4}
+    with (
+        threaded_server(chat_model(make_model("llama"), tmp_path), reasoning_parser="none") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        Client(server.server.target) as grpc_client,
+    ):
+        with pytest.raises(openai.BadRequestError, match=refusal):
+            client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=limits)
+        with pytest.raises(openai.BadRequestError, match=refusal):
+            client.completions.create(model="tiny", prompt="The", extra_body=limits)
+        with pytest.raises(InvalidRequest, match=refusal):
+            grpc_client.generate("The", params)
+        with pytest.raises(InvalidRequest, match=refusal):
+            grpc_client.chat(MESSAGES, params)
 
 
 def test_repetition_ends_the_output(client: openai.OpenAI, grpc_client: Client) -> None:

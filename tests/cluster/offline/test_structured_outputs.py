@@ -192,6 +192,24 @@ class TestReasoning:
         assert 1 <= num_reasoning <= 7
         assert output.message.content
 
+    @pytest.mark.parametrize("as_ids", [False, True])
+    def test_budget_ends_the_reasoning_of_a_prompt(self, llm: LLM, as_ids: bool) -> None:
+        encode = llm.get_tokenizer().encode
+        prompt = encode("It was<think>") if as_ids else "It was<think>"
+        settings = SamplingParams(max_tokens=20, temperature=0.0, thinking_token_budget=3)
+        (output,) = llm.generate([prompt], settings).pop().outputs
+        closing = encode("</think>")
+        assert list(output.token_ids[3 : 3 + len(closing)]) == closing
+
+
+@pytest.mark.parametrize("prompt", ["It was", [5, 6]])
+def test_budget_of_a_model_that_does_not_reason_is_refused(llm: LLM, prompt: str | list[int]) -> None:
+    settings = SamplingParams(max_tokens=4, thinking_token_budget=3)
+    with pytest.raises(InvalidRequest, match=r"thinking_token_budget.*not known to reason"):
+        llm.generate([prompt], settings)
+    settings = SamplingParams(max_tokens=4, thinking_token_budget=-1)
+    assert texts(llm.generate([prompt], settings))
+
 
 def _most_drafts(lengths: DraftLengths, rows: Any, first_steps: Any, limits: Any, most: int) -> Any:
     return np.minimum(limits, 4).astype(np.int32) if limits.any() else None

@@ -141,6 +141,40 @@ def test_budget_of_zero_forces_the_end_at_once() -> None:
     assert allowed(row) == [A]
 
 
+@pytest.mark.parametrize(("start", "opening"), [("<think>", [THINK]), ("aab", [A, AB]), ("aab", [A, A, B])])
+def test_budget_begins_with_the_opening_that_the_model_writes(start: str, opening: list[int]) -> None:
+    constraint = OutputConstraint(
+        3,
+        reasoning_starts=(start,),
+        reasoning_ends=("</think>",),
+        thinking_token_budget=1,
+        forced_end_ids=(CLOSE,),
+    )
+    row = make(constraint)
+    for token_id in [*opening, C]:
+        assert allowed(row) is None
+        row.accept(token_id)
+    assert allowed(row) == [CLOSE]
+    row.rollback(1)
+    assert allowed(row) is None
+
+
+@pytest.mark.parametrize("output", [[C], [A, C], [END]])
+def test_output_without_reasoning_has_no_budget(output: list[int]) -> None:
+    constraint = OutputConstraint(
+        3,
+        reasoning_starts=("aab",),
+        reasoning_ends=("</think>",),
+        thinking_token_budget=0,
+        forced_end_ids=(CLOSE,),
+    )
+    row = make(constraint)
+    for token_id in output:
+        row.accept(token_id)
+    assert allowed(row) is None
+    assert not row.is_active
+
+
 def test_after_the_end_only_stop_tokens_are_allowed() -> None:
     row = make(OutputConstraint(3), A)
     for token_id in (A, END):
