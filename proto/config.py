@@ -353,6 +353,12 @@ class EngineConfig:
         return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
 
     @property
+    def drafts_forced_text(self) -> bool:
+        """Return whether steps draft the text that grammars force, and nothing else."""
+        has_drafts = self.speculative is not None or self.parallel.enable_dp_attention
+        return self.model.generates and not has_drafts
+
+    @property
     def speculative_draft(self) -> ModelConfig | None:
         """The draft model or head; None without one."""
         return None if self.speculative is None else self.speculative.draft

@@ -142,6 +142,8 @@ class ModelRunner:
         """
         speculative = self._config.speculative
         if speculative is None:
+            if self._config.drafts_forced_text:
+                self._speculator = Speculator(self._rows)
             return
         model = self._model_in_use
         if speculative.method == "mtp" and has_tensors(model.path, mtp_prefixes(model)):

@@ -129,13 +129,28 @@ class Planner:
         A step with prompts is bound by compute, so it has no drafts.
         """
         rows, lengths = self._state.rows, self._state.draft_lengths
-        if lengths is None or chunks or not advancing.size or not lengths.is_due(advancing.size):
+        if chunks or not advancing.size:
             return
-        limits = rows.room_for_drafts(advancing)
-        first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
-        draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)
+        if lengths is None:
+            draft.num_drafted = self._room_for_forced_text(draft, advancing)
+        elif lengths.is_due(advancing.size):
+            limits = rows.room_for_drafts(advancing)
+            first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
+            draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)
         if draft.num_drafted is not None:
             draft.num_tokens_left -= int(draft.num_drafted.sum())
+
+    def _room_for_forced_text(self, draft: StepDraft, advancing: RowArray) -> IntArray | None:
+        """Return the most forced tokens of each row. Forced tokens take the place of rows that decode.
+
+        So the step is no larger than those that a rank has memory and recorded graphs for.
+        """
+        forced = self._state.forced_text
+        if forced is None or not forced.num_rows:
+            return None
+        rows = self._state.rows
+        most = min(draft.num_tokens_left // 2, rows.num_rows - advancing.size)
+        return forced.choose(advancing, rows.room_for_drafts(advancing), most, draft.step_id)
 
     def _drop_drafts(self, draft: StepDraft) -> None:
         """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""

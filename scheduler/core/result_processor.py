@@ -15,7 +15,6 @@ from ...proto.stream import Finish, FinishReason, TokenBatch
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamHypothesis
 from ..sequences.sequence import Sequence
-from ..speculation.draft_lengths import DraftLengths
 from .in_flight import InFlightStep
 from .outbox import Outgoing
 from .state import SchedulerState, row_of
@@ -60,8 +59,10 @@ class ResultProcessor:
         if state.quarantine.is_active:
             self._clear_suspects(step)
         self._observe_cost(step, result)
-        if state.draft_lengths is not None:
-            self._apply_drafts(state.draft_lengths, step, result, self._time_per_step(step, seconds, now))
+        if state.draft_lengths is not None or (state.forced_text is not None and state.forced_text.num_rows):
+            self._observe_drafting(step, result, self._time_per_step(step, seconds, now))
+        if step.draft_lens is not None:
+            self._apply_drafts(step, step.draft_lens, result)
         self._fail_rows(step, result)
         rows, token_ids, logprobs = _rows_of_tokens(step, result), result.token_ids, result.logprobs
         if rows_state.num_freed != step.num_freed:
@@ -120,22 +121,29 @@ class ResultProcessor:
         self._decoded_at = None if step.num_prompt_tokens else now
         return seconds if since is None or step.num_prompt_tokens else now - since
 
-    def _apply_drafts(
-        self, lengths: DraftLengths, step: InFlightStep, result: StepResult, seconds: float
-    ) -> None:
-        """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
-        drafted = result.num_drafted.tolist()
-        num_drafted, most_drafted = sum(drafted), max(drafted, default=0)
-        if not step.num_prompt_tokens:
-            has_drafts, draft_s = step.draft_lens is not None, result.stage_times.get("draft", 0.0)
-            lengths.observe_rate(step.rows.size, has_drafts, result.token_ids.size, seconds)
-            lengths.observe_step(step.num_tokens + num_drafted, seconds, draft_s, most_drafted)
-        if step.draft_lens is None:
+    def _observe_drafting(self, step: InFlightStep, result: StepResult, seconds: float) -> None:
+        """Learn from the time of a step without prompts."""
+        lengths, forced_text, has_drafts = (
+            self._state.draft_lengths, self._state.forced_text, step.draft_lens is not None
+        )  # fmt: skip
+        num_rows, num_tokens = step.rows.size, result.token_ids.size
+        if step.num_prompt_tokens or not num_rows:
             return
-        rows, num_planned, token_counts = step.rows, step.draft_lens, result.token_counts
+        if forced_text is not None:
+            forced_text.observe_step(num_rows, num_tokens, seconds, has_room=has_drafts)
+        if lengths is not None:
+            drafted = result.num_drafted.tolist()
+            draft_s = result.stage_times.get("draft", 0.0)
+            lengths.observe_rate(num_rows, has_drafts, num_tokens, seconds)
+            lengths.observe_step(step.num_tokens + sum(drafted), seconds, draft_s, max(drafted, default=0))
+
+    def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
+        """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
+        rows, token_counts = step.rows, result.token_counts
         accepted = token_counts - 1 if token_counts.size else np.zeros_like(num_planned)
-        num_computed = result.num_drafted if num_drafted else np.zeros_like(num_planned)
-        if num_drafted:
+        has_some = bool(result.num_drafted.size)
+        num_computed = result.num_drafted if has_some else np.zeros_like(num_planned)
+        if has_some:
             self._state.stats.count_drafts(num_computed, accepted)
         is_affected = num_planned > 0
         if self._state.rows.num_freed != step.num_freed:
@@ -144,8 +152,10 @@ class ResultProcessor:
             rows, num_planned = rows[is_affected], num_planned[is_affected]
             accepted, num_computed = accepted[is_affected], num_computed[is_affected]
         self._state.retract_drafts(rows, num_planned - accepted)
-        if num_drafted:
-            lengths.observe(rows, num_computed, accepted)
+        if self._state.forced_text is not None:
+            self._state.forced_text.observe(rows, num_computed)
+        elif has_some and self._state.draft_lengths is not None:
+            self._state.draft_lengths.observe(rows, num_computed, accepted)
 
     def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:
         """End the requests that cannot go on; the other rows of the step are not affected."""

@@ -29,6 +29,7 @@ from ..sequences.beam_group import BeamGroup
 from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
 from ..speculation.draft_lengths import DraftLengths
+from ..speculation.forced_text import ForcedText
 from .deadlines import DeadlineQueue
 from .in_flight import InFlightStep, InFlightSteps
 from .lora_adapters import LoraAdapters
@@ -72,6 +73,7 @@ class SchedulerState:
         alive: seq_id |-> sequence, for all that have not ended.
         detectors: row |-> detector of repetitions, for running sequences that have one.
         draft_lengths: None without speculative decoding.
+        forced_text: of grammars, without speculative decoding; None with it, and where steps have no drafts.
         lora: None without adapters.
     """
 
@@ -107,6 +109,7 @@ class SchedulerState:
             if speculative is None
             else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens)
         )
+        self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None
         self.lora: Final = (
             None
             if config.lora is None
@@ -227,6 +230,8 @@ class SchedulerState:
             self.lora.on_start(sequence)
         if sequence.repetition is not None:
             self.detectors[row] = sequence.repetition
+        if self.forced_text is not None and sequence.has_grammar and sequence.may_draft:
+            self.forced_text.add(row)
         if sequence.children:
             self._parents.append(sequence)
         return row
@@ -431,6 +436,8 @@ class SchedulerState:
         if self.lora is not None:
             self.lora.on_release(sequence)
         self.detectors.pop(row, None)
+        if self.forced_text is not None:
+            self.forced_text.discard(row)
         sequence.row = None
         self.prefilling.discard(sequence)
         self.detach_children(sequence)

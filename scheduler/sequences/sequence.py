@@ -124,6 +124,10 @@ class Sequence:
         """Return whether it can have drafted tokens. A beam's tokens are chosen later."""
         return self.beams is None
 
+    @property
+    def has_grammar(self) -> bool:
+        return self.constraint is not None and bool(self.constraint.grammar)
+
     def row_sampling(self) -> RowSampling:
         """Return the parameters with which a rank samples for this sequence."""
         params, settings = self.sampling, SamplingDefaults().under(self.sampling)

@@ -17,27 +17,30 @@ class ForcedProposer:
     """Drafts of forced text.
 
     Args:
-        other: proposes for rows without forced text.
+        other: proposes for rows without forced text; None drafts nothing for these.
     """
 
-    def __init__(self, other: DraftProposer, rows: DeviceRows) -> None:
+    def __init__(self, other: DraftProposer | None, rows: DeviceRows) -> None:
         self._other = other
         self._rows = rows
 
     def forget(self, rows: IntArray) -> None:
-        self._other.forget(rows)
+        if self._other is not None:
+            self._other.forget(rows)
 
     def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
         forced = [
             self._rows.logits_processors.forced_ids(row, max_len)
             for row, max_len in zip(rows.tolist(), max_lens.tolist(), strict=True)
         ]
-        if not any(forced):
+        if self._other is not None and not any(forced):
             return self._other.propose(rows, max_lens)
         lens = np.array([len(own) for own in forced], np.int32)
         is_free = lens == 0
+        if is_free.all():
+            return lens
         token_ids = np.array([token_id for own in forced for token_id in own], np.int32)
         self._rows.write_drafts(rows[~is_free], lens[~is_free], token_ids)
-        if is_free.any():
+        if self._other is not None and is_free.any():
             lens[is_free] = self._other.propose(rows[is_free], max_lens[is_free])
         return lens

@@ -15,9 +15,13 @@ from .proposer import DraftProposer
 
 
 class Speculator:
-    """Drafts tokens behind the known ones of their rows."""
+    """Drafts tokens behind the known ones of their rows.
 
-    def __init__(self, rows: DeviceRows, proposer: DraftProposer) -> None:
+    Args:
+        proposer: drafts what no constraint forces; None for nothing.
+    """
+
+    def __init__(self, rows: DeviceRows, proposer: DraftProposer | None = None) -> None:
         self._rows = rows
         self._head = proposer if isinstance(proposer, HeadProposer) else None
         self._proposer: DraftProposer = ForcedProposer(proposer, rows)

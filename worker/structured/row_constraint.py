@@ -172,20 +172,12 @@ class RowConstraint:
 
     def forced_ids(self, max_tokens: int) -> list[int]:
         """Return the next tokens as far as the constraint leaves no choice of bytes, at most `max_tokens`."""
-        forced: list[int] = []
-        while len(forced) < max_tokens and (token_id := self._forced_id()) is not None:
-            forced.append(token_id)
-            self.accept(token_id)
-        self.rollback(len(forced))
-        return forced
-
-    def _forced_id(self) -> int | None:
-        state, forced_end = self._state, self._constraint.forced_end_ids
-        if state.phase is _Phase.REASONING and self._is_over_budget:
-            return forced_end[self._num_over_budget] if self._num_over_budget < len(forced_end) else None
-        if state.phase is not _Phase.GRAMMAR or self._matcher is None:
-            return None
-        return first_forced_token(self._matcher.forced_bytes(), self._vocabulary)
+        phase, forced_end = self._state.phase, self._constraint.forced_end_ids
+        if phase is _Phase.REASONING and self._is_over_budget:
+            return list(forced_end[self._num_over_budget :][:max_tokens])
+        if phase is not _Phase.GRAMMAR or self._matcher is None:
+            return []
+        return forced_tokens(self._matcher.forced_bytes(), self._vocabulary)[:max_tokens]
 
     def _first_phase(self) -> _Phase:
         if not self._ends:
@@ -273,13 +265,29 @@ def _first_state(phase: _Phase) -> _State:
     return _IN_GRAMMAR if phase is _Phase.GRAMMAR else _State(phase)
 
 
-def first_forced_token(forced: bytes, vocabulary: Vocabulary) -> int | None:
-    """Return the token that the tokenizer puts first if the output continues with these bytes; None if that is open.
+def forced_tokens(forced: bytes, vocabulary: Vocabulary) -> list[int]:
+    """Return the tokens in which the tokenizer spells the bytes with which an output continues.
 
-    The last token of the bytes is never returned: more bytes might change it.
+    The last token of the bytes is left out: more bytes might change it.
     """
     text = forced.decode(errors="ignore")
-    token_ids = vocabulary.encode(text) if text else []
-    if len(token_ids) < 2 or not forced.startswith(vocabulary.pieces[token_ids[0]]):
-        return None
-    return token_ids[0]
+    token_ids = _within_text(vocabulary.encode(text)[:-1], text, vocabulary) if text else []
+    end = 0
+    for place, token_id in enumerate(token_ids):
+        piece = vocabulary.pieces[token_id]
+        if not forced.startswith(piece, end):
+            return token_ids[:place]
+        end += len(piece)
+    return token_ids
+
+
+def _within_text(token_ids: list[int], text: str, vocabulary: Vocabulary) -> list[int]:
+    """Return a text's tokens without the space that tokenizers of SentencePiece put before it."""
+    if not token_ids or text.startswith(" "):
+        return token_ids
+    first, *others = token_ids
+    piece = vocabulary.pieces[first]
+    if piece == b" ":
+        return others
+    bare = vocabulary.id_by_piece.get(piece[1:]) if piece.startswith(b" ") else None
+    return token_ids if bare is None else [bare, *others]

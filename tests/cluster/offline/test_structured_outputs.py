@@ -18,6 +18,7 @@ from quire.proto.block_tables import IntArray
 from quire.proto.errors import InvalidRequest
 from quire.proto.step import StepPlan
 from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.scheduler.speculation.forced_text import ForcedText
 from quire.worker.launched_step import LaunchedStep
 from quire.worker.runner import ModelRunner
 from quire.worker.speculation.ngram import NgramProposer
@@ -285,6 +286,28 @@ def test_forced_text_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend:
             (output,) = llm.generate(PROMPTS[:1], sampled(form, temperature=0.0)).pop().outputs
             assert ORDERS in output.text
             assert stats.num_steps - num_steps_before < 2 / 3 * len(output.token_ids)
+
+
+def _no_room(forced: ForcedText, rows: Any, limits: Any, most: int, step_id: int) -> None:
+    return None
+
+
+@pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
+def test_forced_text_takes_fewer_steps_without_other_drafts(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(ForcedText, "observe_step", lambda *args, **kwargs: None)  # which depends on the load
+    settings = [sampled(FORCED[0], temperature=0.0, n=2), sampled(FORCED[1])]
+    with LLM("demo", structured_outputs_backend=backend, **OPTIONS) as llm:
+        stats = llm._engine.scheduler.stats  # type: ignore[attr-defined]
+        counts, made = [], []
+        for choose in (ForcedText.choose, _no_room):
+            monkeypatch.setattr(ForcedText, "choose", choose)
+            num_steps_before = stats.num_steps
+            made.append([texts(llm.generate(PROMPTS[:1], each)) for each in settings])
+            counts.append(stats.num_steps - num_steps_before)
+    assert made[0] == made[1]
+    assert counts[0] < 2 / 3 * counts[1]
 
 
 def test_steps_that_fail_amid_drafts_leave_the_output_the_same(

@@ -11,7 +11,7 @@ from grammars import allowed_ids
 from quire.proto.block_tables import IntArray
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.structured.grammar import set_only
-from quire.worker.structured.row_constraint import MAX_ROLLBACK, RowConstraint, first_forced_token
+from quire.worker.structured.row_constraint import MAX_ROLLBACK, RowConstraint, forced_tokens
 from quire.worker.structured.vocabulary import Vocabulary
 
 PIECES = [b"<end>", b"a", b"b", b"c", b"<think>", b"</think>", b"</th", b"ink>", b"ab"]
@@ -226,6 +226,14 @@ def test_fork_is_not_made_too_far_back_or_from_a_failed_matcher() -> None:
     assert parent.fork([C, C, C]) is None
 
 
+@pytest.mark.parametrize("space", [[1], []])
+def test_space_that_a_tokenizer_puts_before_a_text_is_left_out(space: list[int]) -> None:
+    pieces = [b"<end>", b" ", b"ab", b" ab", b"c"]
+    spelled = [*space, 2, 4, 4] if space else [3, 4, 4]
+    vocabulary = Vocabulary(pieces, frozenset({0}), (0,), lambda text: spelled)
+    assert forced_tokens(b"abcc", vocabulary) == [2, 4]
+
+
 def test_masks_behind_drafts_are_those_of_accepted_tokens() -> None:
     row = make(OutputConstraint(3), A, B, C)
     words = np.zeros((3, 1), dtype=np.int32)
@@ -244,7 +252,7 @@ def test_forced_tokens_are_those_of_the_tokenizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forced", "token_id"), [(b"", None), (b"ab", None), (b"abc", AB), (b"ca", C), (b"\xff", None)]
+    ("forced", "token_ids"), [(b"", []), (b"ab", []), (b"abc", [AB]), (b"caba", [C, AB]), (b"\xff", [])]
 )
-def test_last_token_of_forced_bytes_is_open(forced: bytes, token_id: int | None) -> None:
-    assert first_forced_token(forced, VOCABULARY) == token_id
+def test_last_token_of_forced_bytes_is_open(forced: bytes, token_ids: list[int]) -> None:
+    assert forced_tokens(forced, VOCABULARY) == token_ids

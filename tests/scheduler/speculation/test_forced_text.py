@@ -1,0 +1,94 @@
+"""ForcedText: room for forced tokens where rows use it, and where it pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.proto.block_tables import IntArray
+from quire.scheduler.speculation.forced_text import MAX_FORCED_TOKENS, PLAIN_INTERVAL_STEPS, ForcedText
+
+ROWS = np.arange(4)
+LIMITS = np.full(4, 100, np.int32)
+MANY = 1000
+
+
+def with_grammars(*rows: int) -> ForcedText:
+    forced = ForcedText(4)
+    for row in rows:
+        forced.add(row)
+    return forced
+
+
+def rooms(forced: ForcedText, steps: range, limits: IntArray = LIMITS, most: int = MANY) -> list[IntArray]:
+    chosen = (forced.choose(ROWS, limits, most, step) for step in steps)
+    return [np.zeros(4, np.int32) if each is None else each for each in chosen]
+
+
+def test_rows_with_grammars_have_room() -> None:
+    forced = with_grammars(1, 3)
+    limits = np.array([100, 100, 100, 2], np.int32)
+    (room,) = rooms(forced, range(1, 2), limits)
+    assert room.tolist() == [0, MAX_FORCED_TOKENS, 0, 2]
+    forced.discard(1)
+    (room,) = rooms(forced, range(2, 3))
+    assert room.tolist() == [0, 0, 0, MAX_FORCED_TOKENS]
+    assert forced.num_rows == 1
+
+
+@pytest.mark.parametrize(("most", "each"), [(0, 0), (2, 0), (3, 1), (10, 3)])
+def test_rows_share_the_tokens_of_a_step(most: int, each: int) -> None:
+    (room,) = rooms(with_grammars(0, 1, 2), range(1, 2), most=most)
+    assert room.tolist() == [each, each, each, 0]
+
+
+def test_row_without_forced_text_is_asked_rarely_until_it_has_some() -> None:
+    forced = with_grammars(0)
+    for room in rooms(forced, range(1, 100)):
+        if room.any():
+            forced.observe(np.array([0]), np.array([0], np.int32))
+    num_asked = sum(bool(room.any()) for room in rooms(forced, range(100, 180)))
+    assert 0 < num_asked <= 10
+    forced.observe(np.array([0]), np.array([3], np.int32))
+    num_asked = sum(bool(room.any()) for room in rooms(forced, range(180, 188)))
+    assert num_asked >= 5
+
+
+def simulate(room_s: float, num_forced: int, num_steps: int = 2000) -> float:
+    """Return the tokens per second relative to those of steps without room, which take 1 s for 4 rows.
+
+    Args:
+        room_s: further time of a step with room.
+        num_forced: forced tokens of all rows in each step with room.
+    """
+    forced, num_tokens, seconds = with_grammars(0, 1, 2, 3), 0, 0.0
+    for step in range(num_steps):
+        chosen = forced.choose(ROWS, LIMITS, MANY, step)
+        gained, spent = (4, 1.0) if chosen is None else (4 + num_forced, 1.0 + room_s)
+        forced.observe_step(4, gained, spent, has_room=chosen is not None)
+        if chosen is not None:
+            forced.observe(ROWS, np.full(4, num_forced, np.int32))
+        num_tokens += gained
+        seconds += spent
+    return num_tokens / 4 / seconds
+
+
+def test_room_stays_where_it_pays() -> None:
+    gain = (4 + 8) / 4 / 1.5
+    share = 1 - 1 / PLAIN_INTERVAL_STEPS
+    assert simulate(0.5, 8) > 1 + share * (gain - 1) * 0.9
+
+
+def test_room_that_does_not_pay_is_given_up() -> None:
+    assert simulate(1.0, 1) > 0.98
+
+
+def test_load_at_which_room_pays_does_not_open_another() -> None:
+    forced = with_grammars(0, 1, 2, 3)
+    for _ in range(50):
+        forced.observe_step(4, 4, 1.0, has_room=False)
+        forced.observe_step(4, 4, 2.0, has_room=True)
+        forced.observe_step(1, 1, 1.0, has_room=False)
+        forced.observe_step(1, 9, 1.5, has_room=True)
+    assert forced.choose(ROWS, LIMITS, MANY, 1) is None
+    assert forced.choose(ROWS[:1], LIMITS[:1], MANY, 1) is not None
