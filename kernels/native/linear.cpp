@@ -225,17 +225,19 @@ void multiply_few(const Outputs<Format, T>& outputs, const typename Format::Inpu
   });
 }
 
-// The tokens of a chunk in groups of nearly equal length, which are the rows of tiles.
+// The tokens of a chunk in groups, which are the rows of tiles. Their lengths differ by one at most: a tile of the one or
+// two tokens that are left over would have too few accumulators to hide the latency of an addition.
 struct Groups {
-  int64_t num_tokens, count, len;
+  int64_t num_tokens, count, quotient, remainder;
 
   Groups(int64_t tokens, int64_t max_len)
       : num_tokens(tokens),
         count((tokens + max_len - 1) / max_len),
-        len((tokens + count - 1) / count) {}
+        quotient(tokens / count),
+        remainder(tokens % count) {}
 
-  int64_t begin(int64_t group) const { return std::min(group * len, num_tokens); }
-  int64_t size(int64_t group) const { return begin(group + 1) - begin(group); }
+  int64_t begin(int64_t group) const { return group * quotient + std::min(group, remainder); }
+  int64_t size(int64_t group) const { return quotient + (group < remainder); }
 };
 
 // packed [K / INPUTS, M, INPUTS] = x [M, K].
