@@ -3,6 +3,7 @@
 // One token through a small model takes 80 ops of 2 to 150 us each, and a call from Python adds 15 us to each. The ops
 // here are the ones that Python would call, so the results are the same bit for bit.
 #include "decode_layers.h"
+#include "panels.h"
 
 #include <algorithm>
 #include <cstring>
@@ -86,11 +87,19 @@ void attend(const Layer& layer, const Step& step, const void* normed, void* out,
 }
 
 void feed_forward(const Layer& layer, const Step& step, const void* normed, void* out, Scratch scratch) {
-  char* gate_up = scratch.allocate(step.num_tokens * layer.gate_up.out_features, step.dtype);
   char* gated = scratch.allocate(step.num_tokens * layer.down.in_features, step.dtype);
-  multiply(layer.gate_up, normed, gate_up, step);
-  quire_gate_and_mul(step.dtype, int(layer.gate), gate_up, gated, step.num_tokens, layer.down.in_features,
-                     step.threads);
+  const Linear& weight = layer.gate_up;
+  const bool has_adapters = step.lora && weight.lora;
+  if (has_adapters || weight.out_features % (2 * PANEL_LEN)) {
+    char* gate_up = scratch.allocate(step.num_tokens * weight.out_features, step.dtype);
+    multiply(weight, normed, gate_up, step);
+    quire_gate_and_mul(step.dtype, int(layer.gate), gate_up, gated, step.num_tokens, layer.down.in_features,
+                       step.threads);
+  } else {
+    quire_gated_linear(int(weight.dtype), step.dtype, int(layer.gate), normed, weight.panels, weight.scales,
+                       weight.bias, gated, step.num_tokens, weight.in_features, weight.out_features, weight.stride,
+                       step.threads);
+  }
   multiply(layer.down, gated, out, step);
 }
 

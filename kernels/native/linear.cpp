@@ -407,9 +407,9 @@ void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* 
   if (num_tokens > MAX_TILE_TOKENS) {
     multiply_many<Format>(GatedOutputs<Format, T>{weight, bias, y, gate}, x, num_tokens, threads);
   } else {
-    const auto gate_up = std::make_unique<T[]>(num_tokens * weight.out_features);
-    linear(weight, x, bias, gate_up.get(), weight.out_features, num_tokens, threads);
-    quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, gate, gate_up.get(), y, num_tokens,
+    T* gate_up = scratch<T>(num_tokens * weight.out_features);  // converted tokens are of another type than T
+    linear(weight, x, bias, gate_up, weight.out_features, num_tokens, threads);
+    quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, gate, gate_up, y, num_tokens,
                        weight.out_features / 2, threads);
   }
 }
@@ -490,6 +490,11 @@ void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void
 void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* panels, const float* scales,
                         const void* bias, void* y, int64_t num_tokens, int64_t in_features, int64_t out_features,
                         int64_t panel_stride, int threads) {
+  if (weight_dtype == BFLOAT16 && dtype == FLOAT32) {
+    const Panels<BF16> weight{(const bf16*)panels, panel_stride, in_features, out_features, scales};
+    gated_linear(weight, Gate(gate), (const float*)x, (const float*)bias, (float*)y, num_tokens, threads);
+    return;
+  }
   for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
     gated_linear(weight, Gate(gate), (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);

@@ -13,6 +13,10 @@ void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void
                           const void* bias, void* y, int64_t y_stride, int64_t num_tokens, int64_t in_features,
                           int64_t out_features, int64_t panel_stride);
 
+void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* panels, const float* scales,
+                        const void* bias, void* y, int64_t num_tokens, int64_t in_features, int64_t out_features,
+                        int64_t panel_stride, int threads);
+
 void quire_rms_norm(int dtype, const void* x, const void* weight, void* out, int64_t num_outer, int64_t num_inner,
                     int64_t outer_stride, int64_t inner_stride, int64_t out_stride, int64_t length, float eps,
                     int threads);

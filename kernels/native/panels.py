@@ -55,10 +55,7 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         [T, N], in the dtype of x.
     """
     num_tokens, in_features = x.shape
-    assert x.is_contiguous()
-    assert in_features == panels.in_features
-    assert panels.dtype in (x.dtype, torch.int8) or (panels.dtype, x.dtype) == (torch.bfloat16, torch.float32)
-    assert bias is None or bias.dtype == x.dtype
+    _check(x, panels, bias)
     out = torch.empty((num_tokens, panels.out_features), dtype=x.dtype)
     codes = dtype_codes()
     library().quire_linear(
@@ -80,7 +77,7 @@ def gated_panel_linear(x: Tensor, panels: Panels, gate: str, bias: Tensor | None
     The result is bit for bit that of both ops.
 
     Args:
-        x: [T, K], in the weight's dtype; in float32 or bfloat16 if the weight is int8.
+        x: as for `panel_linear`.
         panels: a weight that `can_gate`.
         gate: name of the activation (native/constants.h).
         bias: as for `panel_linear`.
@@ -89,10 +86,7 @@ def gated_panel_linear(x: Tensor, panels: Panels, gate: str, bias: Tensor | None
         [T, N / 2], in the dtype of x.
     """
     num_tokens, in_features = x.shape
-    assert x.is_contiguous()
-    assert in_features == panels.in_features
-    assert panels.dtype in (x.dtype, torch.int8)
-    assert bias is None or bias.dtype == x.dtype
+    _check(x, panels, bias)
     assert can_gate(panels)
     out = torch.empty((num_tokens, panels.out_features // 2), dtype=x.dtype)
     codes = dtype_codes()
@@ -114,3 +108,10 @@ def gather_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
         out.data_ptr(), len(ids), panels.in_features, panels.stride, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def _check(x: Tensor, panels: Panels, bias: Tensor | None) -> None:
+    assert x.is_contiguous()
+    assert x.shape[1] == panels.in_features
+    assert panels.dtype in (x.dtype, torch.int8) or (panels.dtype, x.dtype) == (torch.bfloat16, torch.float32)
+    assert bias is None or bias.dtype == x.dtype

@@ -132,6 +132,16 @@ def test_narrowed_weight_multiplies_float32_tokens(num_tokens: int) -> None:
         assert torch.equal(linear(x[:1], narrowed, bias), y[:1])
 
 
+@pytest.mark.parametrize("num_tokens", [1, 4, 20, 33])
+def test_gated_narrowed_weight_has_the_bits_of_both_ops(num_tokens: int) -> None:
+    bias, x = torch.randn(256), torch.randn(num_tokens, 96)
+    narrowed = narrow(pack(torch.randn(256, 96)))
+    if narrowed.panels is None:
+        pytest.skip("there is no C++ compiler")
+    expected = GATED_ACTIVATIONS["silu"](linear(x, narrowed, bias))
+    assert torch.equal(gated_linear(x, narrowed, "silu", bias), expected)
+
+
 def test_narrow_keeps_other_weights() -> None:
     weight = pack(torch.randn(150, 96).bfloat16())
     assert narrow(weight) is weight

@@ -33,7 +33,7 @@ from quire.worker.weights.weight_slice import WeightSlice
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-BLOCK_SIZE, NUM_BLOCKS, TABLE_LEN, NUM_POSITIONS = 8, 40, 5, 128
+BLOCK_SIZE, NUM_BLOCKS, TABLE_LEN, NUM_POSITIONS = 8, 60, 5, 128
 
 # Covers biases of q, k and v; norms of heads; windows; layers without positions; several rotations; a rotated half of
 # a head that is not a whole vector; norms after a sublayer; soft caps; scaled residual additions.
@@ -130,7 +130,7 @@ def clone(caches: list[LayerCache]) -> list[LayerCache]:
 
 
 def assert_equal_bits(
-    decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, batch_sizes: Sequence[int] = (1, 2, 7)
+    decoder: Decoder, dtype: torch.dtype, stored: torch.dtype, batch_sizes: Sequence[int] = (1, 2, 7, 11)
 ) -> None:
     """Compare fused and op-by-op steps of several batch sizes: hidden states and cache contents."""
     fused = decoder.fused_decode
