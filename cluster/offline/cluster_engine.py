@@ -65,7 +65,8 @@ class ClusterEngine:
 
 
 async def _follow(client: ReplicaClient, collector: OutputCollector, advance: Callable[[], None]) -> None:
-    running = client.submit(collector.request)
+    # No caller sees a part of an output, and waking this task for each token takes time from the ranks.
+    running = client.submit(collector.request, wakes_at_ends=not collector.finds_stops)
     try:
         async for event in output_events(running, collector.processor):
             collector.events.append(event)

@@ -36,6 +36,11 @@ class OutputCollector:
             RequestStarted(request.request_id, model, len(request.prompt_token_ids))
         ]
 
+    @property
+    def finds_stops(self) -> bool:
+        """Return whether the output may end at a stop string: then each token is processed as it comes."""
+        return bool(self.request.sampling.stop)
+
     def on_update(self, index: int, update: SequenceUpdate) -> None:
         """Add an update of output `index`. Raises the QuireError that ended the request."""
         self.events += self.processor.process(index, update)

@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 
 _GATEWAY = b"in-process"
 _QUERY_ID = 1  # 0 asks for no answer
+# Bounds the memory of unread TokenBatches while no sequence ends.
+_MAX_UNREAD = 64
 
 
 class InProcessGroup:
@@ -165,6 +167,9 @@ class InProcessEngine:
 class _Batch:
     """The requests of one `InProcessEngine.run`, as a gateway of the step loop.
 
+    No caller sees a part of an output, so the tokens of several steps are processed together, at the end of a
+    sequence. Requests with stop strings are processed in every step, since the scheduler must end them.
+
     Attributes:
         error: first error that ended a request, or that its output raised.
     """
@@ -182,6 +187,8 @@ class _Batch:
         self._mailbox = mailbox
         self._loop = loop
         self._running: dict[int, tuple[OutputCollector, int]] = {}  # handle |-> collector and output index
+        self._unread: list[TokenBatch] = []
+        self._max_unread = 1 if any(each.finds_stops for each in collectors) else _MAX_UNREAD
         self._has_ended = False
         mailbox.connect(_GATEWAY, self._on_message)
 
@@ -203,8 +210,12 @@ class _Batch:
     def _on_message(self, message: ReplicaMessage) -> None:
         if self._has_ended or not isinstance(message, TokenBatch):
             return
+        self._unread.append(message)
+        if not message.finished and len(self._unread) < self._max_unread:
+            return
+        unread, self._unread = self._unread, []
         try:
-            for handle, update in updates_by_handle(message):
+            for handle, update in updates_by_handle(*unread):
                 self._on_update(handle, update)
         except Exception as error:
             self.error = error

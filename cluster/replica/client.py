@@ -85,10 +85,11 @@ class SubmittedRequest(UpdateQueue):
 
     Args:
         handles: one per output, by index.
+        wakes_at_ends: as for UpdateQueue.
     """
 
-    def __init__(self, client: ReplicaClient, handles: range) -> None:
-        super().__init__(len(handles))
+    def __init__(self, client: ReplicaClient, handles: range, *, wakes_at_ends: bool = False) -> None:
+        super().__init__(len(handles), wakes_at_ends=wakes_at_ends)
         self.handles = handles
         self._client = client
         self._stopped: set[int] = set()
@@ -219,9 +220,15 @@ class ReplicaClient:
             self._fail_queries()
             await self._connection.close(linger_ms)
 
-    def submit(self, request: Request) -> SubmittedRequest:
-        """Send the request to the replica; raise ReplicaUnavailable if the replica has failed."""
-        return self.submit_with(request, lambda handles: SubmittedRequest(self, handles))
+    def submit(self, request: Request, *, wakes_at_ends: bool = False) -> SubmittedRequest:
+        """Send the request to the replica; raise ReplicaUnavailable if the replica has failed.
+
+        Args:
+            wakes_at_ends: as for UpdateQueue.
+        """
+        return self.submit_with(
+            request, lambda handles: SubmittedRequest(self, handles, wakes_at_ends=wakes_at_ends)
+        )
 
     def submit_with(self, request: Request, make_receiver: Callable[[range], ReceiverT]) -> ReceiverT:
         """Send the request to the replica.

@@ -20,12 +20,14 @@ class UpdateQueue:
 
     Args:
         num_sequences: number of sequences of the request.
+        wakes_at_ends: wake the reader only when a sequence has ended, for readers of whole outputs.
 
     Attributes:
         open: indices of the sequences that have not ended.
     """
 
-    def __init__(self, num_sequences: int) -> None:
+    def __init__(self, num_sequences: int, *, wakes_at_ends: bool = False) -> None:
+        self._wakes_at_ends = wakes_at_ends
         self.open = set(range(num_sequences))
         # sequence index |-> merged updates, the longest waiting first
         self._pending: dict[int, SequenceUpdate] = {}
@@ -59,7 +61,8 @@ class UpdateQueue:
             self._pending[index] = update
         if update.finish is not None:
             self.open.discard(index)
-        self._arrival.set()
+        if update.finish is not None or not self._wakes_at_ends:
+            self._arrival.set()
 
     def fail(self, error: QuireError) -> None:
         """Drop pending updates and raise the error in the reader."""

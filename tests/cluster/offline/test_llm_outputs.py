@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, CompletionOutput, SamplingParams
+from quire.cluster.offline.engine import OutputCollector
+from quire.cluster.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import InvalidRequest
 
 PROMPT = "A gathering of folded pages is called a quire"
@@ -46,6 +48,25 @@ def test_more_completions_than_batch_slots(llm: LLM) -> None:
     assert [output.token_ids for output in several[0].outputs[:4]] == [
         output.token_ids for output in ask(llm, replace(SAMPLED, n=4))
     ]
+
+
+def test_updates_are_processed_at_ends_unless_stop_strings_are_sought(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lens: list[int] = []
+    process = OutputCollector.on_update
+
+    def on_update(collector: OutputCollector, index: int, update: SequenceUpdate) -> None:
+        lens.append(len(update.token_ids))
+        process(collector, index, update)
+
+    monkeypatch.setattr(OutputCollector, "on_update", on_update)
+    plain = ask(llm, SAMPLED)
+    assert lens == [20]
+    lens.clear()
+    sought = ask(llm, replace(SAMPLED, stop=("never in the text",)))
+    assert (sought[0].text, sought[0].token_ids) == (plain[0].text, plain[0].token_ids)
+    assert lens == [1] * 20
 
 
 def test_stop_string_ends_only_its_completion(llm: LLM) -> None:
