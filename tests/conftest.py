@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from deadlines import TEST_TIMEOUT_S
 from run_children import end_run, start_run
 from run_order import add_options, arrange, rotate, seed_of
-from server_deadlines import TEST_TIMEOUT_S
 
 if TYPE_CHECKING:
     from file_scheduling import FileScheduling

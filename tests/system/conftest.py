@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+from deadlines import COMMAND_TIMEOUT_S, READY_TIMEOUT_S
 from example_programs import RunExample, example_runner
-from server_deadlines import COMMAND_TIMEOUT_S, READY_TIMEOUT_S
 
 from quire.cluster.demo.server import ServerProcess
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deadlines import READY_TIMEOUT_S
 from fleet_load import Load, ready, wait_for
 from greedy import Greedy
 from ray_nodes import RayNodes
-from server_deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess

@@ -17,6 +17,7 @@ import pytest
 import typer
 import yaml
 from chat_model import PARSERS, chat_model
+from deadlines import PROGRAM_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 
 from quire.cluster import cli
@@ -77,7 +78,7 @@ def test_python_runs(
 @pytest.mark.parametrize(("page", "language", "code"), [each for each in BLOCKS if each.values[1] == "sh"])
 def test_shell_runs(page: str, language: str, code: str, server: ThreadedServer) -> None:
     command = ["bash", "-euc", of_server(code, server)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
     assert '"choices"' in done.stdout
 
 

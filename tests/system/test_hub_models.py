@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import READY_TIMEOUT_S
 from greedy import Greedy
 from hub_server import HubServer, serve_hub
 from ray_nodes import RayNodes
-from server_deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams
 from quire.cluster.demo.server import ServerProcess

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from adapters import write_adapter
-from server_deadlines import READY_TIMEOUT_S
+from deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams, StructuredOutputsParams
 from quire.cluster.api.status import ReplicaInfo

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadlines import COMMAND_TIMEOUT_S
 from example_programs import EXAMPLES, RunExample, run_alone
-from server_deadlines import COMMAND_TIMEOUT_S
 
 from quire.cluster.demo.server import ServerProcess
 

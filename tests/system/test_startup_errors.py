@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from server_deadlines import COMMAND_TIMEOUT_S
+from deadlines import COMMAND_TIMEOUT_S
 
 pytestmark = pytest.mark.cluster
 

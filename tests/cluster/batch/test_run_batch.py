@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster.batch.http_caller import Server
 from quire.cluster.batch.input_file import check_batch, parse_request
@@ -150,7 +151,7 @@ def test_killed_batch_resumes_where_it_was(tmp_path: Path) -> None:
         server.hold_after = -1
         server.release.set()
         assert 0 < out.read_bytes().count(b"\n") <= 20
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert "40 requests answered, 20 of them by an earlier run, 0 failed" in done.stderr
     assert len(answers(out)) == 40

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from deadlines import PROGRAM_TIMEOUT_S
 from serving import ServerFactory
 
 import quire as package
@@ -135,7 +136,7 @@ def test_checks_of_options_import_neither_torch_nor_ray() -> None:
         "heavy = {'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PROGRAM_TIMEOUT_S)
 
 
 def test_taken_port_names_the_next_free_one(
@@ -183,7 +184,9 @@ def test_shell_completes_commands_and_values(shell: str) -> None:
             "_TYPER_COMPLETE_FISH_ACTION": "get-args",
         }
         command = [sys.executable, "-m", "quire"]
-        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env=os.environ | variables, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S
+        )
         return done.stdout
 
     assert "run-batch" in complete("quire run")
@@ -320,4 +323,4 @@ def test_command_line_imports_no_heavy_module(tmp_path: Path) -> None:
         "heavy = {'torch', 'ray', 'transformers', 'grpc', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PROGRAM_TIMEOUT_S)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster.config.checks import show
 from quire.cluster.config.engine_options import EngineOptions
@@ -105,6 +106,10 @@ def test_absurd_config_is_refused_without_importing_transformers(tmp_path: Path)
     )
     folder = make_directory(tmp_path, num_hidden_layers=10**9)
     done = subprocess.run(
-        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_S,
+        check=True,
     )
     assert done.stdout.strip().endswith("num_hidden_layers is 1000000000, must be from 1 to 4096 False")

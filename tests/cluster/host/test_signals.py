@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster.host.signals import (
     Interrupted,
@@ -60,7 +61,7 @@ except signals.Interrupted as interrupted:
 @pytest.mark.parametrize("deliver", ["deliver_held_signal", "raise_on_signals"])
 def test_held_signal_raises_when_it_is_delivered(deliver: str) -> None:
     command = [sys.executable, "-c", HELD, deliver]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
     assert done.stdout.splitlines() == ["held", f"{int(signal.SIGTERM)} False"]
 
 

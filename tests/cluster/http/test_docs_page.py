@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 from local_server import ThreadedServer
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
@@ -21,7 +22,9 @@ def test_example_runs(
 ) -> None:
     code = code.replace("http://127.0.0.1:8000", server.url).replace('"demo"', '"tiny"')
     if language == "sh":
-        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            ["bash", "-c", code], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True
+        )
         assert '"usage"' in done.stdout, done.stdout
     else:
         exec(compile(code, "docs/http.md", "exec"), {})

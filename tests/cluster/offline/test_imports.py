@@ -6,6 +6,8 @@ import subprocess
 import sys
 from typing import Any
 
+from deadlines import PROGRAM_TIMEOUT_S
+
 # Reports each attempt to import these, and lets it fail as if they were not installed.
 _PROGRAM = """
 import sys
@@ -32,7 +34,7 @@ print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 
 def printed_by(program: str, *arguments: str) -> str:
     command = [sys.executable, "-c", program, *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.kernels import workspace
 from quire.worker.graph_backend import Recording
@@ -55,7 +56,7 @@ def test_closed_llm_returns_its_memory(make_model: Any) -> None:
     """In a process of its own, whose memory no other test has used."""
     models = make_model("llama"), make_model("gpt_neox")  # quire's own, and one served through transformers
     command = [sys.executable, "-c", _PROGRAM, *map(str, models)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False)
     assert ran.returncode == 0, ran.stderr
     numbers = [[int(number) for number in line.split()] for line in ran.stdout.splitlines()]
     assert len(numbers) == 3 * len(models)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster import cli
 from quire.cluster.provision import ray_launcher
@@ -247,7 +248,9 @@ def test_kubernetes_pods_request_the_gpus_in_their_names() -> None:
 def run_cli(*arguments: str, home: Path, answer: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", *arguments]
     environment = os.environ | {"HOME": str(home), "COLUMNS": "200"}
-    return subprocess.run(command, env=environment, input=answer, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, env=environment, input=answer, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S
+    )
 
 
 def test_up_dry_run_prints_the_plan_only(home: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import jsonschema
 import pytest
 import ray
+from deadlines import PROGRAM_TIMEOUT_S
 from ray._private import worker as ray_worker
 from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
 from ray.autoscaler.v2.schema import ClusterStatus, LaunchRequest, NodeInfo, Stats
@@ -155,7 +156,9 @@ os.environ["RAY_AUTH_MODE"] = "token"
 compat.reload_environment()
 assert get_authentication_mode() == AuthenticationMode.TOKEN
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=_without_ray_settings())
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=PROGRAM_TIMEOUT_S, env=_without_ray_settings()
+    )
 
 
 def test_muted_ray_prints_no_process_messages(
@@ -219,7 +222,9 @@ def _cluster_file() -> dict[str, object]:
 
 def _ray_help(subcommand: str) -> str:
     command = [*compat.RAY_COMMAND, subcommand, "--help"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True
+    ).stdout
 
 
 def _without_ray_settings() -> dict[str, str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 
 ROOT = Path(__file__).parents[3]
 COMPAT_TESTS = Path(__file__).with_name("test_compat.py")
@@ -44,7 +45,9 @@ def test_compat_passes_its_tests_with_ray_version(version: str, ray_folder: Path
         "PYTHONPATH": os.pathsep.join([str(ray_folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     }
     command = [sys.executable, "-c", "import ray; print(ray.__version__)"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    found = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True
+    )
     assert found.stdout.startswith(f"{version}.")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(COMPAT_TESTS)]
     tests = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.kernels import activation
 from quire.kernels.native import build as native
@@ -51,7 +52,7 @@ def fake_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load_in_new_process() -> None:
-    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=PROGRAM_TIMEOUT_S)
 
 
 def test_concurrent_processes_build_once(fake_compiler: Path) -> None:
