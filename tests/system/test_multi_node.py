@@ -6,13 +6,12 @@ host: then the ranks communicate by packets only.
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ import psutil
 import pytest
 import ray
 from caller import Caller
+from deadlines import READY_TIMEOUT_S
 from fakes import submit
 from far_network import FarNetwork, NetworkNotPermitted, open_network, run
 from ray_nodes import LOOPBACK, RayNodes
@@ -41,7 +41,6 @@ from quire.proto.transport.network import CurveKeys
 
 pytestmark = pytest.mark.cluster
 
-JOIN_TIMEOUT_S = 120.0
 NAMESPACE = "multi-node"
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 20, list(range(40, 75))]
 NEW_TOKENS = 12
@@ -61,19 +60,26 @@ class TwoNodes:
     link: str | None
 
 
-@pytest.fixture(scope="module", params=["one network", pytest.param("two networks", marks=pytest.mark.slow)])
-def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
+@contextmanager
+def open_cluster(network: str) -> Iterator[TwoNodes]:
     """Start a head with room for a scheduler and a rank, and a node with room for a rank."""
     with ExitStack() as stack:
-        far_network, inside = open_host(stack) if request.param == "two networks" else (None, [])
+        far_network, inside = open_host(stack) if network == "two networks" else (None, [])
         near_ip, far_ip = (far_network.near_ip, far_network.far_ip) if far_network else (LOOPBACK, LOOPBACK)
         nodes = stack.enter_context(RayNodes({"CPU": 2, "slot": 1}, near_ip))
         far = nodes.add({"CPU": 1, "slot": 1}, far_ip, inside)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-            os.environ[name] = nodes.environment[name]
+            patch.setenv(name, nodes.environment[name])
         with attach(nodes.address, NAMESPACE):
             wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "the second node to join")
         yield TwoNodes(nodes, far, far_network.link if far_network else None)
+
+
+@pytest.fixture(scope="module", params=["one network", pytest.param("two networks", marks=pytest.mark.slow)])
+def two_nodes(request: pytest.FixtureRequest) -> Iterator[TwoNodes]:
+    with open_cluster(request.param) as cluster:
+        yield cluster
 
 
 def open_host(stack: ExitStack) -> tuple[FarNetwork, list[str]]:
@@ -93,7 +99,7 @@ def open_host(stack: ExitStack) -> tuple[FarNetwork, list[str]]:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    deadline = time.monotonic() + READY_TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, f"{what} took too long"
         time.sleep(0.1)
@@ -124,11 +130,21 @@ def config(model_dir: Path) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def record(two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig) -> ReplicaRecord:
-    """Launch a replica and disconnect from the cluster."""
-    with attach(two_nodes.nodes.address, NAMESPACE):
-        record = launch_replica(config, f"replica-{secrets.token_hex(3)}", target, version="v1").record
-    return ReplicaRecord.from_json(record.to_json())
+def launched(two_nodes: TwoNodes) -> list[ReplicaRecord]:
+    """Return the records of running replicas, one at most: the cluster has room for one."""
+    return []
+
+
+@pytest.fixture
+def record(
+    two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig, launched: list[ReplicaRecord]
+) -> ReplicaRecord:
+    """Launch a replica, unless an earlier test has left one, and disconnect from the cluster."""
+    if not launched:
+        with attach(two_nodes.nodes.address, NAMESPACE):
+            record = launch_replica(config, f"replica-{secrets.token_hex(3)}", target, version="v1").record
+        launched.append(ReplicaRecord.from_json(record.to_json()))
+    return launched[0]
 
 
 @pytest.fixture
@@ -211,9 +227,10 @@ def test_launch_canceled_by_its_callback_leaves_nothing(
 
 
 def test_draining_replica_moves_requests_and_its_killed_far_rank_is_replaced(
-    two_nodes: TwoNodes, replica: Replica, target: FleetLaunchTarget
+    two_nodes: TwoNodes, replica: Replica, target: FleetLaunchTarget, launched: list[ReplicaRecord]
 ) -> None:
     """Closing it then leaves nothing."""
+    launched.clear()  # later tests launch another one
     assert known_replicas(NAMESPACE) == {replica.replica_id}
     with Caller(replica.address, target.keys) as caller:
         caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
@@ -258,13 +275,10 @@ def kill_worker(node: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("two_nodes", ["two networks"], indirect=True)
-def test_rank_on_a_vanished_host_is_named(
-    two_nodes: TwoNodes, target: FleetLaunchTarget, config: EngineConfig
-) -> None:
+def test_rank_on_a_vanished_host_is_named(target: FleetLaunchTarget, config: EngineConfig) -> None:
     """No packet reports the end of the host; the deadline of the step detects it."""
     hasty = replace(config, scheduler=replace(config.scheduler, step_timeout_s=5.0))
-    with attach(two_nodes.nodes.address, NAMESPACE):
+    with open_cluster("two networks") as two_nodes, attach(two_nodes.nodes.address, NAMESPACE):
         replica = launch_replica(hasty, "replica-cut-off", target)
         with Caller(replica.address, target.keys) as caller:
             caller.send(submit(1, [5, 6, 7], max_tokens=8000, ignore_eos=True))
