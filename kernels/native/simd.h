@@ -244,4 +244,24 @@ inline Vec exp_of(Vec x) {
   return x < -87.f ? Vec{} : p * power;
 }
 
+// exp of numbers up to 0, at least exp(-86), in half as many instructions as exp_of. Its relative error is 2e-7 near 0 and
+// grows to 1e-6 at -86, or 5e-6 without fused multiply-add: for a softmax, which adds such numbers to a 1. The polynomial
+// is 2^f for |f| <= 1/2 within 1.1e-7, and 1 for f = 0.
+inline Vec exp_of_negative(Vec x) {
+  constexpr float LOG2_E = 1.44269504f, SHIFTER = 0x1.8p23f;  // adding it rounds to an integer, in the lowest bits
+  const Vec clamped = larger(broadcast(-86.f), x);  // NaN stays NaN
+  const Vec shifted = clamped * LOG2_E + SHIFTER, f = clamped * LOG2_E - (shifted - SHIFTER);
+  Vec p = f * 1.32647285e-3f + 9.67151672e-3f;
+  p = p * f + 5.55073395e-2f;
+  p = p * f + 2.40222424e-1f;
+  p = p * f + 6.93147004e-1f;
+  p = p * f + 1.f;
+  BitVec bits, exponent;
+  memcpy(&bits, &p, sizeof p);
+  memcpy(&exponent, &shifted, sizeof shifted);
+  bits += exponent << 23;
+  memcpy(&p, &bits, sizeof p);
+  return p;
+}
+
 inline Vec tanh_of(Vec x) { return 1.f - 2.f / (exp_of(2.f * x) + 1.f); }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -135,6 +136,29 @@ def test_long_sequences_are_batch_invariant(stored: str, variant: str) -> None:
     bounds = torch.tensor([0, len(q)], dtype=torch.int32)
     cache = paged.cache, paged.tables[:1], bounds, paged.lens[:1]
     close(paged_prefill_attention(q, *cache, 0.3, **options), paged.expected(0, q, 0.3, made))
+
+
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stored", STORED)
+def test_chunks_have_the_bits_of_the_whole_prompt(stored: str, variant: str) -> None:
+    """Chunks begin within tiles of queries and of keys, and end within them."""
+    length = 300
+    paged = Paged([length], 16, 2, 32, torch.float32, stored=STORED[stored])
+    made = VARIANTS[variant](6, "cpu")
+    q = torch.randn(length, 6, 32)
+
+    def attend(begin: int, end: int) -> Tensor:
+        bounds = torch.tensor([0, end - begin], dtype=torch.int32)
+        lens = torch.tensor([end], dtype=torch.int32)
+        return paged_prefill_attention(
+            q[begin:end], paged.cache, paged.tables, bounds, lens, 0.3, made, paged.scales
+        )
+
+    whole = attend(0, length)
+    close(whole, paged.expected(0, q, 0.3, made))
+    for begin, end in pairwise([0, 1, 63, 70, 131, 133, length]):
+        assert torch.equal(attend(begin, end), whole[begin:end])
 
 
 @pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
