@@ -22,7 +22,7 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
     most_per_row = count
 
     def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
-        return np.minimum(limits, most_per_row).astype(np.int32) if limits.any() else None
+        return np.minimum(limits, most_per_row).astype(np.int32) if most_per_row and limits.any() else None
 
     with (
         patch.object(DraftLengths, "is_due", lambda lengths, num_rows: True),

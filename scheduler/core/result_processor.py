@@ -132,10 +132,14 @@ class ResultProcessor:
         if forced_text is not None:
             forced_text.observe_step(num_rows, num_tokens, seconds, has_room=has_drafts)
         if lengths is not None:
-            drafted = result.num_drafted.tolist()
-            draft_s = result.stage_times.get("draft", 0.0)
-            lengths.observe_rate(num_rows, has_drafts, num_tokens, seconds)
-            lengths.observe_step(step.num_tokens + sum(drafted), seconds, draft_s, max(drafted, default=0))
+            if not has_drafts:
+                lengths.observe_step(num_rows, num_tokens, seconds, has_drafts=False)
+                return
+            drafted, draft_s = result.num_drafted.tolist(), result.stage_times.get("draft", 0.0)
+            num_drafted, most_drafted = sum(drafted), max(drafted, default=0)
+            lengths.observe_step(
+                num_rows, num_tokens, seconds, draft_s, num_drafted, most_drafted, has_drafts=True
+            )
 
     def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
         """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
@@ -154,7 +158,7 @@ class ResultProcessor:
         self._state.retract_drafts(rows, num_planned - accepted)
         if self._state.forced_text is not None:
             self._state.forced_text.observe(rows, num_computed)
-        elif has_some and self._state.draft_lengths is not None:
+        elif self._state.draft_lengths is not None:
             self._state.draft_lengths.observe(rows, num_computed, accepted)
 
     def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:

@@ -46,23 +46,32 @@ class StepTimes:
         further = self._tokens - num_tokens
         return max(0.0, (self._seconds - seconds) / further) if further > 0 else 0.0
 
-    def shrink(self, factor: float) -> None:
-        """Expect shorter times, until others are measured."""
-        self._seconds *= factor
+    def fade(self, factor: float) -> None:
+        """Let the measurements so far count less."""
+        self._weight *= factor
+        self._variance *= factor
+        self._covariance *= factor
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Record the time of a step."""
+    def observe(self, num_tokens: int, seconds: float) -> float:
+        """Record the time of a step; return as much of it as counts."""
         seconds = max(seconds, _MIN_S)
         if self._weight:
             ratio = max(1.0, num_tokens / self._tokens)
             expected = self._seconds + self.slope * (num_tokens - self._tokens)
             seconds = min(seconds, _MAX_RATIO * ratio * expected)
+            if expected > _MAX_RATIO * seconds:  # then those before were delayed
+                self._seconds += _MAX_RATIO * seconds - expected
         self._weight = _DECAY * self._weight + 1.0
         share, to_tokens, to_seconds = 1.0 / self._weight, num_tokens - self._tokens, seconds - self._seconds
         self._tokens += share * to_tokens
         self._seconds += share * to_seconds
         self._variance = _DECAY * self._variance + to_tokens * (num_tokens - self._tokens)
         self._covariance = _DECAY * self._covariance + to_tokens * (seconds - self._seconds)
+        return seconds
+
+    def at(self, num_tokens: int) -> float:
+        """Return the expected time of a step, as `seconds` does."""
+        return max(_MIN_S, self._seconds + self.slope * (num_tokens - self._tokens))
 
     def seconds(self, num_tokens: npt.ArrayLike, prior_slope: float = 0.0) -> FloatArray:
         """Return the expected times of steps; call it only if is_known.

@@ -23,11 +23,25 @@ def compute_bound(num_tokens: int) -> float:
     return 1e-3 * num_tokens
 
 
+def measured(num_rows: int) -> DraftLengths:
+    """Return lengths that have measured steps of a second, with and without drafts."""
+    lengths, rows = DraftLengths(8, NUM_DRAFTED), np.arange(num_rows)
+    first_steps, limits = np.ones(num_rows, np.int64), np.full(num_rows, 9, np.int32)
+    for _ in range(6):
+        chosen = lengths.choose(rows, first_steps, limits, 100)
+        if chosen is None:
+            lengths.observe_step(num_rows, num_rows, 1.0, has_drafts=False)
+        else:
+            num_drafted = int(chosen.sum())
+            lengths.observe_step(num_rows, num_rows + num_drafted, 1.0, 0.01, num_drafted, 1, has_drafts=True)
+    return lengths
+
+
 def simulate(
     num_rows: int,
     acceptance: float,
     step_s: StepTime,
-    num_steps: int = 400,
+    num_steps: int = 4000,
     draft_s: float = 0.0,
     stall_s: float = 0.0,
 ) -> float:
@@ -54,8 +68,13 @@ def simulate(
         if rounds and num_stalls:
             num_stalls -= 1
             noisy, own_draft_s = noisy + stall_s, own_draft_s + stall_s
-        lengths.observe_rate(num_rows, chosen is not None, num_gained, noisy)
-        lengths.observe_step(num_rows + int(drafted.sum()), noisy, own_draft_s, rounds)
+        if chosen is None:
+            lengths.observe_step(num_rows, num_rows, noisy, has_drafts=False)
+        else:
+            num_drafted = int(drafted.sum())
+            lengths.observe_step(
+                num_rows, num_gained, noisy, own_draft_s, num_drafted, rounds, has_drafts=True
+            )
         has_some = drafted > 0
         lengths.observe(rows[has_some], drafted[has_some], accepted[has_some])
         num_tokens += num_rows + int(accepted.sum())
@@ -88,10 +107,10 @@ def test_stalled_drafts_do_not_end_drafts_for_good() -> None:
 
 
 def test_no_row_drafts_beyond_its_limit_or_the_budget() -> None:
-    lengths, rows = DraftLengths(8, NUM_DRAFTED), np.arange(3)
-    first_steps, limits = np.ones(3, np.int64), np.array([0, 2, 9], np.int32)
-    assert lengths.choose(rows, first_steps, limits, 100) is None  # no step was measured
-    lengths.observe_step(3, 1.0, 0.0, 0)
+    rows, first_steps, limits = np.arange(3), np.ones(3, np.int64), np.array([0, 2, 9], np.int32)
+    # No step was measured.
+    assert DraftLengths(8, NUM_DRAFTED).choose(rows, first_steps, limits, 100) is None
+    lengths = measured(3)
     chosen = lengths.choose(rows, first_steps, limits, 100)
     assert chosen is not None
     assert chosen.tolist() == [0, 2, 4]
@@ -102,14 +121,12 @@ def test_no_row_drafts_beyond_its_limit_or_the_budget() -> None:
 
 
 def test_rows_without_room_for_drafts_have_none() -> None:
-    lengths, rows = DraftLengths(2, NUM_DRAFTED), np.arange(2)
-    lengths.observe_step(2, 1.0, 0.0, 0)
-    assert lengths.choose(rows, np.ones(2, np.int64), np.zeros(2, np.int32), 100) is None
+    lengths = measured(2)
+    assert lengths.choose(np.arange(2), np.ones(2, np.int64), np.zeros(2, np.int32), 100) is None
 
 
 def test_row_with_another_sequence_starts_anew() -> None:
-    lengths, row = DraftLengths(2, NUM_DRAFTED), np.array([1])
-    lengths.observe_step(1, 1.0, 0.0, 0)
+    lengths, row = measured(1), np.array([1])
     first = lengths.acceptance(row).item()
     lengths.choose(row, np.array([1]), np.array([9], np.int32), 100)
     for _ in range(20):
@@ -150,9 +167,12 @@ def test_work_around_drafts_does_not_shorten_them() -> None:
         num_drafted = 0 if chosen is None else int(chosen.sum())
         seconds = rng.uniform(0.9, 1.1) * (1.6e-3 + 3e-5 * num_drafted if num_drafted else 1e-3)
         num_accepted = min(num_drafted, int(rng.geometric(0.25)) - 1)
-        lengths.observe_rate(1, num_drafted > 0, 1 + num_accepted, seconds)
-        lengths.observe_step(1 + num_drafted, seconds, 1e-4 if num_drafted else 0.0, num_drafted)
-        if num_drafted:
+        if not num_drafted:
+            lengths.observe_step(1, 1, seconds, has_drafts=False)
+        else:
+            lengths.observe_step(
+                1, 1 + num_accepted, seconds, 1e-4, num_drafted, num_drafted, has_drafts=True
+            )
             lengths.observe(row, np.array([num_drafted], np.int32), np.array([num_accepted], np.int32))
             chosen_lens.append(num_drafted)
     assert len(chosen_lens) > 250
@@ -160,14 +180,12 @@ def test_work_around_drafts_does_not_shorten_them() -> None:
 
 
 def test_choice_holds_while_rows_and_limits_stay() -> None:
-    lengths, rows = DraftLengths(4, NUM_DRAFTED), np.arange(3)
+    lengths, rows = measured(3), np.arange(3)
     first_steps, limits = np.ones(3, np.int64), np.full(3, 9, np.int32)
-    lengths.observe_step(3, 1.0, 0.0, 0)
     for _ in range(4):
         chosen = lengths.choose(rows, first_steps, limits, 100)
         assert chosen is not None
-        lengths.observe_rate(3, True, 12, 1.0)
-        lengths.observe_step(15, 1.0, 0.01, 4)
+        lengths.observe_step(3, 12, 1.0, 0.01, 12, 4, has_drafts=True)
     held = lengths.choose(rows, first_steps, limits, 100)
     assert lengths.choose(rows, first_steps, limits, 100) is held
     fewer = lengths.choose(rows, first_steps, np.array([9, 1, 9], np.int32), 100)

@@ -74,7 +74,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DraftLengths, "is_due", lambda self, num_rows: True)
-    monkeypatch.setattr(DraftLengths, "_best", lambda self, rows, limits, most: limits.clip(0, 2))
+    monkeypatch.setattr(DraftLengths, "_best", lambda self, load, rows, limits, most: limits.clip(0, 2))
     if kind == "mtp":
         target = add_mtp(target, tmp_path / "with-head", mimo=False)
     config = speculative(kind, target, make_model, tmp_path)
