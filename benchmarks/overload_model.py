@@ -102,7 +102,7 @@ class Call:
 
     Attributes:
         done_at: when its last token came; None if it was refused or did not end.
-        error: gRPC status of its failure; empty without one.
+        error: gRPC status of its failure, the last one if it was sent again; empty without one.
         is_remembered: the gateway refused it, at least once.
     """
 
@@ -203,6 +203,7 @@ class LoadMailbox:
 
     def _send_call(self, call: Call) -> list[tuple[bytes, GatewayMessage]]:
         """Return the message of a call, unless the gateway refuses it."""
+        call.ended_at, call.error = None, ""  # of an earlier refusal, after which the caller has come back
         # The call came during the step, before the gateway learned of the sequences that ended with it.
         submit, now = self._submit(call), Moment(self._clock.now, self._num_ended_before)
         known = self._refusals.find(submit.tenant, submit.priority, submit.timeout_s, now)

@@ -69,6 +69,13 @@ def test_replica_serves_all_again_after_overload(retries: bool) -> None:
     assert _share_good(outcome, 16, 21) > 0.9
 
 
+def test_call_that_is_served_after_a_refusal_has_no_error() -> None:
+    outcome = serve(load(Phase(8, 3 * SUSTAINABLE), timeout_s=3.0, retries=True), model())
+    served = [call for call in outcome.calls if call.is_good]
+    assert any(call.is_remembered for call in served)
+    assert not any(call.error for call in served)
+
+
 def test_tenant_within_its_share_is_served_under_the_overload_of_another() -> None:
     tenants = (("greedy", 110.0), ("light", 3.0))
     outcome = serve(load(Phase(20, 113.0), timeout_s=3.0, tenants=tenants), model("fair"))
