@@ -105,9 +105,9 @@ def _llama3(frequencies: list[float], theta: float, settings: dict[str, Any], co
     factor = float(settings["factor"])
     low, high = float(settings["low_freq_factor"]), float(settings["high_freq_factor"])
     original_len = _original_len(settings, context)
-    kept = [
-        _clamp((original_len * frequency / (2 * math.pi) - low) / (high - low)) for frequency in frequencies
-    ]
+    # Llama 4 Scout has equal bounds: nothing is blended.
+    width = (high - low) or 1e-9
+    kept = [_clamp((original_len * frequency / (2 * math.pi) - low) / width) for frequency in frequencies]
     return Rope(_blend(frequencies, kept, factor))
 
 

@@ -27,6 +27,14 @@ KINDS: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
+    # Of Llama 4 Scout.
+    "llama3-unblended": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
     "yarn-untruncated": {
         "rope_type": "yarn",
