@@ -1,4 +1,4 @@
-"""generation_config.json: a model's recommended sampling settings and its end-of-sequence tokens."""
+"""generation_config.json: a model's recommended sampling settings."""
 
 from __future__ import annotations
 
@@ -25,26 +25,6 @@ def read_generation_config(model: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelLoadError(f"{file}: holds no JSON object")
     return content
-
-
-def end_token_ids(content: dict[str, Any], config_eos: object, model: Path) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a sequence. The file overrides config.json, as in transformers.
-
-    Args:
-        content: content of generation_config.json.
-        config_eos: ``eos_token_id`` of config.json.
-        model: the model directory, for errors.
-
-    Raises:
-        ModelLoadError: the entry is neither a token id nor a list of them.
-    """
-    ids = content.get("eos_token_id", config_eos)
-    if ids is None:
-        return ()
-    ids = [ids] if isinstance(ids, int) else ids
-    if not isinstance(ids, list) or not all(isinstance(token_id, int) for token_id in ids):
-        raise ModelLoadError(f"{model}: eos_token_id is {ids!r}, must be a token id or a list of them")
-    return tuple(dict.fromkeys(ids))
 
 
 def sampling_defaults(content: dict[str, Any], model: Path) -> SamplingDefaults:

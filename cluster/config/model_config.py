@@ -21,7 +21,8 @@ from ...worker.models.registry import (
 )
 from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
 from .checks import in_words
-from .generation_config import end_token_ids, read_generation_config, sampling_defaults
+from .end_tokens import end_token_ids
+from .generation_config import read_generation_config, sampling_defaults
 from .model_checks import read_config_file, read_json_object
 from .pooling_config import read_task
 
@@ -62,6 +63,7 @@ def describe_model(
         )
     context_len = _context_len(hf, path, has_own_decoder=architecture in FAMILIES)
     num_heads = _positive_int(hf, "num_attention_heads", path)
+    vocab_size = _positive_int(hf, "vocab_size", path)
     model = ModelConfig(
         path=str(path.resolve()),
         name=name,
@@ -69,12 +71,12 @@ def describe_model(
         hf=fields,
         dtype=str(getattr(hf, "dtype", None) or "float32").removeprefix("torch."),
         max_model_len=min(context_len, task.max_len or context_len),
-        vocab_size=_positive_int(hf, "vocab_size", path),
+        vocab_size=vocab_size,
         num_layers=_positive_int(hf, "num_hidden_layers", path),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(hf, fields, num_heads),
         head_dim=_size(hf, fields, "head_dim") or _positive_int(hf, "hidden_size", path) // num_heads,
-        eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path),
+        eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path, vocab_size),
         sampling_defaults=sampling_defaults(recommended, path),
         generates=task.generates,
         pooling=task.pooling,

@@ -1,4 +1,4 @@
-"""generation_config.json gives sampling defaults and end tokens, and bad values raise ModelLoadError."""
+"""generation_config.json gives sampling defaults, and bad values raise ModelLoadError."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config.generation_config import end_token_ids, read_generation_config, sampling_defaults
+from quire.cluster.config.generation_config import read_generation_config, sampling_defaults
 from quire.proto.errors import ModelLoadError
 from quire.proto.sampling import SamplingDefaults
 
@@ -21,8 +21,6 @@ def write(model: Path, content: Any) -> dict[str, Any]:
 def test_missing_file_gives_the_usual_defaults(tmp_path: Path) -> None:
     content = read_generation_config(tmp_path)
     assert sampling_defaults(content, tmp_path) == SamplingDefaults()
-    assert end_token_ids(content, [5, 6, 5], tmp_path) == (5, 6)
-    assert end_token_ids(content, None, tmp_path) == ()
 
 
 def test_recommended_settings_become_defaults(tmp_path: Path) -> None:
@@ -32,7 +30,6 @@ def test_recommended_settings_become_defaults(tmp_path: Path) -> None:
     }  # fmt: skip
     content = write(tmp_path, recommended)
     assert sampling_defaults(content, tmp_path) == SamplingDefaults(0.6, 20, 0.95, 0.0, 1.05)
-    assert end_token_ids(content, 9, tmp_path) == (1, 2)
 
 
 @pytest.mark.parametrize(

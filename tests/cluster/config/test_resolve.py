@@ -75,8 +75,8 @@ def test_options_reach_the_configuration(make_model: Callable[..., Path]) -> Non
     assert resolve_on_cpu(model).model.name == model.name
 
 
-@pytest.mark.parametrize(("ids", "expected"), [(3, (3,)), ([3, 4, 3], (3, 4)), (None, ())])
-def test_end_of_sequence_comes_from_generation_config(
+@pytest.mark.parametrize(("ids", "expected"), [(3, (3, 0)), ([3, 4, 3], (3, 4, 0)), (None, (0,))])
+def test_end_of_sequence_comes_from_generation_config_and_tokenizer(
     model_copy: Path, ids: Any, expected: tuple[int, ...]
 ) -> None:
     (model_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
@@ -86,7 +86,7 @@ def test_end_of_sequence_comes_from_generation_config(
 def test_end_of_sequence_falls_back_to_config_json(model_copy: Path) -> None:
     (model_copy / "generation_config.json").unlink(missing_ok=True)
     edit(model_copy / "config.json", eos_token_id=[1, 2])
-    assert resolve_on_cpu(model_copy).model.eos_token_ids == (1, 2)
+    assert resolve_on_cpu(model_copy).model.eos_token_ids == (1, 2, 0)
 
 
 def remove_weights(model: Path) -> None:
