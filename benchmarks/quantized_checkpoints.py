@@ -26,7 +26,7 @@ FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 MODELOPT_BLOCK = (128, 128)
 # The projections of a decoder layer, which all of these tools quantize.
-LINEAR = re.compile(r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123])\.weight$")
+LINEAR = re.compile(r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123]|indexer\.w(?:q_b|k))\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +248,7 @@ def _compressed_config(layout: str) -> Callable[[Scheme], dict[str, Any]]:
             "strategy": "group" if scheme.group_len else "channel",
             "group_size": scheme.group_len,
             "symmetric": scheme.symmetric,
+            "actorder": "group" if scheme.act_order else None,
         }
         return {
             "quant_method": "compressed-tensors",

@@ -81,7 +81,6 @@ def fit(
     weights = measure_weights(described, module, dtype_bytes)
     targets = TargetModules(tuple(lora_target_modules.split(",")) if lora_target_modules else ())
     slot = measure_slot(module, int(described.hf.get("hidden_size") or 0), max_lora_rank, targets)
-    num_bytes = weights.num_bytes(dtype_bytes)
     kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
     num_experts = _num_experts(described) if enable_expert_parallel else 0
@@ -91,16 +90,14 @@ def fit(
         check_dp_attention(described)
     found = []
     for size in _parallel_sizes(described, gpus, enable_expert_parallel):
-        rank_bytes = weights.rank_bytes(
-            dtype_bytes, size, num_experts, has_whole_attention=enable_dp_attention
-        )
+        rank_bytes = weights.rank_bytes(size, num_experts, has_whole_attention=enable_dp_attention)
         num_partitions = size if enable_dp_attention else 1
         lora_bytes = max_loras * slot.rank_bytes(dtype_bytes, size, num_experts)
         found.append(capacity(described, rank_bytes, memory, size, workload, num_partitions, lora_bytes))
     console = Console()
     console.print(
         f"{described.name}: {described.architecture}, {weights.num_parameters / 1e9:.2f} B parameters, "
-        f"{num_bytes / GIB:.1f} GiB of weights, context of {described.max_model_len:,} tokens"
+        f"{weights.num_bytes / GIB:.1f} GiB of weights, context of {described.max_model_len:,} tokens"
     )
     console.print(_table(found, described.max_model_len, f"{gpus} x {gpu}", has_slots=max_loras > 0))
     if not any(each.num_kv_tokens for each in found):

@@ -8,61 +8,48 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ModelLoadError, first_line
-from ..weights.quantization import read_quantization, weight_groups
+from ..weights.layer_formats import FindFormat, LayerFormat, format_finder
+from ..weights.quantization import read_quantization
+from .registry import FAMILIES
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Of 16-bit scales, and of packed zero points, per group of numbers.
-_BYTES_PER_GROUP = 2.5
 # The expansion of latents to keys and values is dequantized while it is loaded.
 _EXPANSION = "kv_b_proj"
-_FULL_PRECISION = ("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight", _EXPANSION)
+_FULL_PRECISION = (
+    *("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight", "weights_proj"),
+    _EXPANSION,
+)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WeightSize:
-    """Numbers in a model's weights.
+    """Size of a model's weights once they are loaded on GPUs.
 
     Attributes:
-        num_linear: in the linear layers and experts, which a quantized model stores in fewer bits.
-        num_routed: of these, in the experts that a router chooses from.
-        num_attention: of these, in attention.
-        num_other: in embeddings, output layer, norms, biases, routers and expansions of latents.
-        num_expansion: of these, in expansions of latents.
-        linear_bytes: mean bytes of a number of the linear layers, scales included.
+        num_parameters: numbers in them.
+        num_bytes: of all ranks together.
+        routed_bytes: of these, in the experts that a router chooses from.
+        attention_bytes: of these, in the linear layers of attention.
     """
 
-    num_linear: int
-    num_other: int
-    linear_bytes: float
-    num_routed: int = 0
-    num_attention: int = 0
-    num_expansion: int = 0
+    num_parameters: int = 0
+    num_bytes: int = 0
+    routed_bytes: int = 0
+    attention_bytes: int = 0
 
-    @property
-    def num_parameters(self) -> int:
-        return self.num_linear + self.num_other
-
-    def num_bytes(self, dtype_bytes: int) -> int:
-        """Return the bytes of all ranks together. `dtype_bytes`: bytes of a number that is not quantized."""
-        return round(self.num_linear * self.linear_bytes + self.num_other * dtype_bytes)
-
-    def rank_bytes(
-        self, dtype_bytes: int, num_ranks: int, num_experts: int = 0, *, has_whole_attention: bool = False
-    ) -> int:
+    def rank_bytes(self, num_ranks: int, num_experts: int = 0, *, has_whole_attention: bool = False) -> int:
         """Return the bytes of the rank with the most.
 
         Args:
             num_experts: of a layer, if the ranks hold whole experts; otherwise 0.
             has_whole_attention: each rank holds the attention of all heads.
         """
-        routed = self.num_routed * self.linear_bytes if num_experts else 0.0
+        routed = self.routed_bytes if num_experts else 0
         share = -(-num_experts // num_ranks) / num_experts if num_experts else 0.0
-        attention = 0.0
-        if has_whole_attention:
-            attention = self.num_attention * self.linear_bytes + self.num_expansion * dtype_bytes
-        shared = self.num_bytes(dtype_bytes) - routed - attention
+        attention = self.attention_bytes if has_whole_attention else 0
+        shared = self.num_bytes - routed - attention
         return math.ceil(shared / num_ranks + routed * share + attention)
 
 
@@ -92,26 +79,41 @@ def measure_weights(model: ModelConfig, module: nn.Module, dtype_bytes: int) -> 
 
     Args:
         module: as `make_meta_model` returns it.
+        dtype_bytes: bytes of a number that is not quantized.
 
     Raises:
         ConfigError: the quantization is not supported.
     """
     quantization = read_quantization(model)
-    counts = {True: 0, False: 0}
-    num_routed = num_attention = num_expansion = 0
-    for name, parameter in module.named_parameters():  # shared parameters come once
-        is_linear = not any(part in name for part in _FULL_PRECISION)
-        counts[is_linear] += parameter.numel()
-        num_routed += parameter.numel() if is_linear and ".experts." in name else 0
-        num_attention += parameter.numel() if is_linear and ".self_attn." in name else 0
-        num_expansion += parameter.numel() if _EXPANSION in name else 0
-    linear_bytes = float(dtype_bytes)
+    find_format: FindFormat = lambda layer: None  # noqa: E731
     if quantization is not None:
-        bits = _compressed_bits(model) if quantization.method == "compressed" else quantization.bits
-        linear_bytes = bits / 8 + _BYTES_PER_GROUP / (quantization.group_len or 128)
-    return WeightSize(counts[True], counts[False], linear_bytes, num_routed, num_attention, num_expansion)
+        find_format = format_finder(quantization, model.hf.get("quantization_config"))
+    size = WeightSize()
+    for name, parameter in module.named_parameters():  # shared parameters come once
+        shape = tuple(parameter.shape)
+        is_linear = len(shape) > 1 and not any(part in name for part in _FULL_PRECISION)
+        # transformers multiplies stacks of experts itself, so they are dequantized while they are loaded.
+        keeps_codes = len(shape) == 2 or model.architecture in FAMILIES
+        layer_format = find_format(name.removesuffix(".weight")) if is_linear and keeps_codes else None
+        num_bytes = (
+            _num_bytes(layer_format, shape, model) if layer_format else parameter.numel() * dtype_bytes
+        )
+        size.num_parameters += parameter.numel()
+        size.num_bytes += num_bytes
+        size.routed_bytes += num_bytes if is_linear and ".experts." in name else 0
+        is_expansion = _EXPANSION in name and "norm" not in name
+        size.attention_bytes += num_bytes if (is_linear and ".self_attn." in name) or is_expansion else 0
+    return size
 
 
-def _compressed_bits(model: ModelConfig) -> int:
-    groups = weight_groups(model.hf["quantization_config"])
-    return max((int(group["weights"]["num_bits"]) for group in groups), default=16)
+def _num_bytes(layer_format: LayerFormat, shape: tuple[int, ...], model: ModelConfig) -> int:
+    """Return the bytes of a quantized matrix, or of the matrices of all experts."""
+    *count, num_outputs, num_inputs = shape
+    if count and _has_transposed_stacks(model):
+        num_outputs, num_inputs = num_inputs, num_outputs
+    return math.prod(count) * layer_format.num_bytes(num_outputs, num_inputs)
+
+
+def _has_transposed_stacks(model: ModelConfig) -> bool:
+    """Return whether transformers' stacks of experts have matrices of [inputs, outputs]."""
+    return FAMILIES[model.architecture].routing in ("gpt_oss", "llama4")

@@ -1,16 +1,22 @@
-"""Weights counted from the configuration, against the checkpoint's own tensors."""
+"""Weights counted from the configuration, against the checkpoint's own tensors and the bytes that are loaded."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from published_checkpoints import CHECKPOINTS, write_published
+from quantized_models import SCHEMES, write_quantized
 from safetensors import safe_open
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_source import describe_files
+from quire.worker.models.layers import RotaryTable
 from quire.worker.models.weight_size import WeightSize, make_meta_model, measure_weights
 
 
@@ -36,42 +42,140 @@ def test_size_is_that_of_the_checkpoint(make_model: Callable[..., Path], kind: s
     folder = make_model(kind)
     size = measure(folder, 4)
     assert size.num_parameters == numbers_in(folder)
-    assert size.num_bytes(4) == 4 * size.num_parameters
+    assert size.num_bytes == 4 * size.num_parameters
 
 
 def test_weights_need_not_be_there(make_model: Callable[..., Path], tmp_path: Path) -> None:
     config = (make_model("llama") / "config.json").read_text()
     (tmp_path / "config.json").write_text(config)
-    size = measure(tmp_path, 2)
-    assert size.num_linear > size.num_other > 0
+    assert measure(tmp_path, 2).num_bytes == measure(make_model("llama"), 2).num_bytes
 
 
-def test_quantized_weights_take_fewer_bytes(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    config = json.loads((make_model("llama") / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    size = measure(tmp_path, 2)
-    assert size.num_bytes(2) == round(size.num_linear * (0.5 + 2.5 / 32) + 2 * size.num_other)
+def tensors_in(value: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of an object and of all that it refers to within quire, but for computed tables."""
+    if id(value) in seen or isinstance(value, RotaryTable):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for own in value.values():
+            yield from tensors_in(own, seen)
+    elif isinstance(value, list | tuple):
+        for own in value:
+            yield from tensors_in(own, seen)
+    elif type(value).__module__.startswith("quire.") or isinstance(value, torch.nn.Module):
+        names = [*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())]
+        for name in names:
+            yield from tensors_in(getattr(value, name, None), seen)
+
+
+@pytest.fixture
+def loaded_bytes(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], int]:
+    """`loaded_bytes(folder)`: of a model whose quantized layers keep their codes, as on a GPU."""
+    monkeypatch.setattr("quire.worker.weights.linear_weight.has_quantized_kernel", lambda weight: True)
+
+    def load(folder: Path, **settings: Any) -> int:
+        (runner,) = make_engine(folder, **settings).runners
+        model = runner._model
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in tensors_in(model, set())
+        }
+        return sum(storages.values())
+
+    return load
+
+
+def check(folder: Path, expected: int, dtype_bytes: int = 4) -> None:
+    found = measure(folder, dtype_bytes).num_bytes
+    assert found == pytest.approx(expected, rel=0.02), f"{found} of {expected}"
+
+
+# Layers that the tools of a format leave in full precision |-> how its configuration names them.
+LEFT = {
+    "gptq": {"dynamic": {r"-:.*\.layers\.1\..*": {}}},
+    "awq": {"modules_to_not_convert": ["model.layers.1."]},
+    "packed": {"ignore": ["lm_head", r"re:.*layers\.1\..*"]},
+    "codes": {"ignore": ["lm_head", "model.layers.1.self_attn", "model.layers.1.mlp.gate_proj"]},
+    "nvfp4": {"ignore": ["lm_head", r"re:model\.layers\.1\..*"]},
+    "mxfp4": {"ignore": ["lm_head", r"re:.*layers\.1\..*"]},
+    "float8": {"modules_to_not_convert": ["model.layers.1", "lm_head"]},
+    "modelopt": {"ignore": ["lm_head", "model.layers.1.*"]},
+}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_size_is_that_of_the_loaded_layers_of_each_format(
+    scheme: str, make_model: Any, loaded_bytes: Callable[[Path], int], tmp_path: Path
+) -> None:
+    source = make_model("llama", hidden_size=128, intermediate_size=192, head_dim=16)
+    folder, _ = write_quantized(source, tmp_path, SCHEMES[scheme])
+    if scheme == "some-layers-left":
+        edit_quantization(folder, {"modules_to_not_convert": ["layers.1.", "k_proj", "down_proj"]})
+    check(folder, loaded_bytes(folder))
+
+
+@pytest.mark.parametrize("layout", LEFT)
+def test_layers_that_a_format_leaves_count_in_full_precision(
+    layout: str, make_model: Any, loaded_bytes: Callable[[Path], int], tmp_path: Path
+) -> None:
+    """A third of the layers is left: fit would show half of the bytes if it counted them as quantized."""
+    scheme = next(each for each in SCHEMES.values() if each.layout == layout)
+    ignored = r"layers\.1\.(self_attn|mlp\.gate_proj)" if layout == "codes" else r"layers\.1\."
+    folder, _ = write_quantized(make_model("llama"), tmp_path, replace(scheme, ignored=ignored))
+    before = measure(folder, 4).num_bytes
+    edit_quantization(folder, LEFT[layout])
+    check(folder, loaded_bytes(folder))
+    assert before < 0.9 * measure(folder, 4).num_bytes
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_size_of_published_checkpoint_is_that_of_the_loaded_layers(
+    name: str, make_model: Any, loaded_bytes: Callable[[Path], int], tmp_path: Path
+) -> None:
+    published = CHECKPOINTS[name]
+    source = make_model(published.kind, seed=3, **published.overrides)
+    folder, _ = write_published(source, tmp_path, published)
+    check(folder, loaded_bytes(folder))
+
+
+@pytest.mark.parametrize("method", ["int8", "fp8"])
+def test_size_of_online_quantization_is_that_of_the_loaded_layers(
+    method: str, make_model: Any, loaded_bytes: Callable[..., int]
+) -> None:
+    folder = make_model("llama")
+    model = replace(describe_files(EngineOptions(str(folder))), quantization=method)
+    found = measure_weights(model, make_meta_model(model), 4).num_bytes
+    assert found == pytest.approx(loaded_bytes(folder, quantization=method), rel=0.015)
+
+
+def edit_quantization(folder: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_rank_with_whole_experts_has_the_larger_part_of_uneven_ones(make_model: Callable[..., Path]) -> None:
     folder = make_model("qwen3_moe")  # 6 experts, of three matrices [48, 64], in each of 3 layers
     size = measure(folder, 4)
-    assert size.num_routed == 3 * 6 * 3 * 48 * 64
-    sliced, whole = size.rank_bytes(4, 4), size.rank_bytes(4, 4, 6)
-    assert sliced == size.num_bytes(4) // 4
-    assert whole - sliced == 4 * size.num_routed // 12  # two of six, not a quarter
-    assert size.rank_bytes(4, 2, 6) == size.rank_bytes(4, 2)
+    assert size.routed_bytes == 4 * 3 * 6 * 3 * 48 * 64
+    sliced, whole = size.rank_bytes(4), size.rank_bytes(4, 6)
+    assert sliced == size.num_bytes // 4
+    assert whole - sliced == size.routed_bytes // 12  # two of six, not a quarter
+    assert size.rank_bytes(2, 6) == size.rank_bytes(2)
 
 
-def test_expansion_of_latents_is_dequantized(make_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_rank_with_whole_attention_has_the_expansion_of_latents_dequantized(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     config = json.loads((make_model("deepseek_v3") / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     size = measure(tmp_path, 2)
     heads, latents = config["num_attention_heads"], config["kv_lora_rank"]
     dims = config["qk_nope_head_dim"] + config["v_head_dim"]
-    assert size.num_expansion == config["num_hidden_layers"] * heads * dims * latents
-    shared, whole = size.rank_bytes(2, 2), size.rank_bytes(2, 2, has_whole_attention=True)
-    expected = (size.num_attention * size.linear_bytes + 2 * size.num_expansion) / 2
-    assert whole - shared == pytest.approx(expected, abs=1)
+    expansion = 2 * config["num_hidden_layers"] * heads * dims * latents
+    assert expansion < size.attention_bytes < 2.1 * expansion  # the rest is in float8
+    shared, whole = size.rank_bytes(2), size.rank_bytes(2, has_whole_attention=True)
+    assert whole - shared == pytest.approx(size.attention_bytes / 2, abs=1)
