@@ -666,7 +666,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks")
+    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks", "fullest_kv_use")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -681,6 +681,7 @@ class KvUse(_message.Message):
     NUM_CACHED_HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FENCED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FULLEST_KV_USE_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     num_blocks: int
     num_used_blocks: int
@@ -695,7 +696,8 @@ class KvUse(_message.Message):
     num_cached_host_blocks: int
     num_swapped_blocks: int
     num_fenced_blocks: int
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ...) -> None: ...
+    fullest_kv_use: float
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., fullest_kv_use: _Optional[float] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_finished", "num_preemptions")

@@ -34,6 +34,8 @@ class KvCacheInfo:
         num_cached_host_blocks: host blocks evicted from the device, kept for the prefix cache.
         num_swapped_blocks: blocks copied between device and host memory so far, in both directions.
         num_fenced_blocks: freed blocks that a step in flight may still read.
+        fullest_kv_use: share of the blocks that sequences hold, of the fullest partition: with data-parallel
+            attention, the KV blocks of one rank.
     """
 
     block_size: int = 0
@@ -50,6 +52,12 @@ class KvCacheInfo:
     num_cached_host_blocks: int = 0
     num_swapped_blocks: int = 0
     num_fenced_blocks: int = 0
+    fullest_kv_use: float = 0.0
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a partition is fuller than all blocks together; only with data-parallel attention."""
+        return bool(self.num_blocks) and self.fullest_kv_use > self.num_used_blocks / self.num_blocks + 0.005
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -60,6 +60,7 @@ def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0
             num_cached_host_blocks=status.num_cached_host_blocks,
             num_swapped_blocks=status.num_swapped_blocks,
             num_fenced_blocks=status.num_fenced_blocks,
+            fullest_kv_use=max(status.kv_use, status.fullest_kv_use),
         ),
         queue=admin_pb2.Queue(
             num_waiting=status.num_waiting,

@@ -146,10 +146,12 @@ def _state(replica: ReplicaInfo) -> Text:
 
 def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     kv, queue = replica.kv, replica.queue
+    fullest = f", {kv.fullest_kv_use:.0%} of the fullest rank's" if kv.is_uneven else ""
     return [
         (
             "KV blocks",
-            f"{kv.num_used_blocks} of {kv.num_blocks} used ({kv.num_used_tokens} tokens, {kv.block_size} per block), "
+            f"{kv.num_used_blocks} of {kv.num_blocks} used{fullest} ({kv.num_used_tokens} tokens, {kv.block_size} per "
+            f"block), "
             f"{kv.num_cached_blocks} cached, {kv.peak_used_blocks} at peak",
         ),
         (

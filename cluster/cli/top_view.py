@@ -138,8 +138,9 @@ def _replica(replica: ReplicaInfo, blocks: BlockMapInfo | None, width: int) -> l
         + f", {queue.num_preemptions} preempted, {replica.num_steps} steps, "
         f"{replica.tokens_per_s:,.0f} tok/s while busy, {1e3 * replica.mean_plan_wait_s:.2f} ms per plan"
     )
+    fullest = f" ({kv.fullest_kv_use:.0%} of the fullest rank's)" if kv.is_uneven else ""
     used = (
-        f"KV {kv.num_used_blocks} of {kv.num_blocks} blocks active, {kv.num_fenced_blocks} fenced, "
+        f"KV {kv.num_used_blocks} of {kv.num_blocks} blocks active{fullest}, {kv.num_fenced_blocks} fenced, "
         f"{kv.num_cached_blocks} cached, {num_empty} empty, prefix hits {kv.prefix_hit_rate:.0%}"
     )
     ranks = "   ".join(f"rank {rank.rank} {rank.device} {rank.node} {rank.stage}" for rank in replica.ranks)

@@ -138,5 +138,8 @@ def load_of(model: ServedModel) -> dict[str, object]:
         "num_requests_running": sum(status.num_running for status in statuses),
         "num_requests_waiting": sum(status.num_waiting for status in statuses),
         "kv_cache_usage": max((status.kv_use for status in statuses), default=0.0),
+        "kv_cache_fullest_usage": max(
+            (max(status.kv_use, status.fullest_kv_use) for status in statuses), default=0.0
+        ),
         "queued_tokens": sum(status.queued_tokens for status in statuses),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from quire import Client, FleetInfo, KvCacheInfo, LatencyInfo, QueueInfo, RankStatus, ReplicaInfo, TrafficInfo
 from quire.cluster.api.status import BlockMapInfo, DeploymentInfo, NodeInfo
+from quire.cluster.cli.status import _figures
 from quire.cluster.cli.top import look_at
 from quire.cluster.cli.top_view import GLYPHS, MAP_LINES, Look, block_map_text, render
 from quire.proto.block_map import BlockState
@@ -65,6 +67,18 @@ def test_screen_shows_traffic_replica_blocks_and_nodes() -> None:
         "draining",
     ):
         assert expected in text, expected
+
+
+def test_fullest_partition_is_shown_where_it_is_fuller_than_the_others() -> None:
+    """With data-parallel attention requests wait for one rank's blocks, while those of the others are free."""
+    for fullest, is_shown in ((0.0, False), (0.3, False), (0.6, True)):
+        kv = KvCacheInfo(16, 100, 30, 20, fullest_kv_use=fullest)
+        replica = replace(REPLICA, kv=kv)
+        figures = dict(_figures(replica))
+        assert (
+            "blocks active (60% of the fullest rank's)" in shown(Look(99.0, FleetInfo((replica,))))
+        ) == is_shown
+        assert ("30 of 100 used, 60% of the fullest rank's" in figures["KV blocks"]) == is_shown
 
 
 def test_screen_names_the_time_since_which_there_is_no_answer() -> None:

@@ -31,7 +31,7 @@ class Clock:
 def test_replica_with_work_and_without_steps_is_not_alive() -> None:
     clock = Clock(0.0)
     status = SimpleNamespace(
-        num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, queued_tokens=7, activity=Activity.BUSY,
+        num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, fullest_kv_use=0.75, queued_tokens=7, activity=Activity.BUSY,
         is_paused=False, sleep_level=0,
     )  # fmt: skip
     client = SimpleNamespace(replica_id="replica-0", has_failed=False, problem="", latest_status=status)
@@ -50,7 +50,9 @@ def test_replica_with_work_and_without_steps_is_not_alive() -> None:
     clock.now += 2
     with pytest.raises(ReplicaUnavailable, match="1 running and 2 waiting sequences, but no step for"):
         probes.check_alive()
-    assert load_of(model)["num_requests_waiting"] == 2
+    load = load_of(model)
+    assert load["num_requests_waiting"] == 2
+    assert (load["kv_cache_usage"], load["kv_cache_fullest_usage"]) == (0.5, 0.75)
     status.activity = Activity.RECOVERING  # it recovers by itself, or gives up
     probes.check_alive()
     status.activity = Activity.BUSY
