@@ -4,8 +4,9 @@
 def models() -> None:
     """List the model architectures that quire serves: with layers of its own, or with those of transformers.
 
-    A model with transformers' layers is checked when it is loaded, and refused if its layers mix tokens by more than
-    attention. Any of them may be quantized, in the formats of docs/models.md.
+    Those of transformers that are refused come last, with the reason. A model with transformers' layers is also
+    checked when it is loaded, and refused if its layers mix tokens by more than attention. Any of them may be
+    quantized, in the formats of docs/models.md.
 
     Example: `quire models`
     """
@@ -14,7 +15,7 @@ def models() -> None:
     from transformers.utils import logging
 
     from ...worker.models.registry import ARCHITECTURE_ALIASES, FAMILIES, TEXT_MODELS
-    from ...worker.models.transformers_spec import servable_architectures
+    from ...worker.models.transformers_spec import list_architectures
 
     logging.set_verbosity_error()  # it warns of default configurations
     table = Table("architecture", "layers of", "tensor-parallel sizes")
@@ -24,8 +25,12 @@ def models() -> None:
         table.add_row(architecture, f"quire, as {' or '.join(text_models.values())}", "that divide its heads")
     for architecture, own in ARCHITECTURE_ALIASES.items():
         table.add_row(architecture, f"quire, as {own}", "that divide its heads")
-    for architecture, has_plan in servable_architectures().items():
-        if architecture not in FAMILIES:
-            sizes = "that divide its KV heads" if has_plan else "1"
+    others = {name: own for name, own in list_architectures().items() if name not in FAMILIES}
+    for architecture, listed in others.items():
+        if not listed.refusal:
+            sizes = "that divide its KV heads" if listed.has_plan else "1"
             table.add_row(architecture, "transformers", sizes)
+    for architecture, listed in others.items():
+        if listed.refusal:
+            table.add_row(architecture, f"refused: {listed.refusal}", "-")
     Console().print(table)

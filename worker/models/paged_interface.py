@@ -103,9 +103,10 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Implement the attention interface: [1, H, T, D] each -> [1, T, Hq, D]."""
+    """Implement the attention interface: [1, H, T, D] each, sinks [Hq] -> [1, T, Hq, D]."""
     own: Any = module
     unsupported = [
         name for name, value in others.items() if value is not None and name not in _IGNORED_ARGUMENTS
@@ -122,7 +123,10 @@ def _attend(
     step: PagedStep = own.paged_step
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    variant = AttentionVariant(window=sliding_window or 0, soft_cap=softcap or 0.0)
+    if s_aux is not None and s_aux.shape != (q.shape[1],):
+        raise ConfigError(f"its attention has sinks of shape {list(s_aux.shape)} for {q.shape[1]} heads")
+    sinks = None if s_aux is None else s_aux.detach().float()
+    variant = AttentionVariant(window=sliding_window or 0, soft_cap=softcap or 0.0, sinks=sinks)
     attended = step.attend(own.layer_idx, q, k, v, scale, variant)
     return attended.unsqueeze(0), None
 

@@ -195,7 +195,8 @@ class TransformersModel:
         for module_name, module in self._causal.named_modules():
             is_sharded = self._is_norm_of_sharded_heads(module_name)
             for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.is_meta:
+                # Some modules draw a parameter where no device is given.
+                if parameter.is_meta or self._load.checkpoint.has(f"{module_name}.{name}"):
                     tensor = self._read(f"{module_name}.{name}", parameter.shape, parameter.dtype, is_sharded)
                     module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             for name, buffer in list(module.named_buffers(recurse=False)):

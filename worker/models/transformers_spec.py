@@ -19,10 +19,33 @@ from .spec import FULL, SLIDING
 
 # Architectures without the attention interface; `attention_adapters` replaces their attention modules.
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
-# Model types whose layers have no keys and values of their own, or of different sizes |-> reason.
-_UNEVEN_CACHES = {
+# Model types that are refused before anything of them is loaded |-> reason.
+_REFUSED = {
     "gemma4_unified_text": "its layers have heads of different sizes, and some share the keys and values of others",
-}
+    "mimo_v2_flash": "its values have another size than its keys, and its layers other numbers of KV heads",
+    "jetmoe": "its experts have keys and values of other shapes than its configuration",
+    "hrm_text": "its layers are computed several times per token, each time with other keys and values",
+    "diffllama": "its layers attend twice",
+    "doge": "its attention has a mask of its own",
+    "lfm2": "its convolutions keep a state, and only attention is cached",
+    "lfm2_moe": "its convolutions keep a state, and only attention is cached",
+} | dict.fromkeys(
+    (
+        *("cohere_compass", "cohere_compass_text", "dots3_note"),
+        *(
+            "emu3",
+            "emu3_text_model",
+            "fuyu",
+            "gemma4_unified_assistant",
+            "minimax_m3_vl",
+            "minimax_m3_vl_text",
+        ),
+        *("mllama", "mllama_text_model", "moshi", "phi4_multimodal"),
+    ),
+    "it reads images or sound, and only text models are served",
+)
+# Model types of decoders whose usual configurations have ``is_decoder`` false.
+_DECODERS = ("gpt_neox", "gpt_neox_japanese")
 # Styles of the tensor-parallel plan; every rank holds all other layers in full.
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicate", "replicated_with_grad_allreduce")
@@ -66,39 +89,56 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     if hf.get("kv_lora_rank"):
         reason = "its keys and values are compressed (multi-head latent attention)"
         raise unsupported(name, architecture, reason)
-    if model_type in _UNEVEN_CACHES:
-        raise unsupported(name, architecture, _UNEVEN_CACHES[model_type])
+    if model_type in _REFUSED:
+        raise unsupported(name, architecture, _REFUSED[model_type])
     other_types = sorted(set(hf.get("layer_types") or []) - {FULL, SLIDING})
     if other_types:
         raise unsupported(name, architecture, f"it has layers of type {other_types[0]!r}")
 
 
-def servable_architectures() -> dict[str, bool]:
-    """Return the causal language models of the installed transformers that pass `check_architecture`, sorted.
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A causal language model of the installed transformers.
+
+    Attributes:
+        has_plan: it can run on several ranks.
+        refusal: why it is not served; empty if it is.
+    """
+
+    has_plan: bool
+    refusal: str = ""
+
+
+def list_architectures() -> dict[str, Listed]:
+    """Return the decoders of the installed transformers, by `check_architecture` of their usual configurations.
 
     A model may still be refused for its own configuration, or when it is loaded, by `paged_selfcheck`.
 
     Returns:
-        architecture |-> whether it can run on several ranks.
+        architecture |-> its entry, sorted.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    found: dict[str, bool] = {}
+    found: dict[str, Listed] = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         config_class = _config_class(model_type)
+        plan = getattr(config_class, "base_model_tp_plan", None) or {}
         for architecture in _causal_architectures(model_type):
             try:
                 fields = config_class().to_dict()
             except Exception:  # transformers raises errors of many kinds for configurations without defaults
                 continue
+            # Encoders have causal variants, too.
+            is_decoder = fields.get("is_decoder") is not False or model_type in _DECODERS
+            if architecture.endswith(_WITH_IMAGES) or not is_decoder:
+                continue
             try:
                 check_architecture(architecture, architecture, fields)
-            except ConfigError:
-                continue
-            is_decoder = fields.get("is_decoder") is not False  # unlike the causal variants of encoders
-            if is_decoder and not architecture.endswith(_WITH_IMAGES):
-                plan = getattr(config_class, "base_model_tp_plan", None) or {}
-                found[architecture] = bool(plan) and not _other_styles(plan)
+            except ConfigError as error:
+                refusal = str(error).partition(" is not supported: ")[2]
+                found.setdefault(architecture, Listed(False, refusal))
+            else:
+                found[architecture] = Listed(bool(plan) and not _other_styles(plan))
     return dict(sorted(found.items()))
 
 

@@ -186,3 +186,7 @@ def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["OlmoForCausalLM"] == ("transformers", "that divide its KV heads")
     assert shown["Gemma3ForConditionalGeneration"][0] == "quire, as Gemma3ForCausalLM"
     assert shown["PhiMoEForCausalLM"][0] == "quire, as PhimoeForCausalLM"
+    assert shown["GPTNeoXForCausalLM"][0] == "transformers"
+    assert shown["DogeForCausalLM"][0] == "refused: its attention has a mask of its own"
+    assert shown["MambaForCausalLM"][0].startswith("refused: it keeps a recurrent state")
+    assert "BertLMHeadModel" not in shown

@@ -6,6 +6,13 @@ from models_page import LAYOUTS, PAGE, architectures, tables
 from quantized_models import SCHEMES
 
 from quire.worker.models.registry import FAMILIES
+from quire.worker.models.transformers_spec import list_architectures
+
+# Compared with transformers once, but not in the tests: their configurations have fields of their own.
+COMPARED_ONCE = {
+    *("BeamForCausalLM", "CTRLLMHeadModel", "DbrxForCausalLM", "Kolibri1ForCausalLM"),
+    "ModernBertDecoderForCausalLM",
+}
 
 
 def test_page_has_the_tables_of_the_tests() -> None:
@@ -22,3 +29,9 @@ def test_every_family_is_compared_with_transformers() -> None:
 
 def test_every_layout_has_a_row() -> None:
     assert {scheme.layout for scheme in SCHEMES.values()} == LAYOUTS.keys()
+
+
+def test_every_listed_architecture_of_transformers_loads() -> None:
+    """`quire models` lists what passes the checks before loading; what fails later has to fail these."""
+    listed = {name for name, own in list_architectures().items() if not own.refusal}
+    assert listed - architectures().keys() - FAMILIES.keys() <= COMPARED_ONCE
