@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...proto.errors import ModelLoadError
+from ...proto.errors import ConfigError, ModelLoadError
 from ..comm.shard import Shard
 from ..weights.checkpoint import Checkpoint
 from ..weights.quantization import MXFP4_GROUP_LEN
@@ -80,6 +80,7 @@ def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: 
     """Return this rank's slices of each of its experts, in the layout that the checkpoint has.
 
     Raises:
+        ConfigError: the experts are quantized as a stack.
         ModelLoadError: the checkpoint has the experts in no known layout.
     """
     inner, shard = experts.intermediate_size, load.expert_shard(experts.intermediate_size)
@@ -146,6 +147,13 @@ def _alias_stack(
 
     Transformers stores these; a family with `transposed` stacks has [X, E, 2 I] and [X, I, E].
     """
+    for name in ("gate_up_proj", "down_proj"):
+        # Of NVIDIA's Model Optimizer for Llama 4.
+        if checkpoint.has(f"{stack}.{name}_weight_scale"):
+            raise ConfigError(
+                f"{stack!r} has quantized experts in one stack ({name}_weight_scale), which is not supported; take a "
+                "checkpoint that stores each expert by itself, for example one of compressed-tensors"
+            )
     inner, transposed = experts.intermediate_size, experts.transposed
     for index in own_experts:
         for name, source, num_rows, columns, start in (
