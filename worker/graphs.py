@@ -51,6 +51,8 @@ class GraphLimits:
         num_groups: cache groups, each as often as its places are split.
         dp_attention: steps have OwnTokens.
         num_lora_slots: adapters that a step may use; 0 without LoRA.
+        records_chunks: steps with chunks are recorded. Those of latents are absorbed in a recording, which
+            does not know their lengths, and batch-invariant ones are expanded.
     """
 
     max_num_seqs: int
@@ -60,6 +62,7 @@ class GraphLimits:
     num_groups: int = 1
     dp_attention: bool = False
     num_lora_slots: int = 0
+    records_chunks: bool = True
 
     @classmethod
     def of(cls, config: EngineConfig) -> GraphLimits:
@@ -75,15 +78,18 @@ class GraphLimits:
             num_groups,
             config.parallel.enable_dp_attention,
             0 if config.lora is None else config.lora.max_loras,
+            not (config.parallel.batch_invariant and config.model.latent_dim),
         )
+
+    @property
+    def mixed_shapes(self) -> list[GraphShape]:
+        """Shapes of the graphs of steps with chunks."""
+        return mixed_shapes(self.max_num_seqs, self.max_num_batched_tokens) if self.records_chunks else []
 
     @property
     def shapes(self) -> list[GraphShape]:
         """Shapes of all graphs."""
-        return [
-            *decode_shapes(self.max_num_seqs),
-            *mixed_shapes(self.max_num_seqs, self.max_num_batched_tokens),
-        ]
+        return [*decode_shapes(self.max_num_seqs), *self.mixed_shapes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class StepGraphs:
     ) -> None:
         self._compute = compute
         self._decode_shapes = decode_shapes(limits.max_num_seqs)
-        self._mixed_shapes = mixed_shapes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._mixed_shapes = limits.mixed_shapes
         self._adapted_shapes = adapted_shapes(limits.max_num_seqs, limits.num_lora_slots)
         self._max_seq_len = limits.max_seq_len
         self._backend = backend

@@ -93,6 +93,7 @@ class RankModels:
                 config.parallel.enable_expert_parallel,
                 store,
                 config.parallel.enable_dp_attention,
+                config.parallel.batch_invariant,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 yield load

@@ -150,8 +150,8 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     return [
         (
             "KV blocks",
-            f"{kv.num_used_blocks} of {kv.num_blocks} used{fullest} ({kv.num_used_tokens} tokens, {kv.block_size} per "
-            f"block), "
+            f"{kv.num_used_blocks} of {kv.num_blocks} used{fullest} "
+            f"({kv.num_used_tokens} tokens, {kv.block_size} per block), "
             f"{kv.num_cached_blocks} cached, {kv.peak_used_blocks} at peak",
         ),
         (

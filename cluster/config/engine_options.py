@@ -140,7 +140,7 @@ class EngineOptions:
     batch_invariant: bool = option(
         False,
         help="Attention on a GPU gives the same bits whatever else is in the batch, at some cost when few long "
-        "sequences run.",
+        "sequences run. With latents, prompts are always expanded to keys and values; not for sparse attention.",
         group=_EXECUTION,
     )
     attention_backend: str = option(

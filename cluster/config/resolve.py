@@ -19,7 +19,12 @@ from ...proto.config import (
 )
 from ...proto.errors import ConfigError
 from ...proto.lora import LoraReference
-from ...worker.models.registry import check_dp_attention, check_expert_parallel, check_supported
+from ...worker.models.registry import (
+    check_batch_invariant,
+    check_dp_attention,
+    check_expert_parallel,
+    check_supported,
+)
 from .deployment import Deployment
 from .draft_models import describe_draft
 from .early_checks import (
@@ -61,6 +66,8 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
         check_expert_parallel(model, spec)
     if options.enable_dp_attention:
         check_dp_attention(model)
+    if options.batch_invariant and device == "cuda":
+        check_batch_invariant(model)
     gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
     config = engine_config(options, model, device=device, threads_per_rank=num_threads, gpu_bytes=gpu_bytes)
     return _with_draft_model(config, options, with_weights=with_weights)

@@ -189,6 +189,32 @@ def test_expanded_attention_of_chunks(
     torch.testing.assert_close(out.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("device", [DEVICE])
+def test_expanded_chunk_has_the_same_bits_in_any_batch(device: str) -> None:
+    """Of numbers whose expansion is exact, since matrix products of PyTorch may depend on their number of rows."""
+    pytest.importorskip("triton")
+    from quire.kernels.gpu.latent_prefill import latent_prefill_attention as prefill
+
+    shape = SHAPES[0]
+    lens, chunk_lens = [37, 50, 20], [37, 18, 1]
+    cached = make(shape, lens, torch.float32)
+    cached.latents = (4 * cached.latents).round() / 4
+    expansion = ((16 * random_expansion(shape, torch.float32)).round() / 16).to(device)
+    q = torch.randn(sum(chunk_lens), shape[0], shape[2] + shape[3]).to(device)
+    cached.to(device)
+
+    def attend(rows: slice, first: int, last: int) -> Tensor:
+        starts = torch.tensor([0, *accumulate(chunk_lens[rows])], dtype=torch.int32, device=device)
+        bounds = ChunkBounds(chunk_lens[rows], lens[rows])
+        own = cached.latents, cached.tables[rows], starts, cached.lens[rows], bounds
+        return prefill(q[first:last], *own, SCALE, expansion)
+
+    together = attend(slice(0, 3), 0, 56)
+    ends = [0, *accumulate(chunk_lens)]
+    for row, (start, end) in enumerate(pairwise(ends)):
+        assert torch.equal(attend(slice(row, row + 1), start, end), together[start:end])
+
+
 @pytest.mark.parametrize("implementation", ["op", DEVICE])
 @pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
 @pytest.mark.parametrize("interleaved", [False, True])

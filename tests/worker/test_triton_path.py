@@ -11,6 +11,7 @@ import torch
 from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
+from quire.kernels.latent_attention import latent_prefill_attention
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
@@ -89,6 +90,34 @@ def test_triton_kernels_of_latents_give_tokens_of_twins(
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
     monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: tensor.is_cuda or device == "cpu")
     assert generate(device) == expected
+
+
+@pytest.mark.parametrize("device", [DEVICE])
+def test_batch_invariant_chunks_of_latents_are_always_expanded(
+    make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The cheaper of the two ways depends on the lengths of all sequences of the batch."""
+    pytest.importorskip("triton")
+    folder = make_model("deepseek_v3", num_hidden_layers=1)
+    expanded = list[int]()
+
+    def prefill(q: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        expanded.append(len(q))
+        return latent_prefill_attention(q, *arguments)
+
+    monkeypatch.setattr("quire.worker.models.latent_layer.latent_prefill_attention", prefill)
+
+    def generate(device: str, **settings: Any) -> list[list[int]]:
+        sequences = [planned(list(prompt), 3, SAMPLING[0]) for prompt in PROMPTS[:2]]
+        make_engine(folder, device=device, **settings).generate(sequences, chunk_len=12)
+        return [sequence.generated for sequence in sequences]
+
+    expected = generate("cpu")
+    assert not expanded, "so few queries are absorbed"
+    monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: tensor.is_cuda or device == "cpu")
+    assert generate(device, batch_invariant=True) == expected
+    assert sum(expanded) == sum(map(len, PROMPTS[:2]))
 
 
 def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLogprobs]:

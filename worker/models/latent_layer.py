@@ -42,7 +42,7 @@ class LatentAttention:
     ) -> None:
         assert spec.latent is not None
         assert layer.rope is not None
-        self.comm = load.comm
+        self.comm, self._batch_invariant = load.comm, load.batch_invariant
         self.max_partial_tokens = 0 if peers is None else peers.max_tokens
         if load.dp_attention:
             load, peers = load.of_one_rank(), None
@@ -215,8 +215,11 @@ class LatentAttention:
         query_start: Tensor,
         bounds: ChunkBounds | None,
     ) -> Tensor:
-        """Return the attention of chunks, [T, Hq, V], computed in the cheaper of the two ways."""
-        if bounds is not None and self._sizes.expansion_is_cheaper(*bounds):
+        """Return the attention of chunks, [T, Hq, V], computed in the cheaper of the two ways.
+
+        Which one that is depends on the whole batch. Batch-invariant chunks are always expanded, however short.
+        """
+        if bounds is not None and (self._batch_invariant or self._sizes.expansion_is_cheaper(*bounds)):
             return latent_prefill_attention(
                 q, self._latents(kv_cache), block_tables, query_start, seq_lens, bounds, self.scale, self.expansion,
                 kv_cache.scales,

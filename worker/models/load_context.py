@@ -32,6 +32,7 @@ class LoadContext:
         expert_parallel: each rank holds some experts whole, instead of a part of each.
         store: holds the large weights, which nobody changes once they are read.
         dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
+        batch_invariant: as in ParallelConfig.
     """
 
     checkpoint: Checkpoint
@@ -44,6 +45,7 @@ class LoadContext:
     expert_parallel: bool = False
     store: WeightStore = field(default_factory=NoStore)
     dp_attention: bool = False
+    batch_invariant: bool = False
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""

@@ -337,6 +337,16 @@ def check_dp_attention(model: ModelConfig) -> None:
         )
 
 
+def check_batch_invariant(model: ModelConfig) -> None:
+    """Raise ConfigError if attention of a model depends on the other sequences of a batch on a GPU."""
+    family = FAMILIES.get(model.architecture)
+    if family is not None and family.has_indexers:
+        raise ConfigError(
+            f"{model.name}: batch_invariant does not support sparse attention ({model.architecture}), whose short "
+            "sequences attend to all tokens unless a longer one is in the batch; leave it out"
+        )
+
+
 def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int | None) -> None:
     """Check that the ranks get equal numbers of heads, and that no rank's part is empty.
 

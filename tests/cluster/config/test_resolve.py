@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.cluster.config.resolve import resolve, resolve_deployment
 from quire.cluster.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError, ModelLoadError
+from quire.worker.graphs import GraphLimits
 
 CPU = Machine(num_cores=2, num_gpus=0)
 
@@ -262,6 +264,16 @@ def test_resolve_refuses_flash_attention_that_must_be_batch_invariant() -> None:
         ConfigError, match="flash_attn, whose bits depend on the batch; batch_invariant needs triton"
     ):
         resolve(options, Machine(2, 1))
+
+
+def test_resolve_refuses_batch_invariant_sparse_attention_on_a_gpu(make_model: Callable[..., Path]) -> None:
+    options = EngineOptions(str(make_model("deepseek_v32")), batch_invariant=True)
+    with pytest.raises(ConfigError, match="batch_invariant does not support sparse attention"):
+        resolve(options, Machine(2, 1))
+    options = EngineOptions(str(make_model("deepseek_v3")), batch_invariant=True)
+    limits = GraphLimits.of(resolve(options, Machine(2, 1)))
+    assert not limits.mixed_shapes, "chunks in recorded steps are absorbed"
+    assert GraphLimits.of(resolve(replace(options, batch_invariant=False), Machine(2, 1))).mixed_shapes
 
 
 def test_whole_experts_are_for_mixtures_of_quires_own(make_model: Callable[..., Path]) -> None:

@@ -31,8 +31,8 @@ class Clock:
 def test_replica_with_work_and_without_steps_is_not_alive() -> None:
     clock = Clock(0.0)
     status = SimpleNamespace(
-        num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, fullest_kv_use=0.75, queued_tokens=7, activity=Activity.BUSY,
-        is_paused=False, sleep_level=0,
+        num_running=1, num_waiting=2, num_steps=5, kv_use=0.5, fullest_kv_use=0.75, queued_tokens=7,
+        activity=Activity.BUSY, is_paused=False, sleep_level=0,
     )  # fmt: skip
     client = SimpleNamespace(replica_id="replica-0", has_failed=False, problem="", latest_status=status)
     pool = SimpleNamespace(is_own=True, clients={"replica-0": client})
