@@ -93,7 +93,7 @@ def check(folder: Path, expected: int, dtype_bytes: int = 4) -> None:
 
 
 # Layers that the tools of a format leave in full precision |-> how its configuration names them.
-LEFT = {
+LEFT: dict[str, dict[str, Any]] = {
     "gptq": {"dynamic": {r"-:.*\.layers\.1\..*": {}}},
     "awq": {"modules_to_not_convert": ["model.layers.1."]},
     "packed": {"ignore": ["lm_head", r"re:.*layers\.1\..*"]},
