@@ -70,10 +70,8 @@ def latent_decode_attention(
     Returns:
         [S, Hq, C], the weighted sums of latents.
     """
-    if cpu.supports_attention(q, latents):
-        latents, block_tables, scales = _contiguous(latents, block_tables, scales)
-        sums = cpu.latent_decode_attention(q, latents, block_tables, seq_lens, scale, scales)
-        return sums[..., :value_dim]
+    if cpu.supports_rows(q, latents, value_dim):
+        return cpu.latent_decode_attention(q, latents, block_tables, seq_lens, scale, value_dim, scales)
     out = q.new_zeros(*q.shape[:2], value_dim)
     for row, length in enumerate(seq_lens.tolist()):
         if length:
@@ -94,6 +92,7 @@ def latent_prefill_attention(
     scale: float,
     expansion: Tensor,
     scales: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """Compute the expanded causal attention of each sequence's last tokens, cached prefix included.
 
@@ -106,6 +105,8 @@ def latent_prefill_attention(
         bounds: the same lengths on the host.
         expansion: [Hq, N + V, C], the matrices that make a head's keys and values from a latent.
         scales: as for latent_decode_attention.
+        visible: [T, L] bool, the tokens of its sequence that each query attends to, among those up to its own; at
+            least one. None for all.
 
     Returns:
         [T, Hq, V].
@@ -119,9 +120,10 @@ def latent_prefill_attention(
         if end == start:
             continue
         cached = gather_latents(latents, block_tables[row], 0, length, scales, q.dtype)
+        own_visible = None if visible is None else visible[start:end]
         for heads in head_groups(num_heads, length * 2 * q.shape[2] * q.itemsize):
             keys_values = _expand(cached, expansion[heads], key_dim, q.shape[2])
-            _attend_chunk(q[start:end, heads], keys_values, scale, out[start:end, heads])
+            _attend_chunk(q[start:end, heads], keys_values, scale, own_visible, out[start:end, heads])
     return out
 
 
@@ -130,18 +132,6 @@ def head_groups(num_heads: int, head_bytes: int) -> list[slice]:
     num_groups = min(num_heads, -(-num_heads * head_bytes // EXPANDED_BYTES))
     width = -(-num_heads // num_groups)
     return [slice(start, min(start + width, num_heads)) for start in range(0, num_heads, width)]
-
-
-def _contiguous(
-    latents: Tensor, block_tables: Tensor, scales: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the latents of these blocks and their tables; a copy if they are a part of wider rows."""
-    if latents.is_contiguous():
-        return latents, block_tables, scales
-    ids, tables = block_tables.unique(return_inverse=True)
-    index = ids.long()
-    own_scales = None if scales is None else scales.index_select(0, index)
-    return latents.index_select(0, index).contiguous(), tables.int(), own_scales
 
 
 def gather_latents(
@@ -172,12 +162,13 @@ def _expand(cached: Tensor, expansion: Tensor, key_dim: int, qk_dim: int) -> Ten
     return both
 
 
-def _attend_chunk(q: Tensor, keys_values: Tensor, scale: float, out: Tensor) -> None:
+def _attend_chunk(q: Tensor, keys_values: Tensor, scale: float, visible: Tensor | None, out: Tensor) -> None:
     """Compute the causal attention of the last tokens of one sequence into `out`.
 
     Args:
         q: [n, Hq, N + R].
         keys_values: [1, 2, Hq, L, N + R], of the whole sequence.
+        visible: [n, L or more] bool, keys that a query may attend to; None for all.
         out: [n, Hq, V].
     """
     num_queries, num_keys = q.shape[0], keys_values.shape[3]
@@ -185,7 +176,9 @@ def _attend_chunk(q: Tensor, keys_values: Tensor, scale: float, out: Tensor) -> 
         table, bounds, length = (
             torch.tensor(numbers, dtype=torch.int32) for numbers in ([[0]], [0, num_queries], [num_keys])
         )
-        attended = cpu.paged_prefill_attention(q, keys_values, table, bounds, length, scale, PLAIN, None)
+        attended = cpu.paged_prefill_attention(
+            q, keys_values, table, bounds, length, scale, PLAIN, None, visible
+        )
         out.copy_(attended[..., : out.shape[2]])
         return
     keys, values = keys_values[0]
@@ -193,7 +186,9 @@ def _attend_chunk(q: Tensor, keys_values: Tensor, scale: float, out: Tensor) -> 
         end = min(start + QUERY_TILE_LEN, num_queries)
         first = num_keys - num_queries
         positions = torch.arange(first + start, first + end, device=q.device)
-        visible = torch.arange(num_keys, device=q.device) <= positions[:, None]
+        mask = torch.arange(num_keys, device=q.device) <= positions[:, None]
+        if visible is not None:
+            mask &= visible[start:end, :num_keys]
         tile = q[start:end].transpose(0, 1)
-        attended = F.scaled_dot_product_attention(tile, keys, values, attn_mask=visible, scale=scale)
+        attended = F.scaled_dot_product_attention(tile, keys, values, attn_mask=mask, scale=scale)
         out[start:end] = attended[..., : out.shape[2]].transpose(0, 1)

@@ -3,7 +3,7 @@
 The indexer (DeepSeek-AI, *DeepSeek-V3.2*, 2025) is a small attention without values. Its heads share one key per
 token, which is cached behind the token's latent: ``[N, 1, 1, B, C + R + I]``. The score of a token is the sum of the
 heads' rectified products, each multiplied by a weight that the query has for the head. A query attends to the `top_k`
-tokens with the best scores.
+tokens with the best scores, to all of them if it has no more; then it needs no scores.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .dispatch import on_gpu
 from .latent_attention import gather_latents, latent_decode_attention
+from .native import ops as cpu
+from .native.library import is_available
 
 # Scores in float32 at a time, except that those of one token are never divided.
 SCORE_BYTES = 64 << 20
@@ -43,6 +45,7 @@ def index_scores(
     block_tables: Tensor,
     rows: Tensor,
     lens: Tensor,
+    top_k: int,
     scales: Tensor | None = None,
 ) -> Tensor:
     """Compute the indexer's scores of all tokens up to each query's own.
@@ -54,16 +57,22 @@ def index_scores(
         block_tables: [S, M] int32.
         rows: [T] int64, the sequence of each query.
         lens: [T] int32, tokens up to the query's, itself included; 0 for padding.
+        top_k: queries with at most as many tokens need no scores.
         scales: [N, 1, 1, B] float32, scales of a quantized cache (see kernels.quantized_kv).
 
     Returns:
-        [T, M * B] float32; undefined past a query's length.
+        [T, M * B] float32; undefined past a query's length, and for queries with at most `top_k` tokens.
     """
+    if cpu.supports_rows(q, keys, q.shape[2]):
+        return cpu.index_scores(q, weights.contiguous(), keys, block_tables, rows, lens, top_k, scales)
     scores = q.new_zeros(len(q), block_tables.shape[1] * keys.shape[3], dtype=torch.float32)
     lengths, first = lens.tolist(), 0
     for row, own in groupby(rows.tolist()):
         end = first + len(list(own))
         length = max(lengths[first:end])
+        if length <= top_k:
+            first = end
+            continue
         cached = gather_latents(keys, block_tables[row], 0, length, scales, q.dtype).float()
         num_tile = max(1, SCORE_BYTES // (4 * q.shape[1] * max(length, 1)))
         for start in range(first, end, num_tile):
@@ -74,17 +83,19 @@ def index_scores(
     return scores
 
 
-def select_top_tokens(
-    scores: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor, block_size: int, top_k: int
-) -> SelectedTokens:
-    """Return the tokens with the best scores; of equal scores at the limit the earlier ones.
+def choose_tokens(scores: Tensor, lens: Tensor, top_k: int) -> Tensor:
+    """Return whether each token is among those with the best scores; of equal scores at the limit the earlier ones.
 
     Args:
-        scores: [T, M * B]; see index_scores, as for the other arguments.
+        scores: [T, L]; see index_scores, as for `lens`.
         top_k: tokens of a query at most.
+
+    Returns:
+        [T, L] bool.
     """
-    positions = torch.arange(scores.shape[1], device=scores.device)
-    is_own = positions < lens.unsqueeze(1)
+    if cpu.supports_logits(scores) and scores.is_contiguous():
+        return cpu.choose_tokens(scores, lens, top_k)
+    is_own = torch.arange(scores.shape[1], device=scores.device) < lens.unsqueeze(1)
     scores = scores.masked_fill(~is_own, -torch.inf)
     top_k = min(top_k, scores.shape[1])
     least = scores.topk(top_k, dim=1).values[:, -1:]
@@ -92,6 +103,22 @@ def select_top_tokens(
     is_equal = (scores == least) & is_own
     num_equal = top_k - is_above.sum(1, keepdim=True, dtype=torch.int32)
     is_chosen = is_above | (is_equal & (is_equal.cumsum(1, dtype=torch.int32) <= num_equal))
+    return torch.where(lens.unsqueeze(1) <= top_k, is_own, is_chosen)
+
+
+def select_top_tokens(
+    scores: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor, block_size: int, top_k: int
+) -> SelectedTokens:
+    """Return the chosen tokens as slots.
+
+    Args:
+        scores: [T, M * B]; see index_scores and choose_tokens, as for the other arguments.
+    """
+    top_k = min(top_k, scores.shape[1])
+    is_chosen = choose_tokens(scores, lens, top_k)
+    if is_chosen.is_cpu and is_available():
+        return SelectedTokens(*cpu.chosen_slots(is_chosen, block_tables, rows, block_size, top_k))
+    positions = torch.arange(scores.shape[1], device=scores.device)
     ranks = is_chosen.cumsum(1, dtype=torch.int32)
     # The positions that are not chosen are written behind the others, where nothing reads them.
     places = torch.where(is_chosen, ranks - 1, top_k).long()
@@ -120,12 +147,7 @@ def sparse_latent_attention(
     Returns:
         [T, Hq, C], the weighted sums of latents; undefined where a count is 0.
     """
-    # The latents of a query become a block of their own.
-    num_tokens, top_k = slots.shape
-    index = slots.flatten().long()
-    gathered = latents.flatten(0, 3).index_select(0, index).view(num_tokens, 1, 1, top_k, -1)
-    gathered_scales = None
-    if scales is not None:
-        gathered_scales = scales.flatten().index_select(0, index).view(num_tokens, 1, 1, top_k)
-    tables = torch.arange(num_tokens, dtype=torch.int32, device=q.device).unsqueeze(1)
-    return latent_decode_attention(q, gathered, tables, counts, scale, value_dim, None, gathered_scales)
+    # Each slot is a block of one token.
+    tokens = latents.flatten(0, 3)[:, None, None, None]
+    token_scales = None if scales is None else scales.view(-1, 1, 1, 1)
+    return latent_decode_attention(q, tokens, slots, counts, scale, value_dim, None, token_scales)

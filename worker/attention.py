@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,18 @@ class OwnTokens:
     places: Tensor
 
 
+class TokenChoice(NamedTuple):
+    """The tokens that the queries of a step attend to (sparse latent attention).
+
+    Attributes:
+        selected: of the first queries; None if there are none.
+        visible: [T', L] bool, of the T' other queries, which are those of chunks; None if there are none.
+    """
+
+    selected: SelectedTokens | None
+    visible: Tensor | None
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """Attention inputs of a step, shared by all layers of a cache group. Sequences with one token come first.
@@ -63,7 +76,7 @@ class AttentionInputs:
         other_groups: the inputs of further groups, which differ in slots and block tables.
         own_tokens: with data-parallel attention the T tokens that this rank attends for; None if every rank attends
             for all tokens.
-        selections: that of the last layer with an indexer (sparse latent attention), which layers without one use;
+        choices: that of the last layer with an indexer (sparse latent attention), which layers without one use;
             empty before.
     """
 
@@ -76,7 +89,7 @@ class AttentionInputs:
     chunks: ChunkBounds | None = None
     other_groups: tuple[AttentionInputs, ...] = ()
     own_tokens: OwnTokens | None = None
-    selections: list[SelectedTokens] = field(default_factory=list)
+    choices: list[TokenChoice] = field(default_factory=list)
 
     def own(self, values: Tensor) -> Tensor:
         """Return the entries of the tokens that this rank attends for, of values for each token of the step."""

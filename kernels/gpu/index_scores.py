@@ -17,7 +17,7 @@ BLOCK_KEYS = 64
 
 
 # The width of block tables changes from step to step.
-@triton.jit(do_not_specialize=["stride_table", "stride_scores"])
+@triton.jit(do_not_specialize=["top_k", "stride_table", "stride_scores"])
 def _index_scores(
     q_ptr,  # [T, Hi, I]
     weights_ptr,  # [T, Hi] float32
@@ -28,6 +28,7 @@ def _index_scores(
     lens_ptr,  # [T]
     scores_ptr,  # [T, M * B] float32
     num_heads,
+    top_k,
     stride_q_token,
     stride_q_head,
     stride_weights,
@@ -45,7 +46,7 @@ def _index_scores(
     token = tl.program_id(0).to(tl.int64)
     length = tl.load(lens_ptr + token)
     start = tl.program_id(1) * BLOCK_K
-    if start >= length:
+    if (start >= length) | (length <= top_k):
         return
     offs_h = tl.arange(0, BLOCK_H)
     offs_i = tl.arange(0, BLOCK_I)
@@ -77,6 +78,7 @@ def index_scores(
     block_tables: Tensor,
     rows: Tensor,
     lens: Tensor,
+    top_k: int,
     scales: Tensor | None = None,
 ) -> Tensor:
     """See kernels.sparse_latent."""
@@ -86,7 +88,7 @@ def index_scores(
     width = block_tables.shape[1] * block_size
     scores = torch.empty((num_tokens, width), dtype=torch.float32, device=q.device)
     _index_scores[(num_tokens, triton.cdiv(width, BLOCK_KEYS))](
-        q, weights, as_stored(keys), scales, block_tables, rows, lens, scores, num_heads,
+        q, weights, as_stored(keys), scales, block_tables, rows, lens, scores, num_heads, top_k,
         q.stride(0), q.stride(1), weights.stride(0), block_tables.stride(0), scores.stride(0),
         DIM=dim, ROW_STRIDE=row_stride(keys), CACHE_BLOCK=block_size,
         BLOCK_H=max(16, triton.next_power_of_2(num_heads)), BLOCK_I=max(16, triton.next_power_of_2(dim)),

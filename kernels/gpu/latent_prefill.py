@@ -20,8 +20,8 @@ from .tile_configs import INTERPRETED, LATENT_PREFILL_TILES, find_latent_tile
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs"],
-    do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr"],
+    do_not_specialize=["num_seqs", "stride_visible"],
+    do_not_specialize_on_alignment=["query_start_ptr", "key_start_ptr", "visible_ptr"],
 )
 def _attend_expanded(
     q_ptr,  # [T, Hq, N + R]
@@ -29,6 +29,7 @@ def _attend_expanded(
     latents_ptr,  # [L, C + R]
     query_start_ptr,  # [S + 1]
     key_start_ptr,  # [S + 1]
+    visible_ptr,  # [T, L]
     out_ptr,  # [T, Hq, V]
     score_scale,
     num_seqs,
@@ -36,6 +37,7 @@ def _attend_expanded(
     stride_q_head,
     stride_key,
     stride_latent,
+    stride_visible,
     stride_out_token,
     KEY_DIM: tl.constexpr,
     SHARED_DIM: tl.constexpr,
@@ -100,11 +102,17 @@ def _attend_expanded(
         scores = tl.dot(q, keys.to(q.dtype), input_precision="tf32x3")
         scores = tl.dot(q_shared, shared.to(q.dtype), scores, input_precision="tf32x3") * score_scale
         visible = (positions[None, :] <= num_cached + offs_q[:, None]) & live[None, :]
+        if visible_ptr is not None:
+            visible_ptrs = visible_ptr + tokens[:, None] * stride_visible + positions[None, :]
+            visible &= tl.load(visible_ptrs, mask=mask_q[:, None] & live[None, :], other=1) != 0
         scores = tl.where(visible, scores, float("-inf"))
-        # The first key is visible to every query, so no row is without a score after the first tile.
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
+        # Without a mask the first key is visible to every query, so no row is without a score after the first tile.
+        shift = new_top
+        if visible_ptr is not None:
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
         total = total * decay + tl.sum(weights, 1)
         out = tl.dot(weights.to(q.dtype), values.to(q.dtype), out * decay[:, None], input_precision="tf32x3")
         top = new_top
@@ -122,6 +130,7 @@ def latent_prefill_attention(
     scale: float,
     expansion: Tensor,
     scales: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """See kernels.latent_attention; the output of tokens outside all chunks is undefined."""
     num_heads, key_value_dim, latent_dim = expansion.shape
@@ -130,6 +139,7 @@ def latent_prefill_attention(
     value_dim = key_value_dim - key_dim
     assert q.stride(2) == 1
     assert block_tables.stride(1) == 1
+    assert visible is None or (visible.dtype == torch.bool and visible.stride(1) == 1)
     out = torch.empty((q.shape[0], num_heads, value_dim), dtype=q.dtype, device=q.device)
     tile = find_latent_tile(LATENT_PREFILL_TILES, q, latents)
     head_bytes = key_value_dim * q.itemsize
@@ -144,11 +154,12 @@ def latent_prefill_attention(
             group = expansion[heads]
             keys_values = F.linear(gathered[:, :latent_dim], group.reshape(-1, latent_dim))
             own, into = q[offset:, heads], out[offset:, heads]
+            own_visible = None if visible is None else visible[offset:].view(torch.uint8)
             num_tiles = num_queries // tile.num_rows + end - first
             _attend_expanded[(num_tiles, len(group))](
-                own, keys_values, gathered, starts, key_start, into,
+                own, keys_values, gathered, starts, key_start, own_visible, into,
                 scale * LOG2_E.value, end - first, own.stride(0), own.stride(1), keys_values.stride(0),
-                gathered.stride(0), into.stride(0),
+                gathered.stride(0), 0 if visible is None else visible.stride(0), into.stride(0),
                 KEY_DIM=key_dim, SHARED_DIM=shared_dim, VALUE_DIM=value_dim, LATENT_DIM=latent_dim,
                 BLOCK_Q=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_N=max(16, triton.next_power_of_2(key_dim)),
                 BLOCK_R=max(16, triton.next_power_of_2(shared_dim)),

@@ -2,14 +2,13 @@
 #include <type_traits>
 
 #include "constants.h"
+#include "decode_tasks.h"
 #include "ops.h"
 #include "simd.h"
 #include "thread_pool.h"
 
 namespace {
 
-// A sequence's keys are split at multiples of this in every batch, so that the sums do not depend on the batch.
-constexpr int SPLIT_LEN = 256;
 // Tokens that share the keys that a task reads. More would leave fewer tasks to the threads.
 constexpr int MAX_SHARING_TOKENS = 16;
 // Keys times head_dim below which one thread is faster than several.
@@ -51,18 +50,16 @@ struct Cache {
   const float* scales;  // of a quantized cache: one per row
   const int32_t* table;
   int64_t num_kv_heads, block_size, head_dim, head;
-  int64_t num_parts = 2;  // 1 if keys are values as well: a latent cache [N, 1, 1, B, D]
 
   // The keys and values of another sequence or head.
   Cache of(const int32_t* sequence_table, int64_t kv_head) const {
-    return {dtype, data, scales, sequence_table, num_kv_heads, block_size, head_dim, kv_head, num_parts};
+    return {dtype, data, scales, sequence_table, num_kv_heads, block_size, head_dim, kv_head};
   }
 
   // Row index of the key (which = 0) or value (which = 1) of a position; the rest of its block follows.
   int64_t row(int64_t position, int which) const {
     const int64_t block = table[position / block_size];
-    const int64_t part = num_parts == 1 ? 0 : which;
-    return ((block * num_parts + part) * num_kv_heads + head) * block_size + position % block_size;
+    return ((block * 2 + which) * num_kv_heads + head) * block_size + position % block_size;
   }
 
   template <typename T>
@@ -258,8 +255,7 @@ void attend(const Query* queries, int num_queries, int group, const Cache& cache
       for (int i = 0; i < tile.count; i++) {
         float* copies = scratch + 2 * i * LANES * D;
         keys[i] = cache.vector_rows(tile.positions[i], 0, tile.lens[i], copies);
-        values[i] = cache.num_parts == 1 ? keys[i]
-                                         : cache.vector_rows(tile.positions[i], 1, tile.lens[i], copies + LANES * D);
+        values[i] = cache.vector_rows(tile.positions[i], 1, tile.lens[i], copies + LANES * D);
       }
       attend_all(keys, values);
     }
@@ -283,62 +279,13 @@ void merge(const Softmax* states, const float* acc, int64_t num_splits, int64_t 
   for (int w = 0; w < D / LANES; w++) store_as(dtype, out, to + w * LANES, total[w] / (num_splits ? sum : 1.f));
 }
 
-// Keys `begin` to `end` of one KV head, for adjacent tokens that share them: drafted tokens, which follow the newest of
-// their sequence, and sequences with the same prefix.
-struct DecodeTask {
-  int32_t first, count;  // tokens
-  int32_t longest;       // the token among them whose table has all of the keys
-  int32_t head, split, begin, end;
-};
-
-// The tokens of a decode step, each with the block table and the number of keys of its own.
-struct DecodeTokens {
-  int64_t count;
-  const int32_t* tables;
-  const int32_t* lens;
-  int64_t table_stride, block_size;
-
-  const int32_t* table(int32_t token) const { return tables + token * table_stride; }
-
-  // Adds the tokens after those of a task that have the same blocks there.
-  void add_sharing(DecodeTask& task) const {
-    const int32_t split_end = task.begin + SPLIT_LEN, first_block = task.begin / block_size;
-    for (int32_t next = task.first + 1; next < count && task.count < MAX_SHARING_TOKENS; next++, task.count++) {
-      if (lens[next] <= task.begin) return;
-      const int32_t end = std::min(lens[next], split_end);
-      const int32_t last_block = (std::min(end, task.end) - 1) / block_size;
-      if (!std::equal(table(next) + first_block, table(next) + last_block + 1, table(task.longest) + first_block))
-        return;
-      if (end > task.end) task.longest = next, task.end = end;
-    }
-  }
-
-  // Returns the tasks of one split of the keys after another, for each KV head.
-  std::vector<DecodeTask> tasks(const Variant& variant, int64_t num_kv_heads) const {
-    std::vector<DecodeTask> all;
-    const int32_t longest = count ? *std::max_element(lens, lens + count) : 0;
-    for (int32_t split_begin = 0; split_begin < longest; split_begin += SPLIT_LEN)
-      for (int32_t token = 0, step; token < count; token += step) {
-        step = 1;
-        const int32_t start = variant.first_visible(lens[token] - 1);
-        const int32_t begin = std::max(start, split_begin), end = std::min(lens[token], split_begin + SPLIT_LEN);
-        if (begin >= end) continue;
-        DecodeTask task{token, 1, token, 0, split_begin / SPLIT_LEN - start / SPLIT_LEN, begin, end};
-        if (!variant.hides_keys()) add_sharing(task);
-        step = task.count;
-        for (; task.head < num_kv_heads; task.head++) all.push_back(task);
-      }
-    return all;
-  }
-};
-
 template <int D>
 void decode(int dtype, const void* q, const Cache& pool, const int32_t* tables, const int32_t* lens, void* out,
             int64_t num_seqs, int64_t num_heads, int64_t table_stride, int64_t q_stride, float scale,
             const Variant& variant, int threads) {
   const int64_t num_kv_heads = pool.num_kv_heads;
   const int group = num_heads / num_kv_heads;
-  const DecodeTokens tokens{num_seqs, tables, lens, table_stride, pool.block_size};
+  const DecodeTokens tokens{num_seqs, tables, lens, table_stride, pool.block_size, MAX_SHARING_TOKENS};
   const std::vector<DecodeTask> tasks = tokens.tasks(variant, num_kv_heads);
   std::vector<int64_t> first(num_seqs), num_splits(num_seqs);  // parts of each token's heads, and splits per head
   int64_t num_keys = 0, num_parts = 0;
@@ -434,6 +381,14 @@ class Floats {
   int64_t count_;
 };
 
+// The keys that each token of a chunk may attend to, besides causality: a byte per key, 0 for hidden ones.
+struct KeyMask {
+  const uint8_t* bytes;  // null: all keys
+  int64_t stride;
+
+  KeyMask from(int64_t token) const { return {bytes ? bytes + token * stride : nullptr, stride}; }
+};
+
 // One thread's tile of queries: rows of one query head of one token each, from the first token's heads on. A strip of
 // TILE_ROWS rows computes only the scores of keys that its last row attends to. A row's result does not depend on the
 // other rows of the tile.
@@ -473,10 +428,12 @@ class QueryTile {
   }
 
   // Adds `count` keys from position `at` on. The first `num_hidden` of them, which no row attends to, are not read.
-  void attend(const Cache& cache, const Variant& variant, int64_t at, int64_t num_hidden, int64_t count) {
+  // The first row of `mask` is that of the tile's first token.
+  void attend(const Cache& cache, const Variant& variant, const KeyMask& mask, int64_t at, int64_t num_hidden,
+              int64_t count) {
     load_kv(cache, at, num_hidden, count);
     for (int64_t row = 0; row < num_rows_; row += BAND_ROWS)
-      attend_band(row, std::min(row + BAND_ROWS, num_rows_), variant, at, count);
+      attend_band(row, std::min(row + BAND_ROWS, num_rows_), variant, mask, at, count);
   }
 
   void write(int64_t row, int dtype, void* out, int64_t to) {
@@ -494,14 +451,16 @@ class QueryTile {
   float* scores_of(int64_t row) { return &scores_[row % BAND_ROWS * KEY_TILE]; }
 
   // Adds the keys that are loaded to rows `begin` to `end`.
-  void attend_band(int64_t begin, int64_t end, const Variant& variant, int64_t at, int64_t count) {
+  void attend_band(int64_t begin, int64_t end, const Variant& variant, const KeyMask& mask, int64_t at, int64_t count) {
     for (int64_t row = begin; row < end; row += TILE_ROWS)
       if (const int64_t num_keys = num_strip_keys(row, at, count); num_keys > 0)
         Strip<D, KEY_TILE, KEY_TILE>::multiply(&queries_[row * D], keys_.data(), scores_of(row), D,
                                                whole_vectors(num_keys), nullptr);
     if (!variant.is_plain())
       for (int64_t row = begin; row < end; row++) apply_variant(row, variant, at);
-    const bool can_be_whole = variant.is_plain() && count == KEY_TILE;
+    if (mask.bytes)
+      for (int64_t row = begin; row < end; row++) hide(row, mask.bytes + row / group_ * mask.stride + at, count);
+    const bool can_be_whole = variant.is_plain() && !mask.bytes && count == KEY_TILE;
     for_row_groups(begin, end, at, count, can_be_whole, [&](auto is_masked, int64_t row, int64_t num_keys) {
       raise_maxima<is_masked()>(row, at, num_keys);
     });
@@ -546,6 +505,20 @@ class QueryTile {
       float* s = scores_of(row) + i;
       const Vec applied = variant.apply(load(s), first_head_ + row % group_, distance + i);
       store(s, lane_indices() < hidden - i ? broadcast(-INFINITY) : applied);
+    }
+  }
+
+  // Hides those of `count` keys from a row whose byte is 0.
+  void hide(int64_t row, const uint8_t* visible, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES) {
+      UnsignedByteVec bytes{};
+      if (i + LANES <= count)
+        memcpy(&bytes, visible + i, LANES);
+      else
+        memcpy(&bytes, visible + i, count - i);
+      const BitVec wide = __builtin_convertvector(__builtin_convertvector(bytes, HalfVec), BitVec);
+      float* s = scores_of(row) + i;
+      store(s, wide != 0 ? load(s) : broadcast(-INFINITY));
     }
   }
 
@@ -636,7 +609,7 @@ std::vector<PrefillTask> prefill_tasks(const int32_t* query_start, int64_t num_s
 template <int D>
 void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables, const int32_t* query_start,
              const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads, int64_t table_stride,
-             int64_t q_stride, float scale, const Variant& variant, int threads) {
+             int64_t q_stride, float scale, const Variant& variant, const KeyMask& mask, int threads) {
   const int64_t group = num_heads / pool.num_kv_heads;
   const int32_t tile_len = std::max<int64_t>(1, QUERY_ROWS / group);
   const auto tasks = prefill_tasks(query_start, num_seqs, pool.num_kv_heads, tile_len);
@@ -658,7 +631,8 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
       // Tiles begin at multiples of their length, so that a token's sum does not depend on the tokens beside it.
       const int64_t first_key = variant.first_visible(before + task.begin), end = before + task.end;
       for (int64_t at = first_key / KEY_TILE * KEY_TILE; at < end; at += KEY_TILE)
-        tile.attend(cache, variant, at, std::max<int64_t>(0, first_key - at), std::min<int64_t>(KEY_TILE, end - at));
+        tile.attend(cache, variant, mask.from(start + task.begin), at, std::max<int64_t>(0, first_key - at),
+                    std::min<int64_t>(KEY_TILE, end - at));
       for (int64_t row = 0; row < rows; row++) {
         const int64_t token = start + task.begin + row / group;
         tile.write(row, dtype, out, (token * num_heads + first_head + row % group) * D);
@@ -691,35 +665,19 @@ int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv
   }
 }
 
-// q and out are [S, Hq, D], the cache is [N, 1, 1, B, D]; see kernels/latent_attention.py.
-int quire_latent_decode(int dtype, int cache_dtype, const void* q, const void* latents, const float* scales,
-                        const int32_t* tables, const int32_t* lens, void* out, int64_t num_seqs, int64_t num_heads,
-                        int64_t dim, int64_t block_size, int64_t table_stride, int64_t q_stride, float scale,
-                        int threads) {
-  const Variant variant{};
-  const Cache pool{cache_dtype, latents, scales, nullptr, 1, block_size, dim, 0, 1};
-#define LATENT(D)                                                                                             \
-  case D:                                                                                                     \
-    decode<D>(dtype, q, pool, tables, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, variant, \
-              threads);                                                                                       \
-    return 0;
-  switch (dim) {
-    FOR_EACH_HEAD_DIM(LATENT)
-    default: return 1;
-  }
-}
-
+// `mask` may be null; its rows, of one byte per key, are mask_stride bytes apart.
 int quire_paged_prefill(int dtype, int cache_dtype, const void* q, const void* kv, const float* scales,
                         const int32_t* tables, const int32_t* query_start, const int32_t* lens, void* out,
                         int64_t num_seqs, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                         int64_t block_size, int64_t table_stride, int64_t q_stride, float scale, int64_t window,
-                        int64_t chunk, float soft_cap, const float* slopes, const float* sinks, int threads) {
+                        int64_t chunk, float soft_cap, const float* slopes, const float* sinks, const uint8_t* mask,
+                        int64_t mask_stride, int threads) {
   const Variant variant{window, chunk, soft_cap, slopes, sinks};
   const Cache pool{cache_dtype, kv, scales, nullptr, num_kv_heads, block_size, head_dim, 0};
 #define PREFILL(D)                                                                                                 \
   case D:                                                                                                          \
     prefill<D>(dtype, q, pool, tables, query_start, lens, out, num_seqs, num_heads, table_stride, q_stride, scale, \
-               variant, threads);                                                                                  \
+               variant, {mask, mask_stride}, threads);                                                                                  \
     return 0;
   switch (head_dim) {
     FOR_EACH_HEAD_DIM(PREFILL)

@@ -11,8 +11,8 @@
 // Activations of gated feed-forward networks.
 #define FOR_EACH_GATE(X) X(SILU, silu) X(GELU_TANH, gelu_tanh)
 
-// Values of head_dim with an attention kernel. 192 and 576 are those of latent attention, expanded and absorbed.
-#define FOR_EACH_HEAD_DIM(X) X(16) X(32) X(64) X(80) X(96) X(128) X(192) X(256) X(576)
+// Values of head_dim with an attention kernel.
+#define FOR_EACH_HEAD_DIM(X) X(16) X(32) X(64) X(80) X(96) X(128) X(192) X(256)
 
 #define CODE(code, name) code,
 enum DType : int { FOR_EACH_DTYPE(CODE) };

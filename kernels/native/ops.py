@@ -32,6 +32,22 @@ def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
     return is_supported
 
 
+def supports_rows(q: Tensor, cache: Tensor, value_dim: int) -> bool:
+    """Return whether there are kernels for these queries and a cache with one row per token; log if there are none.
+
+    Args:
+        value_dim: the first numbers of a row, which are its value.
+    """
+    dim = q.shape[-1]
+    is_supported = (
+        supports(q, dim) and supports(q, value_dim) and cache.dtype in dtype_codes() and q.stride(1) == dim
+    )
+    if q.is_cpu and not is_supported:
+        sizes = f"latents of {dim} numbers, queries of {q.dtype} and a cache of {cache.dtype}"
+        log_fallback("latent attention", f"there is no C++ op for {sizes}")
+    return is_supported
+
+
 def supports_logits(logits: Tensor) -> bool:
     """Return whether the sampling ops compute on these logits."""
     return logits.is_cpu and logits.dtype == torch.float32 and logits.stride(1) == 1 and is_available()
@@ -160,9 +176,16 @@ def paged_prefill_attention(
     scale: float,
     variant: AttentionVariant,
     kv_scales: Tensor | None,
+    visible: Tensor | None = None,
 ) -> Tensor:
+    """Compute the causal attention of chunks.
+
+    Args:
+        visible: [T, L] bool, the keys that each token may attend to; None for all.
+    """
     (num_tokens, num_heads, head_dim), (_, _, num_kv_heads, block_size, _) = q.shape, kv_cache.shape
     assert block_tables.dtype == query_start.dtype == seq_lens.dtype == torch.int32
+    assert visible is None or (visible.dtype == torch.bool and visible.stride(1) == 1)
     _check_per_head(variant.alibi_slopes)
     _check_per_head(variant.sinks)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype)
@@ -170,7 +193,8 @@ def paged_prefill_attention(
         _code(q), _code(kv_cache), q.data_ptr(), kv_cache.data_ptr(), address_of(kv_scales),
         block_tables.data_ptr(), query_start.data_ptr(), seq_lens.data_ptr(), out.data_ptr(), len(seq_lens),
         num_heads, num_kv_heads, head_dim, block_size, block_tables.stride(0), q.stride(0), scale,
-        *_native_variant(variant), torch.get_num_threads(),
+        *_native_variant(variant), address_of(visible), 0 if visible is None else visible.stride(0),
+        torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -181,19 +205,92 @@ def latent_decode_attention(
     block_tables: Tensor,
     seq_lens: Tensor,
     scale: float,
+    value_dim: int,
     kv_scales: Tensor | None,
 ) -> Tensor:
-    """[S, Hq, D] -> [S, Hq, D]: the weighted sums of whole latents."""
     (num_seqs, num_heads, dim), (_, num_parts, num_kv_heads, block_size, _) = q.shape, latents.shape
     assert num_parts == num_kv_heads == 1
     assert block_tables.dtype == seq_lens.dtype == torch.int32
-    out = torch.empty((num_seqs, num_heads, dim), dtype=q.dtype)
+    assert block_tables.stride(1) == 1
+    out = torch.empty((num_seqs, num_heads, value_dim), dtype=q.dtype)
     library().quire_latent_decode(
         _code(q), _code(latents), q.data_ptr(), latents.data_ptr(), address_of(kv_scales), block_tables.data_ptr(),
-        seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, dim, block_size, block_tables.stride(0),
-        q.stride(0), scale, torch.get_num_threads(),
+        seq_lens.data_ptr(), out.data_ptr(), num_seqs, num_heads, dim, value_dim, _row_stride(latents), block_size,
+        block_tables.stride(0), q.stride(0), scale, torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    block_tables: Tensor,
+    rows: Tensor,
+    lens: Tensor,
+    top_k: int,
+    key_scales: Tensor | None,
+) -> Tensor:
+    (num_tokens, num_heads, dim), (_, _, _, block_size, _) = q.shape, keys.shape
+    assert q.stride(1) == dim
+    assert weights.is_contiguous()
+    assert block_tables.stride(1) == 1
+    assert rows.dtype == torch.int64
+    assert block_tables.dtype == lens.dtype == torch.int32
+    scores = torch.empty((num_tokens, block_tables.shape[1] * block_size))
+    library().quire_index_scores(
+        _code(q), _code(keys), q.data_ptr(), weights.data_ptr(), keys.data_ptr(), address_of(key_scales),
+        block_tables.data_ptr(), rows.data_ptr(), lens.data_ptr(), scores.data_ptr(), num_tokens, num_heads, dim,
+        block_size, block_tables.stride(0), q.stride(0), _row_stride(keys), scores.shape[1], top_k,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return scores
+
+
+def choose_tokens(scores: Tensor, lens: Tensor, top_k: int) -> Tensor:
+    num_tokens, width = scores.shape
+    assert scores.dtype == torch.float32
+    assert lens.dtype == torch.int32
+    assert scores.is_contiguous()
+    chosen = torch.empty((num_tokens, width), dtype=torch.bool)
+    library().quire_choose_tokens(
+        scores.data_ptr(),
+        lens.data_ptr(),
+        chosen.data_ptr(),
+        num_tokens,
+        width,
+        top_k,
+        torch.get_num_threads(),
+    )
+    return chosen
+
+
+def chosen_slots(
+    chosen: Tensor, block_tables: Tensor, rows: Tensor, block_size: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    num_tokens, width = chosen.shape
+    assert chosen.is_contiguous()
+    assert rows.dtype == torch.int64
+    assert block_tables.dtype == torch.int32
+    slots, counts = (
+        torch.empty((num_tokens, top_k), dtype=torch.int32),
+        torch.empty(num_tokens, dtype=torch.int32),
+    )
+    library().quire_chosen_slots(
+        chosen.data_ptr(), block_tables.data_ptr(), rows.data_ptr(), slots.data_ptr(), counts.data_ptr(), num_tokens,
+        width, top_k, block_size, block_tables.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    return slots, counts
+
+
+def _row_stride(cache: Tensor) -> int:
+    """Return the distance of the rows of tokens, which may be a part of wider ones; it is the same for all tokens."""
+    num_blocks, _, _, block_size, _ = cache.shape
+    assert cache.stride(4) == 1
+    if block_size == 1:
+        return cache.stride(0)
+    assert num_blocks == 1 or cache.stride(0) == block_size * cache.stride(3)
+    return cache.stride(3)
 
 
 def _check_per_head(numbers: Tensor | None) -> None:

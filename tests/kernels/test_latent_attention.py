@@ -60,7 +60,7 @@ def ops(request: pytest.FixtureRequest) -> tuple[Op, Op, str]:
 def _without_native(op: Op) -> Op:
     def call(*args: object) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quire.kernels.native.ops.supports_attention", lambda q, cache: False)
+            patch.setattr("quire.kernels.native.ops.supports", lambda x, length: False)
             return twin_of(op)(*args)
 
     return call
@@ -110,8 +110,14 @@ class Cached:
         self.scales = None if self.scales is None else self.scales.to(device)
 
 
-def expected(q: Tensor, latents: Tensor, expansion: Tensor, key_dim: int) -> Tensor:
-    """Return the attention of a sequence's last n tokens, [n, Hq, V] float64, with its keys and values in full."""
+def expected(
+    q: Tensor, latents: Tensor, expansion: Tensor, key_dim: int, visible: Tensor | None = None
+) -> Tensor:
+    """Return the attention of a sequence's last n tokens, [n, Hq, V] float64, with its keys and values in full.
+
+    Args:
+        visible: [n, L] bool.
+    """
     latent_dim = expansion.shape[2]
     keys_values = torch.einsum("lc,hdc->lhd", latents[:, :latent_dim], expansion.double().cpu())
     shared = latents[:, None, latent_dim:].expand(-1, q.shape[1], -1)
@@ -119,6 +125,8 @@ def expected(q: Tensor, latents: Tensor, expansion: Tensor, key_dim: int) -> Ten
     scores = torch.einsum("nhd,lhd->hnl", q.double().cpu(), keys) * SCALE
     num_queries, num_keys = scores.shape[1:]
     hidden = torch.arange(num_keys) > torch.arange(num_keys - num_queries, num_keys)[:, None]
+    if visible is not None:
+        hidden |= ~visible
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
     return torch.einsum("hnl,lhd->nhd", weights, keys_values[..., key_dim:])
 
@@ -213,6 +221,34 @@ def test_expanded_chunk_has_the_same_bits_in_any_batch(device: str) -> None:
     ends = [0, *accumulate(chunk_lens)]
     for row, (start, end) in enumerate(pairwise(ends)):
         assert torch.equal(attend(slice(row, row + 1), start, end), together[start:end])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_expanded_attention_to_visible_tokens(ops: tuple[Op, Op, str], shape: tuple[int, ...]) -> None:
+    """A mask hides whole tiles of keys, the first of a query among them; it is wider than the sequences."""
+    _, prefill, device = ops
+    heads, _, shared_dim, key_dim, *_ = shape
+    lens, chunk_lens, dtype = [37, 150, 9], [37, 18, 0], torch.float32
+    cached = make(shape, lens, dtype)
+    starts = [0, *accumulate(chunk_lens)]
+    q = torch.randn(starts[-1], heads, key_dim + shared_dim)
+    expansion = random_expansion(shape, dtype)
+    visible = torch.rand(starts[-1], 171) < 0.3
+    visible[40:50, :130] = False
+    positions = [*range(37), *range(132, 150)]
+    visible[torch.arange(len(q)), torch.tensor(positions)] = True
+    wanted = torch.cat(
+        [
+            expected(q[start:end], latents, expansion, key_dim, visible[start:end, : len(latents)])
+            for (start, end), latents in zip(pairwise(starts), cached.sequences, strict=True)
+        ]
+    )
+    cached.to(device)
+    query_start = torch.tensor(starts, dtype=torch.int32, device=device)
+    bounds = ChunkBounds(chunk_lens, lens)
+    arguments = cached.latents, cached.tables, query_start, cached.lens, bounds, SCALE, expansion.to(device)
+    out = prefill(q.to(device), *arguments, None, visible.to(device))
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("implementation", ["op", DEVICE])

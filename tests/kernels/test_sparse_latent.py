@@ -17,7 +17,7 @@ from quire.kernels.quantized_kv import dequantize, quantize
 from quire.kernels.sparse_latent import SelectedTokens, select_top_tokens
 
 # Numbers of a latent, of a shared key and of the indexer's key; heads of attention and indexer; tokens per block.
-LATENT, SHARED, INDEX, HEADS, INDEX_HEADS, BLOCK = 48, 16, 24, 3, 5, 4
+LATENT, SHARED, INDEX, HEADS, INDEX_HEADS, BLOCK = 48, 16, 32, 3, 5, 4
 ATTENDED = LATENT + SHARED
 LENS = [37, 1, 70]
 TYPES = {
@@ -28,16 +28,26 @@ TYPES = {
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=["op", DEVICE])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param != "op":
+@pytest.fixture(params=["op", "twin", DEVICE])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where an op runs: as dispatched on a CPU, in PyTorch on a CPU, or in Triton."""
+    if request.param == "twin":
+        without_native(monkeypatch)
+    elif request.param != "op":
         pytest.importorskip("triton")
     return str(request.param)
 
 
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have all ops computed by PyTorch."""
+    for name in ("supports", "supports_logits"):
+        monkeypatch.setattr(f"quire.kernels.native.ops.{name}", lambda *arguments: False)
+    monkeypatch.setattr(sparse_latent, "is_available", lambda: False)
+
+
 def implementation(op: Callable[..., Any], module: str, device: str) -> Callable[..., Any]:
     """Return an op as dispatched on a CPU, or its kernel."""
-    if device == "op":
+    if device in ("op", "twin"):
         return op
     import importlib
 
@@ -74,7 +84,7 @@ class Cached:
                 codes, scales[slots] = quantize(numbers, stored)
                 rows[slots] = codes
                 self.sequences.append(dequantize(codes, scales[slots], torch.float64))
-        on = "cpu" if device == "op" else device
+        on = "cpu" if device in ("op", "twin") else device
         self.rows = rows.view(-1, 1, 1, BLOCK, width).to(on)
         self.scales = None if stored is None else scales.view(-1, 1, 1, BLOCK).to(on)
         self.tables = self.tables.to(on)
@@ -99,7 +109,7 @@ def test_scores_of_indexer(device: str, dtype: torch.dtype, stored: torch.dtype 
     score = implementation(sparse_latent.index_scores, "index_scores", device)
     on_device = (x.to(cached.device) for x in (q, weights))
     others = (x.to(cached.device) for x in (rows, lens))
-    scores = score(*on_device, cached.keys, cached.tables, *others, cached.scales).cpu()
+    scores = score(*on_device, cached.keys, cached.tables, *others, 0, cached.scales).cpu()
     assert scores.shape == (6, cached.tables.shape[1] * BLOCK)
     for token, (row, length) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
         products = torch.relu(q[token].double() @ cached.sequences[row][:length, ATTENDED:].mT)
@@ -109,15 +119,41 @@ def test_scores_of_indexer(device: str, dtype: torch.dtype, stored: torch.dtype 
         )
 
 
+def test_scores_of_queries_that_attend_to_all_tokens_are_not_computed(device: str) -> None:
+    """A query with more tokens than the limit has the same scores beside others as alone."""
+    cached = Cached(torch.float32, None, device)
+    inputs = [torch.randn(4, INDEX_HEADS, INDEX), torch.randn(4, INDEX_HEADS), cached.keys, cached.tables]
+    rows, lens = torch.tensor([0, 0, 1, 2]), torch.tensor([36, 37, 1, 70], dtype=torch.int32)
+    score = implementation(sparse_latent.index_scores, "index_scores", device)
+    q, weights, *caches, rows, lens = (x.to(cached.device) for x in (*inputs, rows, lens))
+    whole = score(q, weights, *caches, rows, lens, 0).cpu()
+    some = score(q, weights, *caches, rows, lens, 36).cpu()
+    assert torch.equal(some[1, :37], whole[1, :37])
+    assert torch.equal(some[3, :70], whole[3, :70])
+    alone = score(q[1:2], weights[1:2], *caches, rows[1:2], lens[1:2], 36).cpu()
+    if device == "op":  # sums of the C++ op do not depend on the other queries
+        assert torch.equal(alone[0, :37], whole[1, :37])
+    torch.testing.assert_close(alone[0, :37], whole[1, :37])
+
+
 def test_twin_scores_tiles_of_queries_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_native(monkeypatch)
     cached = Cached(torch.float32, None, "op")
     rows, lens = torch.zeros(7, dtype=torch.int64), torch.arange(30, 37, dtype=torch.int32)
     inputs = torch.randn(7, INDEX_HEADS, INDEX), torch.randn(7, INDEX_HEADS), cached.keys, cached.tables
-    whole = sparse_latent.index_scores(*inputs, rows, lens)
+    whole = sparse_latent.index_scores(*inputs, rows, lens, 0)
     monkeypatch.setattr(sparse_latent, "SCORE_BYTES", 2 * 4 * INDEX_HEADS * 36)
-    torch.testing.assert_close(sparse_latent.index_scores(*inputs, rows, lens), whole)
+    torch.testing.assert_close(sparse_latent.index_scores(*inputs, rows, lens, 0), whole)
 
 
+@pytest.fixture(params=["op", "twin"])
+def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice of tokens in C++ or in PyTorch."""
+    if request.param == "twin":
+        without_native(monkeypatch)
+
+
+@pytest.mark.usefixtures("choice")
 def test_best_tokens_are_chosen_and_of_equal_ones_the_earlier() -> None:
     tables = torch.tensor([[5, 2], [3, 7]], dtype=torch.int32)
     scores = torch.tensor(
@@ -137,18 +173,35 @@ def test_best_tokens_are_chosen_and_of_equal_ones_the_earlier() -> None:
     assert slots.dtype == counts.dtype == torch.int32
 
 
-def test_chosen_tokens_equal_those_of_a_sort() -> None:
-    """With many equal scores, as of tokens whose products are all negative."""
-    num_tokens, width, top_k = 40, 64, 9
-    scores = torch.randn(num_tokens, width).relu()
+@pytest.mark.usefixtures("choice")
+@pytest.mark.parametrize("top_k", [1, 9, 64])
+def test_chosen_tokens_equal_those_of_a_sort(top_k: int) -> None:
+    """With many equal scores, as of tokens whose products are all negative, and zeros of both signs."""
+    num_tokens, width = 40, 64
+    scores = torch.randn(num_tokens, width)
+    scores = torch.where(scores < 0, torch.where(scores < -1, scores, -0.0), scores.round(decimals=1))
     lens = torch.randint(0, width + 1, (num_tokens,), dtype=torch.int32)
     tables, rows = torch.arange(width // BLOCK, dtype=torch.int32)[None], torch.zeros(num_tokens).long()
     slots, counts = select_top_tokens(scores, tables, rows, lens, BLOCK, top_k)
     for token, length in enumerate(lens.tolist()):
         best = sorted(range(length), key=lambda position: (-scores[token, position], position))
         assert slots[token, : counts[token]].tolist() == sorted(best[:top_k])
+    assert slots.shape == (num_tokens, top_k)
+    assert torch.all(slots >= 0)
 
 
+@pytest.mark.usefixtures("choice")
+def test_mask_of_chosen_tokens_has_their_slots() -> None:
+    scores, lens = torch.randn(5, 32), torch.tensor([32, 20, 7, 1, 0], dtype=torch.int32)
+    tables, rows = torch.arange(8, dtype=torch.int32)[None], torch.zeros(5).long()
+    slots, counts = select_top_tokens(scores, tables, rows, lens, BLOCK, 7)
+    chosen = sparse_latent.choose_tokens(scores, lens, 7)
+    assert chosen.dtype == torch.bool
+    for token, count in enumerate(counts.tolist()):
+        assert chosen[token].nonzero().flatten().tolist() == slots[token, :count].tolist()
+
+
+@pytest.mark.usefixtures("choice")
 def test_fewer_tokens_than_the_limit_are_all_chosen() -> None:
     tables, rows = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([0])
     lens = torch.tensor([6], dtype=torch.int32)
@@ -207,7 +260,7 @@ def test_dense_attention_reads_latents_in_wider_rows(device: str, stored: torch.
 
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_keys_of_indexer_are_written_behind_latents(device: str, stored: torch.dtype | None) -> None:
-    on, num_tokens = "cpu" if device == "op" else device, 3
+    on, num_tokens = "cpu" if device in ("op", "twin") else device, 3
     write = implementation(fused_latent_norm_rope_write, "fused_latent_norm_rope_write", device)
     inputs = {
         "projected": torch.randn(num_tokens, ATTENDED),

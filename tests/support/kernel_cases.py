@@ -248,7 +248,7 @@ def launch_sparse_latent_attention(dtype: torch.dtype, stored: torch.dtype | Non
     q, weights = torch.zeros(num_tokens, 64, 128, dtype=dtype), torch.zeros(num_tokens, 64)
     tables, lens = torch.zeros(num_tokens, 200, dtype=torch.int32), torch.full((num_tokens,), 3000).int()
     sequences = torch.arange(num_tokens)
-    index_scores.index_scores(q, weights, rows[..., 576:], tables, sequences, lens, scales)
+    index_scores.index_scores(q, weights, rows[..., 576:], tables, sequences, lens, 2048, scales)
     absorbed = torch.zeros(num_tokens, 128, 576, dtype=dtype)
     slots, counts = torch.zeros(num_tokens, 2048, dtype=torch.int32), lens.clamp(max=2048)
     sparse_latent.sparse_latent_attention(absorbed, rows[..., :576], slots, counts, 0.1, 512, scales)

@@ -64,8 +64,13 @@ def test_triton_kernels_give_tokens_of_twins(
 @pytest.mark.parametrize("device", [DEVICE])
 @pytest.mark.parametrize(
     ("kind", "sizes", "is_expanded"),
-    [("deepseek_v3", {}, False), ("deepseek_v3", {}, True), ("deepseek_v32", {"index_topk": 5}, False)],
-    ids=["absorbed", "expanded", "sparse"],
+    [
+        ("deepseek_v3", {}, False),
+        ("deepseek_v3", {}, True),
+        ("deepseek_v32", {"index_topk": 5}, False),
+        ("deepseek_v32", {"index_topk": 5}, True),
+    ],
+    ids=["absorbed", "expanded", "sparse", "masked"],
 )
 def test_triton_kernels_of_latents_give_tokens_of_twins(
     make_model: Any,

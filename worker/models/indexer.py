@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.rope import apply_rope
-from ...kernels.sparse_latent import SCORE_BYTES, SelectedTokens, index_scores, select_top_tokens
+from ...kernels.sparse_latent import (
+    SCORE_BYTES,
+    SelectedTokens,
+    choose_tokens,
+    index_scores,
+    select_top_tokens,
+)
+from ..attention import TokenChoice
 from ..comm.shard import Shard
 from .layers import ColumnParallelLinear, LayerNorm, Projection
 from .load_context import LoadContext
@@ -45,7 +54,7 @@ class Indexer:
         self._rotate(keys, cos, sin)
         return keys.squeeze(1)
 
-    def select(
+    def choose(
         self,
         x: Tensor,
         q_latent: Tensor,
@@ -56,7 +65,8 @@ class Indexer:
         rows: Tensor,
         lens: Tensor,
         scales: Tensor | None,
-    ) -> SelectedTokens:
+        num_selected: int,
+    ) -> TokenChoice:
         """Return the tokens that each of the T tokens attends to.
 
         Args:
@@ -65,22 +75,29 @@ class Indexer:
             cos, sin: [T, R], as for kernels.rope.apply_rope.
             keys: [N, 1, 1, B, I], the part of the cache with the keys.
             block_tables, rows, lens, scales: as for index_scores.
+            num_selected: the first tokens, whose choice are slots; that of the others is a mask.
         """
         q = self._queries.forward(q_latent).unflatten(1, (-1, self._sizes.head_dim))
         self._rotate(q, cos, sin)
         weights = F.linear(x.float(), self._weights)
-        block_size = keys.shape[3]
-        parts: list[SelectedTokens] = []
+        block_size, top_k = keys.shape[3], self._sizes.top_k
+
+        def score(own: slice) -> Tensor:
+            return index_scores(q[own], weights[own], keys, block_tables, rows[own], lens[own], top_k, scales)
+
+        def select(own: slice) -> SelectedTokens:
+            return select_top_tokens(score(own), block_tables, rows[own], lens[own], block_size, top_k)
+
+        def mask(own: slice) -> Tensor:
+            return choose_tokens(score(own), lens[own], top_k)
+
         num_tile = max(1, SCORE_BYTES // (4 * block_tables.shape[1] * block_size))
-        for start in range(0, len(q), num_tile):
-            own = slice(start, start + num_tile)
-            scores = index_scores(q[own], weights[own], keys, block_tables, rows[own], lens[own], scales)
-            parts.append(
-                select_top_tokens(scores, block_tables, rows[own], lens[own], block_size, self._sizes.top_k)
-            )
-        if len(parts) == 1:
-            return parts[0]
-        return SelectedTokens(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        selected = [select(own) for own in _tiles(0, num_selected, num_tile)]
+        masks = [mask(own) for own in _tiles(num_selected, len(q), num_tile)]
+        return TokenChoice(
+            SelectedTokens(*(_cat(tensors) for tensors in zip(*selected, strict=True))) if selected else None,
+            _cat(masks) if masks else None,
+        )
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate the first R numbers of each head in place, [T, Hi, I]."""
@@ -93,3 +110,11 @@ class Indexer:
 def index_keys(latents: Tensor, sizes: LatentSpec) -> Tensor:
     """Return the part of a latent cache with the keys of indexers, [N, 1, 1, B, I]."""
     return latents[..., sizes.attended_dim :]
+
+
+def _tiles(start: int, end: int, num_tile: int) -> list[slice]:
+    return [slice(first, min(first + num_tile, end)) for first in range(start, end, num_tile)]
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

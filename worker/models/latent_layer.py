@@ -17,7 +17,7 @@ from ...kernels.latent_attention import (
 from ...kernels.norm import rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ...kernels.sparse_latent import SelectedTokens, sparse_latent_attention
-from ..attention import AttentionInputs, LayerCache, chunk_tokens
+from ..attention import AttentionInputs, LayerCache, TokenChoice, chunk_tokens
 from ..comm.shard import Shard
 from ..weights.weight_slice import WeightSlice
 from .indexer import Indexer, index_keys
@@ -133,22 +133,44 @@ class LatentAttention:
             return self._attend(q, kv_cache, inputs).flatten(1)
         if self.indexer is not None:
             assert isinstance(x, Tensor)
-            inputs.selections[:] = [
-                self.indexer.select(
+            inputs.choices[:] = [
+                self.indexer.choose(
                     x, q_latent, cos, sin, index_keys(kv_cache.blocks, sizes), inputs.block_tables,
-                    *inputs.tokens_as_sequences(len(q)), kv_cache.scales,
+                    *inputs.tokens_as_sequences(len(q)), kv_cache.scales, self._num_absorbed(inputs, len(q)),
                 )
             ]  # fmt: skip
-        return self._attend_selected(q, kv_cache, inputs.selections[0]).flatten(1)
+        return self._attend_chosen(q, kv_cache, inputs, inputs.choices[0]).flatten(1)
 
     def _is_sparse(self, kv_cache: LayerCache, inputs: AttentionInputs) -> bool:
         """Return whether a sequence may have more tokens than a query attends to; known without reading lengths."""
         indexer = self._sizes.indexer
-        max_len = inputs.block_tables.shape[1] * kv_cache.blocks.shape[3]
-        return indexer is not None and max_len > indexer.top_k
+        if indexer is None:
+            return False
+        if inputs.chunks is not None and inputs.num_decodes == 0:
+            return max(inputs.chunks.seq_lens, default=0) > indexer.top_k
+        return inputs.block_tables.shape[1] * kv_cache.blocks.shape[3] > indexer.top_k
+
+    def _num_absorbed(self, inputs: AttentionInputs, num_tokens: int) -> int:
+        """Return the number of first tokens that attend to latents, if attention is sparse."""
+        bounds = inputs.chunks
+        if bounds is not None and self._sizes.expansion_is_cheaper(*bounds):
+            return inputs.num_decodes
+        return num_tokens
+
+    def _attend_chosen(
+        self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs, choice: TokenChoice
+    ) -> Tensor:
+        """Return the attention of all of the step's tokens to chosen ones, [T, Hq, V]."""
+        split, parts = len(q) if choice.visible is None else inputs.num_decodes, list[Tensor]()
+        if choice.selected is not None:
+            parts.append(self._attend_selected(q[:split], kv_cache, choice.selected))
+        if choice.visible is not None:
+            assert inputs.chunks is not None
+            parts.append(self._attend_expanded(q[split:], kv_cache, inputs, inputs.chunks, choice.visible))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_selected(self, q: Tensor, kv_cache: LayerCache, selected: SelectedTokens) -> Tensor:
-        """Return the attention of all of the step's tokens to selected ones, [T, Hq, V]."""
+        """Return the absorbed attention of tokens to selected ones, [T, Hq, V]."""
         num_heads, sizes = q.shape[1], self._sizes
         token_bytes = (2 * num_heads + selected.slots.shape[1]) * sizes.attended_dim * q.itemsize
         num_tile = max(1, EXPANDED_BYTES // token_bytes)
@@ -187,8 +209,7 @@ class LatentAttention:
             decodes = kv_cache, tables[:split], lens[:split], inputs.splits
             parts.append(self._attend_absorbed(q[:split], *decodes))
         if split < q.shape[0]:
-            chunks = kv_cache, tables[split:], lens[split:], inputs.query_start, inputs.chunks
-            parts.append(self._attend_chunks(q[split:], *chunks))
+            parts.append(self._attend_chunks(q[split:], kv_cache, inputs))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_absorbed(
@@ -206,27 +227,33 @@ class LatentAttention:
         )  # fmt: skip
         return self._expand(sums)
 
-    def _attend_chunks(
-        self,
-        q: Tensor,
-        kv_cache: LayerCache,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        query_start: Tensor,
-        bounds: ChunkBounds | None,
-    ) -> Tensor:
+    def _attend_chunks(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:
         """Return the attention of chunks, [T, Hq, V], computed in the cheaper of the two ways.
 
         Which one that is depends on the whole batch. Batch-invariant chunks are always expanded, however short.
         """
+        bounds = inputs.chunks
         if bounds is not None and (self._batch_invariant or self._sizes.expansion_is_cheaper(*bounds)):
-            return latent_prefill_attention(
-                q, self._latents(kv_cache), block_tables, query_start, seq_lens, bounds, self.scale, self.expansion,
-                kv_cache.scales,
-            )  # fmt: skip
+            return self._attend_expanded(q, kv_cache, inputs, bounds)
         # Each token is a sequence of its own, which ends with it.
-        chunk, lens = chunk_tokens(query_start, seq_lens, len(q))
-        return self._attend_absorbed(q, kv_cache, block_tables.index_select(0, chunk), lens)
+        split = inputs.num_decodes
+        chunk, lens = chunk_tokens(inputs.query_start, inputs.seq_lens[split:], len(q))
+        return self._attend_absorbed(q, kv_cache, inputs.block_tables[split:].index_select(0, chunk), lens)
+
+    def _attend_expanded(
+        self,
+        q: Tensor,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        bounds: ChunkBounds,
+        visible: Tensor | None = None,
+    ) -> Tensor:
+        """Return the attention of chunks with their keys and values in full, [T, Hq, V]."""
+        split = inputs.num_decodes
+        return latent_prefill_attention(
+            q, self._latents(kv_cache), inputs.block_tables[split:], inputs.query_start, inputs.seq_lens[split:],
+            bounds, self.scale, self.expansion, kv_cache.scales, visible,
+        )  # fmt: skip
 
 
 def _select(x: Tensor | Float8Tokens, tokens: Tensor) -> Tensor | Float8Tokens:

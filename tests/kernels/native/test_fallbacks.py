@@ -11,7 +11,7 @@ import torch
 from quire.kernels.linear import pack
 from quire.kernels.native import fallbacks
 from quire.kernels.native.build import load_library
-from quire.kernels.native.ops import supports_attention
+from quire.kernels.native.ops import supports_attention, supports_rows
 
 
 @pytest.fixture
@@ -61,9 +61,19 @@ def test_attention_without_an_op_is_logged(logged: list[str]) -> None:
     assert logged == [f"PyTorch computes attention, which is slower: {reason}"]
 
 
+def test_latent_attention_without_an_op_is_logged(logged: list[str]) -> None:
+    for _ in range(2):
+        assert not supports_rows(torch.zeros(2, 4, 41), torch.zeros(9, 1, 1, 16, 41), 24)
+    reason = (
+        "there is no C++ op for latents of 41 numbers, queries of torch.float32 and a cache of torch.float32"
+    )
+    assert logged == [f"PyTorch computes latent attention, which is slower: {reason}"]
+
+
 def test_ops_that_exist_are_not_logged(logged: list[str]) -> None:
     if load_library() is None:
         pytest.skip("there is no C++ compiler")
     assert pack(torch.zeros(16, 32)).panels is not None
     assert supports_attention(torch.zeros(2, 4, 32), torch.zeros(9, 2, 2, 16, 32))
+    assert supports_rows(torch.zeros(2, 4, 48), torch.zeros(9, 1, 1, 16, 64)[..., :48], 32)
     assert logged == []

@@ -42,6 +42,7 @@ FILES = [
     "kernels/test_quantized_kv.py",
     "kernels/test_quantized_panels.py",
     "kernels/test_routing.py",
+    "kernels/test_sparse_latent.py",
     "kernels/test_suffix_automaton.py",
     "kernels/native/test_library.py",
     "kernels/native/test_thread_pool.py",
