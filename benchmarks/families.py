@@ -117,8 +117,9 @@ def load_quire(folder: Path) -> Generate:
 
 def load_transformers(folder: Path) -> Generate:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    AutoTokenizer.from_pretrained(folder)  # as quire does
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def generate(prompt: list[int], max_tokens: int) -> None:
@@ -136,14 +137,24 @@ def load_transformers(folder: Path) -> Generate:
 LOADERS: dict[str, Callable[[Path], Generate]] = {"quire": load_quire, "transformers": load_transformers}
 
 
+def import_engines(folder: Path) -> None:
+    """Import what the engines use for a model.
+
+    A process does so once, whatever the size of the model. The configurations of some kinds, among them Llama, import
+    torch._dynamo and SymPy: 1.6 s and 150 MB, which would be counted for quire with these kinds alone.
+    """
+    import torch
+    import transformers
+
+    from quire import LLM  # noqa: F401
+
+    with torch.device("meta"):
+        transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+
+
 def measure_load(load: Callable[[Path], Generate], folder: Path) -> tuple[Generate, dict[str, float]]:
     """Load a model in this process. Returns what generates with it, and figure |-> value."""
-    # What both engines import is no part of loading.
-    import torch  # noqa: F401
-    import transformers  # noqa: F401
-
-    import quire  # noqa: F401
-
+    import_engines(folder)
     weight_gb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, started = _memory_kib("VmRSS"), time.perf_counter()

@@ -229,16 +229,17 @@ SECTIONS = (
     Section(
         "One small model of each kind",
         "families",
-        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers. Memory is the growth "
-        "of the process at its highest while loading, and includes quire's KV cache.",
+        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers. Loading begins after the "
+        "imports. Memory is the growth of the process at its highest while loading, and includes quire's KV cache.",
         families,
     ),
     Section(
         "Loading",
         "loading",
         "The shape of Qwen2.5-0.5B in each format, from the page cache; quire / transformers, or quire alone. Times "
-        "and memory are per GB of the stored weights. Quantized weights of dense layers are dequantized to float32 "
-        "while they are read. Memory is the growth of the process at its highest.",
+        "and memory are per GB of the stored weights, without the imports. transformers maps full-precision weights, "
+        "and so reads them in its first step. Quantized weights of dense layers are dequantized to float32 while "
+        "they are read. Memory is the growth of the process at its highest.",
         loading,
     ),
     Section(
