@@ -12,11 +12,11 @@ from torch import Tensor
 from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.norm import rms_norm
 from ..attention import AttentionInputs, LayerCache
-from .decoder import Attention
 from .layers import Rotations
 from .load_context import LoadContext
 from .mlp import Mlp
 from .per_layer_inputs import InputGate, whole_linear
+from .self_attention import Attention
 from .shared_attention import SharedAttention
 from .spec import AltUp, DecoderSpec, LayerSpec
 

@@ -13,13 +13,15 @@ from ...proto.errors import ConfigError, ModelLoadError
 from ..attention import AttentionInputs, LayerCache
 from ..weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
-from .decoder import Attention, Decoder, make_dense_layer
+from .decoder import Decoder
+from .decoder_layer import make_dense_layer
 from .eagle3_config import aux_layers
 from .layers import PartialSum, RotaryTable, Rotations
 from .load_context import LoadContext
 from .mlp import Mlp
 from .read_spec import read_spec
 from .registry import FAMILIES
+from .self_attention import Attention
 from .vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
 

@@ -13,7 +13,8 @@ from ...proto.config import ModelConfig
 from ..attention import AttentionInputs, LayerCache
 from ..weights.linear_weight import packed_weight
 from ..weights.weight_slice import WeightSlice
-from .decoder import Decoder, DecoderLayer
+from .decoder import Decoder
+from .decoder_layer import DecoderLayer
 from .load_context import LoadContext
 from .mtp_layouts import mtp_layout
 from .read_spec import read_spec
