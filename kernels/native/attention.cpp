@@ -6,6 +6,7 @@
 #include "ops.h"
 #include "simd.h"
 #include "thread_pool.h"
+#include "tile_buffers.h"
 
 namespace {
 
@@ -15,33 +16,11 @@ constexpr int MAX_SHARING_TOKENS = 16;
 constexpr int64_t MIN_PARALLEL = 1 << 16;
 // Vectors of keys that a decoding query attends to at a time.
 constexpr int DECODE_VECTORS = 4;
-constexpr int KEY_TILE = 64;
-// Rows and vectors of columns whose products stay in registers.
-constexpr int TILE_ROWS = 6;
-constexpr int TILE_VECTORS = NUM_REGISTERS == 32 ? 4 : 2;
 // Queries times heads of a group that share each tile of keys: with 96, packing the keys takes 3 % more of the time.
 constexpr int QUERY_ROWS = 192;
 // Of these, rows whose scores stay in the first-level cache until they are weights.
 constexpr int BAND_ROWS = 48;
 static_assert(BAND_ROWS % TILE_ROWS == 0 && BAND_ROWS % LANES == 0);
-
-// Queries and outputs have a dtype known at run time only: they are few compared to the keys.
-inline Vec load_as(int dtype, const void* numbers, int64_t i) {
-  return dtype == BFLOAT16 ? load((const bf16*)numbers + i) : load((const float*)numbers + i);
-}
-
-inline void store_as(int dtype, void* numbers, int64_t i, Vec v) {
-  dtype == BFLOAT16 ? store((bf16*)numbers + i, v) : store((float*)numbers + i, v);
-}
-
-// Converts n rows to float32 and multiplies each by its scale, if there are scales.
-template <typename T>
-void widen(const T* rows, const float* scales, int64_t n, int64_t length, float* out) {
-  for (int64_t i = 0; i < n; i++) {
-    const float scale = scales ? scales[i] : 1.f;
-    for (int64_t d = i * length; d < (i + 1) * length; d += LANES) store(out + d, load(rows + d) * scale);
-  }
-}
 
 // One KV head's keys and values of one sequence.
 struct Cache {
@@ -71,10 +50,10 @@ struct Cache {
   void read(int64_t position, int which, int64_t n, float* out) const {
     const float* own_scales = scales ? scales + row(position, which) : nullptr;
     switch (dtype) {
-      case FLOAT32: return widen(rows<float>(position, which), own_scales, n, head_dim, out);
-      case BFLOAT16: return widen(rows<bf16>(position, which), own_scales, n, head_dim, out);
-      case INT8: return widen(rows<int8_t>(position, which), own_scales, n, head_dim, out);
-      case FLOAT8_E4M3FN: return widen(rows<fp8>(position, which), own_scales, n, head_dim, out);
+      case FLOAT32: return widen(rows<float>(position, which), head_dim, own_scales, n, head_dim, out);
+      case BFLOAT16: return widen(rows<bf16>(position, which), head_dim, own_scales, n, head_dim, out);
+      case INT8: return widen(rows<int8_t>(position, which), head_dim, own_scales, n, head_dim, out);
+      case FLOAT8_E4M3FN: return widen(rows<fp8>(position, which), head_dim, own_scales, n, head_dim, out);
     }
   }
 
@@ -130,10 +109,6 @@ struct Variant {
     if (slopes) scores += slopes[head] * __builtin_convertvector(lane_indices() + int32_t(distance), Vec);
     return scores;
   }
-};
-
-struct Softmax {
-  float max = -INFINITY, sum = 0;
 };
 
 // The state of a query head before its first key: a sink is a key whose value is 0.
@@ -362,25 +337,6 @@ struct Strip {
   }
 };
 
-// Zeros that begin at a cache line: a vector that crosses two lines takes two loads.
-class Floats {
- public:
-  explicit Floats(int64_t count) : lines_((count + LINE_LEN - 1) / LINE_LEN), count_(count) {}
-
-  float* data() { return lines_.data()->numbers; }
-  float& operator[](int64_t i) { return data()[i]; }
-  void fill(float value) { std::fill(data(), data() + count_, value); }
-
- private:
-  static constexpr int64_t LINE_LEN = 16;
-  struct alignas(64) Line {
-    float numbers[LINE_LEN];
-  };
-
-  std::vector<Line> lines_;
-  int64_t count_;
-};
-
 // The keys that each token of a chunk may attend to, besides causality: a byte per key, 0 for hidden ones.
 struct KeyMask {
   const uint8_t* bytes;  // null: all keys
@@ -472,26 +428,12 @@ class QueryTile {
         Strip<KEY_TILE, D, D>::multiply(scores_of(row), values_.data(), &acc_[row * D], num_keys, D, &decays_[row]);
   }
 
-  // Transposes n rows of D numbers to columns; rows of the result are KEY_TILE apart.
-  static void transpose_rows(const float* rows, int64_t n, float* columns) {
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-      for (int64_t d = 0; d < D; d += LANES) {
-        Vec square[LANES];
-        for (int r = 0; r < LANES; r++) square[r] = load(rows + (i + r) * D + d);
-        transpose(square);
-        for (int c = 0; c < LANES; c++) store(columns + (d + c) * KEY_TILE + i, square[c]);
-      }
-    for (; i < n; i++)
-      for (int64_t d = 0; d < D; d++) columns[d * KEY_TILE + i] = rows[i * D + d];
-  }
-
   // Loads keys as columns and values as rows; those that are not read have a weight of 0.
   void load_kv(const Cache& cache, int64_t begin, int64_t num_hidden, int64_t count) {
     std::fill_n(values_.data(), num_hidden * D, 0.f);
     for (int64_t t = num_hidden; t < count;) {
       const int64_t n = std::min(cache.block_size - (begin + t) % cache.block_size, count - t);
-      transpose_rows(cache.floats(begin + t, 0, n, scratch_.data()), n, &keys_[t]);
+      transpose_rows(cache.floats(begin + t, 0, n, scratch_.data()), n, D, &keys_[t]);
       cache.read(begin + t, 1, n, &values_[t * D]);
       t += n;
     }

@@ -1,6 +1,6 @@
 """The library of C++ ops: the one that the wheel brings, else built with this machine's compiler on first use.
 
-There is one library per instruction set (instruction_sets.py), which takes about 8 seconds to build. It is kept in
+There is one library per instruction set (instruction_sets.py), which takes 10 to 60 seconds to build. It is kept in
 the user's cache directory, under a name with a digest of its sources, flags and compiler. Without a compiler, or if
 the build fails, all ops run on the PyTorch twins, and a warning is logged.
 """

@@ -2,39 +2,9 @@
 // Gimelshein, 2018).
 #pragma once
 
-#include <algorithm>
-#include <cstdint>
-#include <vector>
+#include "tile_buffers.h"
 
-#include "constants.h"
-#include "simd.h"
-
-// Keys of a tile.
-constexpr int KEY_TILE = 64;
-// Rows and vectors of a tile_product that stay in registers.
-constexpr int TILE_ROWS = 6;
-constexpr int TILE_VECTORS = NUM_REGISTERS == 32 ? 4 : 2;
-
-// Queries and outputs have a dtype known at run time only: they are few compared to the keys.
-inline Vec load_as(int dtype, const void* numbers, int64_t i) {
-  return dtype == BFLOAT16 ? load((const bf16*)numbers + i) : load((const float*)numbers + i);
-}
-
-inline void store_as(int dtype, void* numbers, int64_t i, Vec v) {
-  dtype == BFLOAT16 ? store((bf16*)numbers + i, v) : store((float*)numbers + i, v);
-}
-
-// Converts the first `length` numbers of n rows, which are `stride` apart, to float32 and multiplies each row by its
-// scale, if there are scales.
-template <typename T>
-void widen(const T* rows, int64_t stride, const float* scales, int64_t n, int64_t length, float* out) {
-  for (int64_t i = 0; i < n; i++) {
-    const float scale = scales ? scales[i] : 1.f;
-    for (int64_t d = 0; d < length; d += LANES) store(out + i * length + d, load(rows + i * stride + d) * scale);
-  }
-}
-
-// As above for rows of a dtype known at run time; `row` is the index of the first.
+// As `widen`, for rows of a dtype known at run time; `row` is the index of the first.
 inline void widen_as(int dtype, const void* data, int64_t row, int64_t stride, const float* scales, int64_t n,
                      int64_t length, float* out) {
   const float* own_scales = scales ? scales + row : nullptr;
@@ -101,43 +71,6 @@ inline void matmul(const float* a, int64_t a_stride, const float* b, int64_t b_s
     for (; j < columns; j += LANES) tile_product<1>(from, a_stride, b + j, b_stride, to + j, c_stride, depth, add);
   }
 }
-
-// Transposes n rows of `length` numbers to columns; rows of the result are KEY_TILE apart.
-inline void transpose_rows(const float* rows, int64_t n, int64_t length, float* columns) {
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES)
-    for (int64_t d = 0; d < length; d += LANES) {
-      Vec square[LANES];
-      for (int r = 0; r < LANES; r++) square[r] = load(rows + (i + r) * length + d);
-      transpose(square);
-      for (int c = 0; c < LANES; c++) store(columns + (d + c) * KEY_TILE + i, square[c]);
-    }
-  for (; i < n; i++)
-    for (int64_t d = 0; d < length; d++) columns[d * KEY_TILE + i] = rows[i * length + d];
-}
-
-// Zeros that begin at a cache line: a vector that crosses two lines takes two loads.
-class Floats {
- public:
-  explicit Floats(int64_t count) : lines_((count + LINE_LEN - 1) / LINE_LEN), count_(count) {}
-
-  float* data() { return lines_.data()->numbers; }
-  float& operator[](int64_t i) { return data()[i]; }
-  void fill(float value) { std::fill(data(), data() + count_, value); }
-
- private:
-  static constexpr int64_t LINE_LEN = 16;
-  struct alignas(64) Line {
-    float numbers[LINE_LEN];
-  };
-
-  std::vector<Line> lines_;
-  int64_t count_;
-};
-
-struct Softmax {
-  float max = -INFINITY, sum = 0;
-};
 
 // One thread's buffers for the attention of a tile of queries. The softmax reads whole groups of LANES rows.
 struct Tile {
