@@ -19,7 +19,7 @@ from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.symmetric_memory import open_symmetric_memory
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
-from quire.worker.models import decoder, load_context
+from quire.worker.models import decoder, decoder_layer, load_context
 
 HOST = "127.0.0.1"
 MAX_TOKENS = 3
@@ -64,7 +64,7 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
         return tokens
 
     expected = generate()
-    monkeypatch.setattr(decoder, "all_reduce_add_rms_norm", count)
+    monkeypatch.setattr(decoder_layer, "all_reduce_add_rms_norm", count)
     monkeypatch.setattr(decoder, "open_symmetric_memory", peers_of)
     monkeypatch.setattr(decoder, "choose_all_reduce", lambda peers, comm: None)
     make_context: Callable[..., None] = load_context.LoadContext.__init__

@@ -9,7 +9,7 @@ import pytest
 
 from quire.kernels import norm, quantized_linear
 from quire.proto.step import RowSampling
-from quire.worker.models import decoder
+from quire.worker.models import decoder_layer
 from quire.worker.models.layers import ColumnParallelLinear
 from quire.worker.weights import linear_weight
 
@@ -34,7 +34,7 @@ def test_norm_quantizes_for_float8_linear_layer(
         num_calls += 1
         return rounding_norm(*arguments)
 
-    monkeypatch.setattr(decoder, "add_rms_norm_float8", count)
+    monkeypatch.setattr(decoder_layer, "add_rms_norm_float8", count)
     folder = make_model(kind, seed=3)
 
     def generate() -> list[int]:

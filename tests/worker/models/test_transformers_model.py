@@ -203,7 +203,8 @@ def inputs() -> AttentionInputs:
 @pytest.mark.parametrize(
     ("module", "arguments", "words"),
     [
-        ({}, {"s_aux": torch.ones(2)}, "arguments that are not supported: s_aux"),
+        ({}, {"s_aux": torch.ones(3)}, r"sinks of shape \[3\] for 2 heads"),
+        ({}, {"position_bias": torch.ones(2)}, "arguments that are not supported: position_bias"),
         ({}, {"attention_mask": torch.ones(1)}, "arguments that are not supported: attention_mask"),
         ({"is_causal": False}, {}, "not causal"),
         ({}, {"is_causal": False}, "not causal"),
