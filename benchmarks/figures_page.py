@@ -269,8 +269,8 @@ SECTIONS = (
         "speculation",
         "The demo model in float32 with repeated text (ngram), with its EAGLE-3 head and with a smaller model, "
         "beside the same engine without drafts, in turns. Prompts of quote repeat their beginning; prose is "
-        "continued text, greedy; sampled is prose at temperature 1. Lengths by measurement, which leave drafts off "
-        "in most steps; with three drafts in every step (--fixed 3), decision 20 has more. C++ ops for AVX-512.",
+        "continued text, greedy; sampled is prose at temperature 1. Lengths by measurement; decision 20 has fixed "
+        "ones. C++ ops for AVX-512.",
         speculation,
     ),
     Section(

@@ -28,7 +28,7 @@ from ..kv.own_prefixes import OwnPrefixes
 from ..sequences.beam_group import BeamGroup
 from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
-from ..speculation.draft_lengths import DraftLengths
+from ..speculation.draft_lengths import MOST_ROWS_ON_CPU, DraftLengths
 from ..speculation.forced_text import ForcedText
 from .deadlines import DeadlineQueue
 from .in_flight import InFlightStep, InFlightSteps
@@ -104,10 +104,11 @@ class SchedulerState:
         self.throughput: Final = Throughput()
         self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
         speculative = config.speculative
+        most_rows = MOST_ROWS_ON_CPU if config.parallel.device == "cpu" else None
         self.draft_lengths: Final = (
             None
             if speculative is None
-            else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens)
+            else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens, most_rows)
         )
         self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None
         self.lora: Final = (

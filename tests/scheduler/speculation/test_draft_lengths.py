@@ -194,3 +194,8 @@ def test_choice_holds_while_rows_and_limits_stay() -> None:
     other = lengths.choose(rows[:2], first_steps[:2], limits[:2], 100)
     assert other is not None
     assert other.tolist() == [4, 4]
+
+
+def test_steps_of_too_many_rows_have_no_drafts() -> None:
+    lengths = DraftLengths(8, NUM_DRAFTED, most_rows=2)
+    assert [lengths.is_due(num_rows) for num_rows in (1, 2, 3, 8)] == [True, True, False, False]
