@@ -236,7 +236,7 @@ SECTIONS = (
     Section(
         "Loading",
         "loading",
-        "The shape of Qwen2.5-0.5B in each format, from the page cache; quire / transformers, or quire alone. Times "
+        "The 60M-parameter shape in each format, from the page cache; quire / transformers, or quire alone. Times "
         "and memory are per GB of the stored weights, without the imports. transformers maps full-precision weights, "
         "and so reads them in its first step. Quantized weights of dense layers are dequantized to float32 while "
         "they are read. Memory is the growth of the process at its highest.",
