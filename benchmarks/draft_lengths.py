@@ -25,7 +25,7 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
         return np.minimum(limits, most_per_row).astype(np.int32) if most_per_row and limits.any() else None
 
     with (
-        patch.object(DraftLengths, "is_due", lambda lengths, num_rows: True),
+        patch.object(DraftLengths, "is_due", lambda *_: True),
         patch.object(DraftLengths, "choose", choose),
     ):
         yield

@@ -133,7 +133,7 @@ class Planner:
             return
         if lengths is None:
             draft.num_drafted = self._room_for_forced_text(draft, advancing)
-        elif lengths.is_due(advancing.size):
+        elif lengths.is_due(advancing.size, rows.num_started):
             limits = rows.room_for_drafts(advancing)
             first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
             draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)

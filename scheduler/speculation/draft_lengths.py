@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.block_tables import IntArray, RowArray
+from .draft_budget import DraftBudget
 from .draft_load import DraftLoad
 from .row_shares import RowShares
 
@@ -13,7 +14,7 @@ FloatArray = npt.NDArray[np.float64]
 
 # Assumed probabilities, until they are measured: that a drafted token is accepted, and that a row drafts if it may.
 INITIAL_ACCEPTANCE, _INITIAL_PROPOSALS = 0.7, 1.0
-# Drafts must promise this much more than a step without: the price of a token near the present number is uncertain.
+# Expected speed over that without drafts below which the first steps of a run do not trust the estimates of its text.
 _MIN_GAIN = 1.02
 # Most rows of a step with drafts on a CPU. The linear layers of more rows are bound by arithmetic (8 rows of float32
 # with AVX2, at 240 GFLOP/s and 57 GB/s), so a drafted token costs as much as one of another sequence.
@@ -43,6 +44,7 @@ class DraftLengths:
         self._max_len = max_len
         self._most_rows = num_rows if most_rows is None else most_rows
         self._loads: dict[int, DraftLoad] = {}
+        self._budget = DraftBudget()
         self._choice: IntArray | None = None  # for the rows and sequences of `_choice_key`
         self._choice_key = b"", b""
         self._num_choice_steps = self._choice_interval = 0  # steps left, and of the whole choice
@@ -58,19 +60,22 @@ class DraftLengths:
         self._count_outcomes()
         return self._accepted.of(rows)
 
-    def is_due(self, num_rows: int) -> bool:
+    def is_due(self, num_rows: int, num_started: int) -> bool:
         """Return whether `choose` is to be called for the next step without prompts, of this many rows.
 
-        Where drafts do not pay, this call is all that they cost: `choose` takes 50 us, a step of the demo model 1 ms.
+        Where drafts do not pay, this call is all that they cost: `choose` takes 50 us, a step of the demo model 500.
+
+        Args:
+            num_started: sequences that have got a row so far.
         """
         self._num_undecayed_steps += 1
-        return num_rows <= self._most_rows and self._load(num_rows).is_due()
+        return num_rows <= self._most_rows and self._load(num_rows).is_due(num_started)
 
     def _load(self, num_rows: int) -> DraftLoad:
         key = num_rows.bit_length()
         load = self._loads.get(key)
         if load is None:
-            load = self._loads[key] = DraftLoad()
+            load = self._loads[key] = DraftLoad(self._budget)
         return load
 
     def choose(
@@ -131,12 +136,10 @@ class DraftLengths:
         if not load.knows_drafts:
             limits = np.minimum(limits, 1)
         chosen, gain = self._fastest(load, acceptance, proposed, limits, most)
-        if gain < _MIN_GAIN and load.begin_probe():
+        if gain < _MIN_GAIN and load.is_trial:
             # The text may have changed for the better. Fewer tokens would show less, and save little time.
             least = int(np.count_nonzero(limits))
             chosen, _ = self._fastest(load, (1.0 + acceptance) / 2, (1.0 + proposed) / 2, limits, most, least)
-        elif gain < _MIN_GAIN:
-            return None
         return chosen if chosen.any() else None
 
     def _fastest(

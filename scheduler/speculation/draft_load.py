@@ -10,45 +10,74 @@ from .step_times import StepTimes
 
 FloatArray = npt.NDArray[np.float64]
 
-# Steps without drafts before the first with drafts, and after an interval of steps with drafts. The intervals double.
-_FIRST_PLAIN_STEPS, _PLAIN_STEPS = 2, 4
-_MIN_INTERVAL_STEPS, _MAX_INTERVAL_STEPS = 16, 256
+# Steps without drafts before the first run of steps with drafts, and after an interval of them: the intervals double.
+_FIRST_PLAIN_STEPS, _PLAIN_STEPS = 8, 6
+_MIN_INTERVAL_STEPS, _MAX_INTERVAL_STEPS = 64, 512
+# Steps without drafts that take longer than usual after one with drafts, until caches hold their data again.
+_SETTLING_STEPS = 3
 # Factor of the weight of the times without drafts when more of them are measured.
 _PLAIN_FADE = 0.8
-# Most steps until drafts are considered again where none paid. The first pause takes one step, and each one that
-# follows a pause twice as many as that: noise alone ends few drafts.
-_MAX_PAUSE_STEPS = 16
-# Steps that draft against the estimates, one after the other: a first one has more to compute.
-_PROBE_STEPS = 5
-# Factor of the weight of the times with drafts when a probe begins: the text or the machine may have changed.
+# What a run of steps with drafts may lose from its best moment on, in steps without drafts: at first, and after it
+# has saved more than the difference.
+_STAKE, _MOST_STAKE = 2.0, 6.0
+# Credit that is kept for sequences that have not drafted yet: their text is unknown.
+_RESERVE = 1.0
+# The first steps of a run draft as if its text were better than the text before.
+_TRIAL_STEPS = 4
+# Steps without drafts after a run, per step that it lost, and at least: credit is spent over some time.
+_PAUSE, _MIN_PAUSE_STEPS = 12.0, 4
+# Factor of the weight of the times with drafts when a run begins: the text or the machine may have changed.
 _FADE = 0.25
 # A step with drafts takes longer than one without. This share of the difference grows with the drafted tokens, as far
 # as the measurements do not show it; the rest is the work around them.
 _GROWING_SHARE = 0.5
-# Most steps without drafts that a step with drafts counts as losing: other processes delay single steps.
-_MOST_LOST = 2.0
+# Most steps without drafts that a step counts as losing, and that the tokens of a pause cost: other processes delay
+# single steps, and kernels may be compiled in the first one.
+_MOST_LOST, _MOST_CAUGHT_UP = 2.0, 8.0
 
 
 class DraftLoad:
-    """Measured times of steps without prompts, and the budget of drafts."""
+    """Measured times of steps without prompts, and the present run of steps with drafts.
 
-    def __init__(self) -> None:
+    A run begins with the first steps of new sequences, whose text is unknown, or after a pause, if the budget has
+    credit for it. It ends when it has lost its stake since its best moment (Page's test for a change of the mean,
+    1954), or if there is nothing to draft before it has saved anything.
+
+    Args:
+        budget: that of all loads.
+    """
+
+    def __init__(self, budget: DraftBudget) -> None:
         # By tokens, without the time of drafting.
         self._plain_times, self._drafted_times = StepTimes(), StepTimes()
         self._draft_times = StepTimes()  # time that the ranks take to draft, by tokens of a row
-        self._budget = DraftBudget()
+        self._budget = budget
         self._num_plain_steps = _FIRST_PLAIN_STEPS  # to be measured before the next step with drafts
         self._num_drafted_steps, self._interval = 0, _MIN_INTERVAL_STEPS  # planned since then, and at most
-        self._num_pause_steps = self._pause_interval = 0  # steps left, and of the last pause
-        self._num_probe_steps = 0  # left
+        self._num_pause_steps = 0  # left
+        self._num_started = 0  # sequences when a run was last considered
+        self._has_new_text = False  # sequences have started since the last run
+        self._is_running = False
+        self._num_run_steps = 0
+        self._saved = self._stake = 0.0  # by the run, and what it may still lose, in steps without drafts
+        self._debt = 0.0  # for what its first step computed of the steps before
         self._was_drafting = False  # the last step
+        self._num_settling_steps = _SETTLING_STEPS  # left
 
-    def is_due(self) -> bool:
-        """Return whether drafts are to be considered for the next step; called once per step."""
-        if self._num_pause_steps:
+    def is_due(self, num_started: int) -> bool:
+        """Return whether drafts are to be considered for the next step; called once per step.
+
+        Args:
+            num_started: sequences that have started so far.
+        """
+        if num_started != self._num_started:
+            self._num_started, self._has_new_text = num_started, True
+        if self._is_running:
+            return True
+        if self._num_pause_steps and not self._has_new_text:
             self._num_pause_steps -= 1
             return False
-        return not self._budget.is_spent or self._num_probe_steps > 0
+        return self._budget.allows(_STAKE if self._has_new_text else _STAKE + _RESERVE)
 
     @property
     def may_draft(self) -> bool:
@@ -59,19 +88,17 @@ class DraftLoad:
     def knows_drafts(self) -> bool:
         return self._drafted_times.is_known
 
-    def begin_probe(self) -> bool:
-        """Return whether the next step is to draft although the estimates speak against it."""
-        if not self._num_probe_steps and self._budget.allows_probe:
-            self._num_probe_steps = _PROBE_STEPS
-            self._drafted_times.fade(_FADE)
-            self._draft_times.fade(_FADE)
-        return self._num_probe_steps > 0
+    @property
+    def is_trial(self) -> bool:
+        """Return whether the next step is one of the first of a run, or may begin one."""
+        return self._num_run_steps < _TRIAL_STEPS
 
     def on_choice(self, *, has_drafts: bool) -> None:
         """Count a step for which drafts were considered."""
         if has_drafts:
-            self._num_probe_steps = max(0, self._num_probe_steps - 1)
-            self._pause_interval = 0
+            if not self._is_running:
+                self._begin_run()
+            self._num_run_steps += 1
             self._num_drafted_steps += 1
             if self._num_drafted_steps >= self._interval:
                 self._num_drafted_steps, self._num_plain_steps = 0, _PLAIN_STEPS
@@ -79,11 +106,22 @@ class DraftLoad:
                 self._plain_times.fade(_PLAIN_FADE)
         elif self._num_plain_steps:
             self._num_plain_steps -= 1
-        else:
-            self._num_drafted_steps = 0
-            self._budget.end_run()
-            self._pause_interval = min(max(1, 2 * self._pause_interval), _MAX_PAUSE_STEPS)
-            self._num_pause_steps = self._pause_interval
+        elif not self._is_running:  # no row has room
+            self._num_pause_steps = _MIN_PAUSE_STEPS
+
+    def _begin_run(self) -> None:
+        self._is_running, self._has_new_text = True, False
+        self._num_run_steps = 0
+        self._saved, self._stake, self._debt = 0.0, _STAKE, 0.0
+        self._drafted_times.fade(_FADE)
+        self._draft_times.fade(_FADE)
+
+    def _end_run(self) -> None:
+        self._is_running = False
+        self._num_run_steps = 0
+        saved = self._saved - self._debt
+        self._budget.add(saved)
+        self._num_pause_steps = max(_MIN_PAUSE_STEPS, int(-_PAUSE * saved))
 
     def relative_times(self, num_rows: int, counts: FloatArray, rounds: npt.NDArray[np.int64]) -> FloatArray:
         """Return the expected times of steps with some numbers of drafted tokens, relative to a step without.
@@ -104,11 +142,14 @@ class DraftLoad:
 
     def observe_plain(self, num_rows: int, seconds: float) -> None:
         """Record a step that was planned without drafts."""
-        # The time until a result includes applying the result before, which takes longer with drafts.
-        if not self._was_drafting or not self._plain_times.is_known:
-            self._plain_times.observe(num_rows, seconds)
         self._was_drafting = False
-        self._budget.add_plain_step()
+        if not self._num_settling_steps or not self._plain_times.is_known:
+            self._plain_times.observe(num_rows, seconds)
+            self._budget.add_plain_step()
+            return
+        self._num_settling_steps -= 1
+        lost = seconds / self._plain_times.at(num_rows) - 1.0
+        self._budget.add(-min(max(lost, -_MOST_LOST), _MOST_LOST))
 
     def observe_drafted(
         self,
@@ -121,14 +162,20 @@ class DraftLoad:
     ) -> None:
         """Record a step that was planned with drafts; the arguments are those of DraftLengths.observe_step."""
         is_first, self._was_drafting = not self._was_drafting, True
+        self._num_settling_steps = _SETTLING_STEPS
         counted_s = self._drafted_times.observe(num_rows + num_drafted, max(0.0, seconds - draft_s))
         if not self._plain_times.is_known:
             return
         plain_s = self._plain_times.at(num_rows)
         if is_first:  # which also computes the tokens that a pause has left
             usual_s = self._draft_times.at(num_rounds) if self._draft_times.is_known else 0.0
-            self._budget.add_catch_up(max(0.0, draft_s - usual_s) / plain_s)
+            self._debt = min(self._debt + max(0.0, draft_s - usual_s) / plain_s, _MOST_CAUGHT_UP)
             counted_s += min(draft_s, usual_s)
         elif num_rounds:
             counted_s += self._draft_times.observe(num_rounds, draft_s)
-        self._budget.add_drafted_step(max(num_sampled / num_rows - counted_s / plain_s, -_MOST_LOST))
+        saved = max(num_sampled / num_rows - counted_s / plain_s, -_MOST_LOST)
+        self._saved += saved
+        self._stake = min(self._stake + saved, _MOST_STAKE)
+        has_nothing_to_try = not num_drafted and self._stake <= _STAKE
+        if self._is_running and (self._stake <= 0.0 or has_nothing_to_try):
+            self._end_run()

@@ -10,7 +10,7 @@ FloatArray = npt.NDArray[np.float64]
 # Factor of the weight of all earlier measurements per step: half after 140 steps.
 _DECAY = 0.995
 # A measurement counts at most as this many times the expected time, per token: other processes delay single steps.
-_MAX_RATIO = 2.0
+_MAX_RATIO = 1.5
 # Weight, in tokens^2, of the prior slope: without another, further tokens take no time, so that more are tried.
 _PRIOR = 4.0
 # Shorter steps count as this long: the clock may be coarse.

@@ -275,7 +275,7 @@ FORCED = [
 @pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
 def test_forced_text_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """No other drafts are made. xgrammar allows any spelling of the text, so that some of these are rejected."""
-    monkeypatch.setattr(DraftLengths, "is_due", lambda lengths, num_rows: True)
+    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
     monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
     monkeypatch.setattr(NgramProposer, "propose", lambda proposer, rows, max_lens: np.zeros_like(rows))
     drafts = {"method": "ngram", "num_speculative_tokens": 4}

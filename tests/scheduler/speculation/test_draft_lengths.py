@@ -27,7 +27,7 @@ def measured(num_rows: int) -> DraftLengths:
     """Return lengths that have measured steps of a second, with and without drafts."""
     lengths, rows = DraftLengths(8, NUM_DRAFTED), np.arange(num_rows)
     first_steps, limits = np.ones(num_rows, np.int64), np.full(num_rows, 9, np.int32)
-    for _ in range(6):
+    for _ in range(20):
         chosen = lengths.choose(rows, first_steps, limits, 100)
         if chosen is None:
             lengths.observe_step(num_rows, num_rows, 1.0, has_drafts=False)
@@ -55,7 +55,7 @@ def simulate(
     rng, num_tokens, seconds, num_stalls = np.random.default_rng(0), 0, 0.0, 3
     for _ in range(num_steps):
         chosen = None
-        if lengths.is_due(num_rows):
+        if lengths.is_due(num_rows, 1):
             chosen = lengths.choose(rows, first_steps, limits, 1000)
         drafted: IntArray = np.zeros(num_rows, np.int32) if chosen is None else chosen
         hits = rng.random((num_rows, NUM_DRAFTED)) < acceptance
@@ -163,7 +163,7 @@ def test_work_around_drafts_does_not_shorten_them() -> None:
     first_steps, limits = np.ones(1, np.int64), np.array([100], np.int32)
     rng, chosen_lens = np.random.default_rng(0), []
     for _ in range(400):
-        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1) else None
+        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1, 1) else None
         num_drafted = 0 if chosen is None else int(chosen.sum())
         seconds = rng.uniform(0.9, 1.1) * (1.6e-3 + 3e-5 * num_drafted if num_drafted else 1e-3)
         num_accepted = min(num_drafted, int(rng.geometric(0.25)) - 1)
@@ -198,4 +198,4 @@ def test_choice_holds_while_rows_and_limits_stay() -> None:
 
 def test_steps_of_too_many_rows_have_no_drafts() -> None:
     lengths = DraftLengths(8, NUM_DRAFTED, most_rows=2)
-    assert [lengths.is_due(num_rows) for num_rows in (1, 2, 3, 8)] == [True, True, False, False]
+    assert [lengths.is_due(num_rows, 1) for num_rows in (1, 2, 3, 8)] == [True, True, False, False]

@@ -70,7 +70,7 @@ def replay(recording: Recording, lengths: DraftLengths, sequence: int) -> float:
     row, first_steps, position, spent = np.zeros(1, np.intp), np.array([sequence]), 0, 0.0
     while position < recording.num_tokens:
         limits = np.array([recording.num_tokens - position - 1], np.int32)
-        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1) else None
+        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1, sequence) else None
         num_planned = 0 if chosen is None else int(chosen[0])
         (num_sampled, num_drafted, step_us, draft_us), counted_us = recording.step_at(position, num_planned)
         if chosen is None:
@@ -101,7 +101,7 @@ def speeds(cases: list[str], num_sequences: int) -> Iterator[tuple[str, float, f
 # N-grams match seldom and then long, so that the recorded numbers of drafted tokens differ by little but noise.
 @pytest.mark.parametrize(
     ("case", "least"),
-    [("eagle3 prose", 0.97), ("eagle3 quote", 0.97), ("ngram prose", 0.88), ("draft_model sampled", 0.95)],
+    [("eagle3 prose", 0.97), ("eagle3 quote", 0.98), ("ngram prose", 0.88), ("draft_model sampled", 0.93)],
 )
 def test_chosen_numbers_are_about_as_fast_as_the_best_one(case: str, least: float) -> None:
     results = list(speeds([case], 12))
@@ -112,5 +112,5 @@ def test_chosen_numbers_are_about_as_fast_as_the_best_one(case: str, least: floa
 
 def test_drafts_follow_the_text() -> None:
     results = list(speeds(["eagle3 quote", "eagle3 prose", "eagle3 quote", "eagle3 prose"], 8))
-    assert np.mean([to_best for case, _, to_best in results if case == "eagle3 prose"]) > 0.9
+    assert np.mean([to_best for case, _, to_best in results if case == "eagle3 prose"]) > 0.95
     assert np.mean([to_plain for case, to_plain, _ in results if case == "eagle3 quote"]) > 0.98

@@ -1,0 +1,107 @@
+"""DraftLoad: runs of steps with drafts begin where there is credit, and end where they lose."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from quire.scheduler.speculation.draft_budget import DraftBudget
+from quire.scheduler.speculation.draft_load import DraftLoad
+
+PLAIN_S, DRAFT_S = 1e-3, 1e-4
+
+
+class Steps:
+    """Steps of one row, each with three drafted tokens if it may draft."""
+
+    def __init__(self) -> None:
+        self.budget = DraftBudget()
+        self.load = DraftLoad(self.budget)
+        self.num_started = 1
+        self.num_plain = 0  # since the last step with drafts
+
+    def run(self, num_steps: int, num_gained: int, cost: float = 2.0, num_drafted: int = 3) -> int:
+        """Return the number of steps with drafts.
+
+        Args:
+            num_gained: tokens of such a step.
+            cost: its time, relative to a step without drafts.
+        """
+        count = 0
+        for _ in range(num_steps):
+            is_due = self.load.is_due(self.num_started)
+            has_drafts = is_due and self.load.may_draft
+            if is_due:
+                self.load.on_choice(has_drafts=has_drafts)
+            if has_drafts:
+                draft_s = DRAFT_S if num_drafted else 0.0
+                self.load.observe_drafted(1, num_drafted, num_drafted, num_gained, cost * PLAIN_S, draft_s)
+                count, self.num_plain = count + 1, 0
+            else:
+                # The first steps after drafts take longer, until caches hold their data again.
+                self.load.observe_plain(1, PLAIN_S * (1.3 if self.num_plain < 3 else 1.0))
+                self.num_plain += 1
+        return count
+
+
+@pytest.fixture
+def steps() -> Steps:
+    steps = Steps()
+    assert steps.run(8, 1) == 0  # measures steps without drafts
+    return steps
+
+
+def test_drafts_that_pay_go_on(steps: Steps) -> None:
+    assert steps.run(1000, 3) > 970
+
+
+def test_drafts_that_do_not_pay_end_after_their_stake(steps: Steps) -> None:
+    assert steps.run(100, 1) <= 3
+
+
+def test_drafts_that_cease_to_pay_end_soon(steps: Steps) -> None:
+    steps.run(200, 3)
+    assert steps.run(200, 1) < 16
+
+
+def test_new_sequences_draft_first(steps: Steps) -> None:
+    steps.run(100, 1)
+    assert steps.run(350, 3) == 0  # credit is kept for them
+    steps.num_started += 1
+    assert steps.run(10, 3) == 10
+
+
+def test_sequences_draft_again_in_time(steps: Steps) -> None:
+    steps.run(100, 1)
+    assert steps.run(800, 3) > 100
+
+
+def test_nothing_to_draft_costs_one_step(steps: Steps) -> None:
+    assert steps.run(10, 1, cost=1.3, num_drafted=0) == 1
+
+
+def test_runs_with_gains_go_on_where_there_is_nothing_to_draft(steps: Steps) -> None:
+    steps.run(4, 4)
+    assert steps.run(10, 1, cost=1.3, num_drafted=0) == 10
+
+
+def test_slower_steps_after_drafts_are_charged_and_not_taken_as_usual(steps: Steps) -> None:
+    for _ in range(40):
+        steps.run(100, 1)
+    assert steps.load.relative_times(1, np.array([3.0]), np.array([3]))[0] == pytest.approx(2.0, rel=0.05)
+    # 4,000 steps earn 30. Runs have two steps, which lose one each, and 0.9 after them: otherwise 30 steps.
+    assert steps.run(4000, 1) <= 26
+
+
+def test_tokens_of_a_pause_are_paid_for_by_what_the_run_saves(steps: Steps) -> None:
+    steps.load.on_choice(has_drafts=True)
+    steps.load.observe_drafted(1, 3, 3, 3, 8 * PLAIN_S, 7 * PLAIN_S)
+    assert steps.run(50, 3) == 50
+
+
+def test_tokens_of_a_pause_count_in_runs_that_do_not_pay(steps: Steps) -> None:
+    steps.load.on_choice(has_drafts=True)
+    steps.load.observe_drafted(1, 3, 3, 1, 8 * PLAIN_S, 7 * PLAIN_S)
+    steps.run(4, 1)
+    steps.num_started += 1
+    assert steps.run(600, 3) == 0
