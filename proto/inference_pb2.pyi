@@ -195,12 +195,22 @@ class ToolCall(_message.Message):
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class ToolChoice(_message.Message):
-    __slots__ = ("mode", "function")
+    __slots__ = ("mode", "function", "allowed")
     MODE_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
     mode: ToolChoiceMode
     function: str
-    def __init__(self, mode: _Optional[_Union[ToolChoiceMode, str]] = ..., function: _Optional[str] = ...) -> None: ...
+    allowed: AllowedTools
+    def __init__(self, mode: _Optional[_Union[ToolChoiceMode, str]] = ..., function: _Optional[str] = ..., allowed: _Optional[_Union[AllowedTools, _Mapping]] = ...) -> None: ...
+
+class AllowedTools(_message.Message):
+    __slots__ = ("mode", "functions")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    FUNCTIONS_FIELD_NUMBER: _ClassVar[int]
+    mode: ToolChoiceMode
+    functions: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, mode: _Optional[_Union[ToolChoiceMode, str]] = ..., functions: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "n", "best_of", "beam_width", "length_penalty", "early_stopping", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "bad_token_ids", "allowed_token_ids", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output", "truncate_prompt_tokens", "detokenize", "structured_outputs", "thinking_token_budget", "repetition_detection", "extra_args")

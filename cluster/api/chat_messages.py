@@ -22,6 +22,7 @@ from ..chat_format.deltas import (
 from ..requests.chat import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOOLS, Chat
 from ..requests.chat_messages import Message
 from ..requests.json_values import MAX_VALUES
+from ..requests.tool_choice import allowed_tools, is_allowed_tools
 
 # Content parts and tool calls of a conversation, which are counted before any is converted.
 MAX_TOTAL_PARTS = 16384
@@ -141,15 +142,28 @@ def _call_from_proto(call: inference_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _tool_choice_to_message(chat: Chat) -> inference_pb2.ToolChoice:
-    if chat.named_function is not None:
-        return inference_pb2.ToolChoice(function=chat.named_function)
-    return inference_pb2.ToolChoice(mode=_MODES[str(chat.tool_choice)])
+    choice = chat.choice
+    mode = _MODES[choice.mode]
+    if choice.names is None:
+        return inference_pb2.ToolChoice(mode=mode)
+    if is_allowed_tools(chat.tool_choice):
+        allowed = inference_pb2.AllowedTools(mode=mode, functions=choice.names)
+        return inference_pb2.ToolChoice(allowed=allowed)
+    return inference_pb2.ToolChoice(function=choice.names[0])
 
 
 def _tool_choice(message: inference_pb2.ToolChoice) -> str | dict[str, Any]:
-    if message.WhichOneof("choice") == "function":
-        return {"type": "function", "function": {"name": message.function}}
+    kind = message.WhichOneof("choice")
+    if kind == "function":
+        return _named(message.function)
+    if kind == "allowed":
+        mode = _MODE_NAMES.get(message.allowed.mode, "auto")
+        return allowed_tools(mode, list(map(_named, message.allowed.functions)))
     return _MODE_NAMES.get(message.mode, "auto")
+
+
+def _named(function: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": function}}
 
 
 class _StructReader:

@@ -101,7 +101,8 @@ class ChatOptions(RequestOptions, total=False):
         template_options: further variables of the model's chat template by name, for example
             ``{"enable_thinking": False}``. Numbers arrive as floating-point numbers.
         tools: functions that the model may call, in the form of OpenAI's API.
-        tool_choice: ``auto`` (the default) or ``none``.
+        tool_choice: ``auto`` (the default), ``none``, ``required``, or an object that names a function or the allowed
+            ones, in the form of OpenAI's API.
         parallel_tool_calls: allow several tool calls in one reply; True by default.
         documents: for templates of models that answer from documents.
         chat_template: a template for this conversation instead of the model's, if the server permits it.
@@ -111,7 +112,7 @@ class ChatOptions(RequestOptions, total=False):
     continue_final_message: bool
     template_options: Mapping[str, Any]
     tools: Sequence[Tool]
-    tool_choice: str
+    tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     documents: Sequence[Mapping[str, Any]]
     chat_template: str | None

@@ -15,6 +15,7 @@ from .chat_messages import (
     template_message,
 )
 from .json_values import check_count, check_json, check_mapping, check_text, show_value
+from .tool_choice import ToolChoice, check_tool_choice
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -32,8 +33,6 @@ _RESERVED_OPTIONS = frozenset(
     }
 )  # fmt: skip
 
-_TOOL_CHOICES = ("none", "auto", "required")
-
 
 @dataclass(frozen=True, slots=True)
 class Chat:
@@ -46,8 +45,9 @@ class Chat:
         template_options: further variables of the template by name, for example ``enable_thinking``.
         tools: functions that the model may call, ``{"type": "function", "function": {"name": ...}}`` each.
         tool_choice: ``auto``; ``none`` for a reply without tool calls, whose prompt has no tools; ``required`` for a
-            reply of at least one tool call; or ``{"type": "function", "function": {"name": ...}}`` for calls of one
-            function.
+            reply of at least one tool call; ``{"type": "function", "function": {"name": ...}}`` for calls of one
+            function; or ``{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`` for ``auto`` or
+            ``required`` with calls of some functions only, each named as above. The prompt has all tools then.
         parallel_tool_calls: allow several tool calls in one reply.
         documents: for templates of models that answer from documents.
         chat_template: a template for this conversation instead of the model's, if the server permits it.
@@ -70,15 +70,9 @@ class Chat:
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
-    def forces_tool_call(self) -> bool:
-        """The reply must be a tool call."""
-        return self.tool_choice == "required" or self.named_function is not None
-
-    @property
-    def named_function(self) -> str | None:
-        """The function that the reply must call; None if tool_choice names none."""
-        choice = self.tool_choice
-        return None if isinstance(choice, str) else choice["function"]["name"]
+    def choice(self) -> ToolChoice:
+        """The functions that the reply may or must call; call it on a checked conversation."""
+        return ToolChoice.of(self.tool_choice)
 
     @property
     def has_tool_calls(self) -> bool:
@@ -87,7 +81,7 @@ class Chat:
 
     @property
     def parameters_by_tool(self) -> dict[str, Mapping[str, Any]]:
-        """name |-> JSON schema of the parameters, of the functions that the model may call."""
+        """name |-> JSON schema of the parameters, of the functions that the prompt offers."""
         functions = (tool["function"] for tool in self.tools if self.offers_tools)
         return {function["name"]: function.get("parameters") or {} for function in functions}
 
@@ -128,19 +122,7 @@ class Chat:
         check_json("chat.tools", self.tools)
         for index, tool in enumerate(self.tools):
             _check_tool(f"chat.tools[{index}]", tool)
-        self._check_tool_choice()
-
-    def _check_tool_choice(self) -> None:
-        field, choice = "chat.tool_choice", self.tool_choice
-        if isinstance(choice, Mapping):
-            name = check_function(field, choice)["name"]
-            if name not in self.parameters_by_tool:
-                raise InvalidRequest(field, f"names {show_value(name)}, which is not among the tools")
-        elif choice not in _TOOL_CHOICES:
-            allowed = "auto, none, required or the name of a function"
-            raise InvalidRequest(field, f"is {show_value(choice)}, must be {allowed}")
-        elif choice == "required" and not self.tools:
-            raise InvalidRequest(field, "is 'required', but there are no tools")
+        check_tool_choice("chat.tool_choice", self.tool_choice, self.parameters_by_tool)
 
     def _check_template(self) -> None:
         check_mapping("chat.template_options", self.template_options)

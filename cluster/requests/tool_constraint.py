@@ -11,6 +11,17 @@ from ...proto.structured_outputs import StructuredOutputsParams
 from ..chat_format.tool_structures import FunctionSchema, ToolStructure
 from .chat import Chat
 
+# What is wrong with a request that asks for another form too.
+_CONFLICTS = {
+    "required": "forces a tool call, must be auto or none with structured_outputs",
+    "chat.tool_choice": "restricts tool calls, must be auto or none with structured_outputs",
+    "chat.tools": "have strict functions, must have none with structured_outputs",
+}
+# What is wrong if calls within text cannot be told from the text.
+_NO_TRIGGER = {
+    "chat.tool_choice": "allows some tools beside text, which this model's format cannot; the mode must be required",
+    "chat.tools": "have strict functions, which this model's format needs tool_choice for",
+}
 # Names stand in texts and in JSON strings of a reply without being escaped.
 _NAME = re.compile(r"[\w.\-]{1,256}")
 
@@ -27,32 +38,26 @@ def tool_constraint(
     Raises:
         InvalidRequest: the model's format of tool calls cannot be forced, or the request asks for another form too.
     """
-    if not chat.forces_tool_call and not any(tool["function"].get("strict") for tool in chat.tools):
+    choice = chat.choice
+    functions = [tool["function"] for tool in chat.tools if chat.offers_tools]
+    if choice.names is not None:
+        functions = [function for function in functions if function["name"] in choice.names]
+    is_required = choice.mode == "required"
+    is_restricted = is_required or choice.names is not None
+    if not is_restricted and not any(function.get("strict") for function in functions):
         return None
-    functions = _functions(chat)
-    if chat.forces_tool_call:
-        field = "chat.tool_choice"
-        if form is not None:
-            raise InvalidRequest(field, "forces a tool call, must be auto or none with structured_outputs")
-        called = [each for each in functions if chat.named_function in (None, each.name)]
-        tag = _structure(field, structure).calls(called, allows_parallel_calls=chat.parallel_tool_calls)
-    elif functions:
-        field = "chat.tools"
-        if form is not None:
-            raise InvalidRequest(field, "have strict functions, must have none with structured_outputs")
-        known = _structure(field, structure)
-        if not known.trigger:
-            raise InvalidRequest(
-                field, "have strict functions, which this model's format needs tool_choice for"
-            )
-        tag = known.calls_in_text(functions, allows_parallel_calls=chat.parallel_tool_calls)
+    field = "chat.tool_choice" if is_restricted else "chat.tools"
+    if form is not None:
+        raise InvalidRequest(field, _CONFLICTS["required" if is_required else field])
+    known = _structure(field, structure)
+    called = list(map(_function, functions))
+    if is_required:
+        tag = known.calls(called, allows_parallel_calls=chat.parallel_tool_calls)
+    elif known.trigger:
+        tag = known.calls_in_text(called, allows_parallel_calls=chat.parallel_tool_calls)
     else:
-        return None
+        raise InvalidRequest(field, _NO_TRIGGER[field])
     return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})
-
-
-def _functions(chat: Chat) -> list[FunctionSchema]:
-    return [_function(tool["function"]) for tool in chat.tools] if chat.offers_tools else []
 
 
 def _function(function: Mapping[str, Any]) -> FunctionSchema:

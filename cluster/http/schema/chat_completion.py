@@ -22,7 +22,9 @@ class ChatFields(SamplingFields):
         description="Oldest first; roles and parts that the model's template knows."
     )
     tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = Field(None, description="none, auto, required or a function.")
+    tool_choice: str | JsonObject | None = Field(
+        None, description="none, auto, required, a function or allowed_tools."
+    )
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
     chat_template: str | None = None

@@ -11,6 +11,7 @@ from ....proto.errors import InvalidRequest
 from ....proto.sampling import SamplingParams
 from ....proto.structured_outputs import StructuredOutputsParams
 from ...requests.chat import Chat
+from ...requests.tool_choice import allowed_tools, is_allowed_tools
 from ..structured_output import ResponseFormat, requested_form, schema_form
 from .chat_completion import JsonObject
 from .request_model import RequestModel
@@ -36,7 +37,9 @@ class ResponseRequest(RequestModel):
     temperature: float | None = None
     top_p: float | None = None
     tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = None
+    tool_choice: str | JsonObject | None = Field(
+        None, description="none, auto, required, a function or allowed_tools."
+    )
     parallel_tool_calls: bool | None = None
     reasoning: JsonObject | None = Field(None, description="Its effort is a variable of the chat template.")
     text: JsonObject | None = Field(None, description="Its format is text, json_object or json_schema.")
@@ -106,7 +109,19 @@ def _form(wanted: Any) -> StructuredOutputsParams | None:
 def _tool_choice(choice: str | JsonObject | None) -> str | JsonObject:
     if choice is None:
         return "auto"
-    if isinstance(choice, str) or "name" not in choice:
+    if isinstance(choice, str):
+        return choice
+    if is_allowed_tools(choice):
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_named_function(each) if isinstance(each, dict) else each for each in tools]
+        return allowed_tools(choice.get("mode"), tools)
+    return _named_function(choice)
+
+
+def _named_function(choice: JsonObject) -> JsonObject:
+    """Return the name of a function in the form of /v1/chat/completions; without a name, the object as it is."""
+    if "name" not in choice:
         return choice
     return {"type": choice.get("type", "function"), "function": {"name": choice["name"]}}
 

@@ -66,6 +66,26 @@ def test_defaults_survive_the_way_over_protobuf() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "required",
+        {"type": "function", "function": {"name": "get_weather"}},
+        {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": "required",
+                "tools": [{"type": "function", "function": {"name": "get_weather"}}],
+            },
+        },
+    ],
+)
+def test_tool_choice_survives_the_way_over_protobuf(choice: Any) -> None:
+    chat = Chat([{"role": "user", "content": ""}], tools=[TOOL], tool_choice=choice)
+    chat.check()
+    assert chat_from_message(chat_to_message(chat)).tool_choice == choice
+
+
 def _chat(**fields: Any) -> inference_pb2.Chat:
     return inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="x")], **fields)
 

@@ -93,6 +93,34 @@ def test_strict_functions_constrain_calls_within_text(library: GrammarLibrary) -
     assert matcher.forced_bytes().startswith(b"slo")
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+THREE = [tool("weather"), tool("news-now"), tool("clock")]
+
+
+def test_required_call_is_of_an_allowed_function(library: GrammarLibrary) -> None:
+    wanted = chat(tools=THREE, tool_choice=allowed("required", "news-now", "clock"))
+    wanted.check()
+    grammar, names = compiled(library, wanted, "hermes"), set()
+    for seed in range(NUM_WALKS):
+        walk = random_walk(grammar, library.vocabulary, seed, max_tokens=400)
+        calls = parsed(wanted, "hermes", walk.text.decode()).tool_calls if walk.is_finished else ()
+        names |= {call.name for call in calls}
+    assert names == {"news-now", "clock"}
+
+
+def test_allowed_functions_are_the_only_ones_within_text(library: GrammarLibrary) -> None:
+    wanted = chat(tools=THREE, tool_choice=allowed("auto", "weather"))
+    wanted.check()
+    matcher = compiled(library, wanted, "hermes").new_matcher()
+    text = 'Well. <tool_call>\n{"name": "'
+    assert all(matcher.accept(token_id) for token_id in library.vocabulary.encode(text))
+    assert matcher.forced_bytes().startswith(b'weather", "arguments": ')
+
+
 def test_nothing_is_constrained_without_need() -> None:
     structure = TOOL_STRUCTURES["hermes"]
     assert tool_constraint(chat(tool_choice="auto"), structure, None) is None
@@ -106,6 +134,8 @@ def test_nothing_is_constrained_without_need() -> None:
         ({}, "pythonic", "a format of tool calls that grammars can force"),
         ({"tools": [tool("two words")]}, "hermes", "letters, digits"),
         ({"tools": [tool("f", strict=True)], "tool_choice": "auto"}, "llama3_json", "needs tool_choice"),
+        ({"tool_choice": allowed("auto", "weather")}, "llama3_json", "the mode must be required"),
+        ({"tool_choice": allowed("auto", "weather")}, "pythonic", "a format of tool calls that grammars can"),
     ],
 )
 def test_calls_that_cannot_be_forced_are_refused(
@@ -119,6 +149,9 @@ def test_forced_call_excludes_another_form() -> None:
     form = StructuredOutputsParams(json_object=True)
     with pytest.raises(InvalidRequest, match="auto or none with structured_outputs"):
         tool_constraint(chat(), TOOL_STRUCTURES["hermes"], form)
+    restricted = chat(tool_choice=allowed("auto", "weather"))
+    with pytest.raises(InvalidRequest, match="auto or none with structured_outputs"):
+        tool_constraint(restricted, TOOL_STRUCTURES["hermes"], form)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +160,13 @@ def test_forced_call_excludes_another_form() -> None:
         ({"tool_choice": "must"}, "must be auto, none, required or the name of a function"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "names 'f', which is not among"),
         ({"tools": ()}, "there are no tools"),
+        (
+            {"tool_choice": allowed("auto", "weather", "f")},
+            r"allowed_tools.tools\[1\]: names 'f', which is not",
+        ),
+        ({"tool_choice": allowed("auto")}, "allowed_tools.tools: are 0, must be 1 to 1024"),
+        ({"tool_choice": allowed("none", "weather")}, "mode: is 'none', must be auto or required"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "allowed_tools: is None, must be an object"),
     ],
 )
 def test_wrong_tool_choice_is_refused(settings: dict[str, Any], problem: str) -> None:
