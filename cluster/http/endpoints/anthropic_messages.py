@@ -21,6 +21,7 @@ from ..schema.error_body import ANTHROPIC_ERRORS, WHOLE_OR_STREAM
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {
     "sampling.stop": "stop_sequences",
+    "sampling.thinking_token_budget": "thinking.budget_tokens",
     "prompt": "messages",
     "chat": "messages",
     "chat.template_options": "chat_template_kwargs",

@@ -36,7 +36,9 @@ class CountTokensRequest(RequestModel):
     system: str | list[JsonObject] | None = None
     tools: list[JsonObject] | None = None
     tool_choice: JsonObject | None = Field(None, description="Of the type auto, any, tool or none.")
-    thinking: JsonObject | None = Field(None, description="The template's variable enable_thinking.")
+    thinking: JsonObject | None = Field(
+        None, description="The template's variable enable_thinking, and budget_tokens if it is enabled."
+    )
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
 
     def chat(self) -> Chat:
@@ -56,6 +58,7 @@ class CountTokensRequest(RequestModel):
         )
 
     def _thinking(self) -> dict[str, Any]:
+        """Return the variables of the template."""
         kind = (self.thinking or {}).get("type")
         return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
 
@@ -80,7 +83,13 @@ class MessagesRequest(CountTokensRequest):
             top_k=self.top_k,
             top_p=self.top_p,
             structured_outputs=self._form(),
+            thinking_token_budget=self._thinking_budget(),
         )
+
+    def _thinking_budget(self) -> int | None:
+        """Return the most tokens of the reasoning; None for no limit. A budget counts only if thinking is enabled."""
+        thinking = self.thinking or {}
+        return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
 
     def _form(self) -> StructuredOutputsParams | None:
         """Return the form of the text; None for any."""

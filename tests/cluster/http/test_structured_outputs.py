@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -84,6 +86,67 @@ def test_tool_choice_forces_a_call(client: openai.OpenAI, choice: Any) -> None:
     assert made.choices[0].finish_reason == "tool_calls"
 
 
+ALLOWED = [{"type": "function", "name": "paint"}]
+
+
+def _allowed_of_chat(mode: str, functions: list[dict[str, str]]) -> Any:
+    tools = [{"type": each["type"], "function": {"name": each["name"]}} for each in functions]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def _allowed_of_response(mode: str, functions: list[dict[str, str]]) -> Any:
+    return {"type": "allowed_tools", "mode": mode, "tools": functions}
+
+
+def test_allowed_tools_are_the_ones_called(client: openai.OpenAI) -> None:
+    """The random model would call any of them, in chats and in responses."""
+    others: Any = [{"type": "function", "function": {"name": name}} for name in ("a", "b", "c", "d")]
+    chats = [
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=[*others, TOOL], parallel_tool_calls=False,
+            tool_choice=_allowed_of_chat("required", ALLOWED), temperature=1, max_tokens=300, seed=seed,
+        ) for seed in range(3)
+    ]  # fmt: skip
+    names = [call.function.name for made in chats for call in not_none(made.choices[0].message.tool_calls)]  # type: ignore[union-attr]
+    assert names == ["paint"] * 3
+    flat: Any = [{"type": "function", **each["function"]} for each in (*others, TOOL)]
+    response = client.responses.create(
+        model="tiny", input="Hi", tools=flat, tool_choice=_allowed_of_response("required", ALLOWED),
+        parallel_tool_calls=False, max_output_tokens=300, extra_body=SEEDED,
+    )  # fmt: skip
+    assert [item.name for item in response.output if item.type == "function_call"] == ["paint"]
+
+
+def test_allowed_tools_leave_text_free(client: openai.OpenAI) -> None:
+    choice = _allowed_of_chat("auto", ALLOWED)
+    made = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=[TOOL], tool_choice=choice, temperature=0, max_tokens=20
+    )
+    assert made.choices[0].message.content
+    assert not made.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_must_be_tools(client: openai.OpenAI, mode: str) -> None:
+    unknown = [*ALLOWED, {"type": "function", "name": "draw"}]
+    flat: Any = [{"type": "function", **TOOL["function"]}]
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[1\]: names 'draw', which is not among the tools"
+    ):
+        client.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=[TOOL], tool_choice=_allowed_of_chat(mode, unknown)
+        )
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools\[1\]: names 'draw', which is not among the tools"
+    ):
+        client.responses.create(
+            model="tiny",
+            input="Hi",
+            tools=flat,
+            tool_choice=_allowed_of_response(mode, unknown),
+        )
+
+
 def test_response_may_be_forced_to_call_a_function(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "name": "paint", "parameters": SCHEMA, "strict": True}
     made = client.responses.create(
@@ -135,6 +198,15 @@ def test_budget_ends_the_reasoning(make_model: Callable[..., Path], tmp_path: Pa
         assert made.content
         (output,) = grpc_client.chat(MESSAGES, params).outputs
         assert not_none(output.message).content == made.content
+        body = {"model": "tiny", "max_tokens": 60, "messages": MESSAGES, "temperature": 1}
+        for thinking, has_reply in (
+            ({"type": "enabled", "budget_tokens": 4}, True),
+            ({"type": "disabled", "budget_tokens": 4}, False),
+            ({"type": "enabled"}, False),
+        ):
+            answered = httpx.post(f"{server.url}/v1/messages", json=body | {"thinking": thinking}).json()
+            kinds = [block["type"] for block in answered["content"]]
+            assert ("text" in kinds) == has_reply, answered
 
 
 def test_budget_of_a_model_that_does_not_reason_is_refused(
@@ -152,6 +224,11 @@ def test_budget_of_a_model_that_does_not_reason_is_refused(
             client.chat.completions.create(model="tiny", messages=MESSAGES, extra_body=limits)
         with pytest.raises(openai.BadRequestError, match=refusal):
             client.completions.create(model="tiny", prompt="The", extra_body=limits)
+        thinking = {"type": "enabled", "budget_tokens": 4}
+        body = {"model": "tiny", "max_tokens": 60, "messages": MESSAGES, "thinking": thinking}
+        answered = httpx.post(f"{server.url}/v1/messages", json=body)
+        assert answered.status_code == 400
+        assert re.search(r"thinking\.budget_tokens: .*not known to reason", answered.text)
         with pytest.raises(InvalidRequest, match=refusal):
             grpc_client.generate("The", params)
         with pytest.raises(InvalidRequest, match=refusal):
