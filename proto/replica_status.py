@@ -56,7 +56,8 @@ class ReplicaStatus:
             waited for their plans.
         max_num_seqs: sequences that may run at once.
         num_compilations: kernel variants that rank 0 has compiled since it was ready; each delays a step.
-        num_drafts, num_draft_tokens: verified drafts of speculative decoding, and their tokens.
+        num_drafts, num_draft_tokens: verified drafts, and their tokens: of speculative decoding, and of text that
+            grammars force.
         num_accepted_tokens: drafts of which the first, the second, ... token was accepted.
         generates: the model generates text; False if it only pools prompts.
         loras: the replica's registry of adapters.

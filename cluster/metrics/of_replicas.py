@@ -75,6 +75,13 @@ SPEC_ACCEPTED_PER_POSITION = Metric(
     help="Tokens of these drafts that were accepted, by their position in the draft, from 0.",
     labels=(*OF_REPLICA, "position"),
 )
+FORCED_TOKENS = Metric(
+    name="quire_forced_tokens",
+    kind=Kind.COUNTER,
+    help="Tokens that a structured output left no choice of, and that were computed together with the token before "
+    "them. With speculative decoding they are among the accepted tokens of drafts.",
+    labels=OF_REPLICA,
+)
 CACHE_CONFIG = Metric(
     name="vllm:cache_config_info",
     kind=Kind.GAUGE,

@@ -56,8 +56,7 @@ def collect_replicas(samples: Samples, models: ModelsView) -> None:
             _collect_status(samples, labels, client)
             if client.latest_status is not None:
                 _collect_cache_config(samples, labels, model.config, client.latest_status)
-                if model.config.speculative is not None:
-                    _collect_drafts(samples, labels, client.latest_status)
+                _collect_drafts(samples, labels, model.config, client.latest_status)
 
 
 def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaClient) -> None:
@@ -73,7 +72,13 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
         _collect_rank(samples, labels, rank)
 
 
-def _collect_drafts(samples: Samples, labels: tuple[str, str], status: ReplicaStatus) -> None:
+def _collect_drafts(
+    samples: Samples, labels: tuple[str, str], config: EngineConfig, status: ReplicaStatus
+) -> None:
+    if config.drafts_forced_text:
+        samples.add(of_replicas.FORCED_TOKENS, labels, sum(status.num_accepted_tokens))
+    if config.speculative is None:
+        return
     for metric, value_of in _OF_DRAFTS.items():
         samples.add(metric, labels, value_of(status))
     accepted = {str(place): count for place, count in enumerate(status.num_accepted_tokens)}

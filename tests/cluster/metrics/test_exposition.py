@@ -45,7 +45,7 @@ def status(**fields: Any) -> ReplicaStatus:
         "replica_id": "replica-0", "model": "tiny", "problem": "", "draining": False,
         "ranks": (RankStatus(0, os.getpid(), socket.gethostname(), "cpu", "idle"),),
         "num_blocks": 31, "num_used_blocks": 7, "num_cached_blocks": 5, "num_fenced_blocks": 2, "kv_use": 0.25,
-        "fullest_kv_use": 0.75,
+        "fullest_kv_use": 0.75, "num_accepted_tokens": (7, 3),
         "num_running": 3, "num_waiting": 4, "num_preemptions": 6, "num_computed_tokens": 900, "block_size": 4,
     }  # fmt: skip
     return ReplicaStatus(**(numbers | fields))
@@ -137,6 +137,7 @@ def test_scrape_has_the_figures_of_requests_replicas_and_fleet(exposition: Expos
         ("vllm:kv_cache_usage_perc", of_replica): 0.25,
         ("quire_kv_cache_fullest_usage", of_replica): 0.75,
         ("vllm:num_preemptions_total", of_replica): 6,
+        ("quire_forced_tokens_total", of_replica): 10,
         ("vllm:generation_tokens_total", ("tiny",)): 2,
         ("vllm:prompt_tokens_total", ("tiny",)): 5,
         ("vllm:request_success_total", ("tiny", "length")): 1,
