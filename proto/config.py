@@ -15,6 +15,9 @@ from .errors import ConfigError
 from .lora import LoraReference
 from .sampling import SamplingDefaults
 
+# Most forced tokens (jump-forward) of a row in a step, and such tokens that have room beside all rows.
+MAX_FORCED_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
@@ -357,6 +360,16 @@ class EngineConfig:
         """Return whether steps draft the text that grammars force, and nothing else."""
         has_drafts = self.speculative is not None or self.parallel.enable_dp_attention
         return self.model.generates and not has_drafts
+
+    @property
+    def max_decode_tokens(self) -> int:
+        """Return the tokens of the largest step that only decodes, without speculative decoding.
+
+        Forced text has room beside all rows, also if there is one.
+        """
+        limits = self.scheduler
+        num_forced = MAX_FORCED_TOKENS if self.drafts_forced_text else 0
+        return max(limits.max_num_seqs, min(limits.max_num_seqs + num_forced, limits.max_num_batched_tokens))
 
     @property
     def speculative_draft(self) -> ModelConfig | None:

@@ -46,20 +46,24 @@ class GraphShape:
         )
 
 
-def decode_shapes(max_num_seqs: int) -> list[GraphShape]:
-    """Return the shapes of steps of decodes, the smallest first; padding is at most a third of more than 8 rows."""
-    powers = [1 << exponent for exponent in range(max_num_seqs.bit_length())]
+def decode_shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
+    """Return the shapes of steps of decodes, the smallest first; padding is at most a third of more than 8 rows.
+
+    Args:
+        max_num_tokens: of the rows together, with forced ones.
+    """
+    powers = [1 << exponent for exponent in range(max_num_tokens.bit_length())]
     midpoints = [power + power // 2 for power in powers if power >= 16]
-    sizes = {size for size in (*powers, *midpoints) if size < max_num_seqs} | {max_num_seqs}
+    sizes = {size for size in (*powers, *midpoints) if size < max_num_tokens} | {max_num_seqs, max_num_tokens}
     return [GraphShape(size) for size in sorted(sizes)]
 
 
-def adapted_shapes(max_num_seqs: int, num_lora_slots: int) -> list[GraphShape]:
+def adapted_shapes(max_num_seqs: int, max_num_tokens: int, num_lora_slots: int) -> list[GraphShape]:
     """Return the shapes of steps of decodes with adapters, as `decode_shapes`; none without slots.
 
     They are others than those of steps without: an empty launch for each linear layer would delay these.
     """
-    shapes = decode_shapes(max_num_seqs) if num_lora_slots else []
+    shapes = decode_shapes(max_num_seqs, max_num_tokens) if num_lora_slots else []
     return [replace(shape, has_adapters=True) for shape in shapes]
 
 

@@ -47,6 +47,7 @@ class GraphLimits:
     """Limits of steps and of sequences.
 
     Attributes:
+        max_decode_tokens: of a step without chunks.
         max_seq_len: tokens of the blocks in a block table.
         num_groups: cache groups, each as often as its places are split.
         dp_attention: steps have OwnTokens.
@@ -56,6 +57,7 @@ class GraphLimits:
     """
 
     max_num_seqs: int
+    max_decode_tokens: int
     max_num_batched_tokens: int
     max_blocks_per_seq: int
     max_seq_len: int
@@ -72,6 +74,7 @@ class GraphLimits:
         num_groups = sum(config.cache_layout.splits)
         return cls(
             scheduler.max_num_seqs,
+            config.max_decode_tokens,
             scheduler.max_num_batched_tokens,
             max_blocks,
             max_seq_len,
@@ -82,6 +85,16 @@ class GraphLimits:
         )
 
     @property
+    def decode_shapes(self) -> list[GraphShape]:
+        """Shapes of the graphs of decoding rows."""
+        return decode_shapes(self.max_num_seqs, self.max_decode_tokens)
+
+    @property
+    def adapted_shapes(self) -> list[GraphShape]:
+        """Shapes of the graphs of decoding rows with adapters."""
+        return adapted_shapes(self.max_num_seqs, self.max_decode_tokens, self.num_lora_slots)
+
+    @property
     def mixed_shapes(self) -> list[GraphShape]:
         """Shapes of the graphs of steps with chunks."""
         return mixed_shapes(self.max_num_seqs, self.max_num_batched_tokens) if self.records_chunks else []
@@ -89,7 +102,7 @@ class GraphLimits:
     @property
     def shapes(self) -> list[GraphShape]:
         """Shapes of all graphs."""
-        return [*decode_shapes(self.max_num_seqs), *self.mixed_shapes]
+        return [*self.decode_shapes, *self.mixed_shapes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +144,9 @@ class StepGraphs:
         fixed_item_len: int | None = None,
     ) -> None:
         self._compute = compute
-        self._decode_shapes = decode_shapes(limits.max_num_seqs)
+        self._decode_shapes = limits.decode_shapes
         self._mixed_shapes = limits.mixed_shapes
-        self._adapted_shapes = adapted_shapes(limits.max_num_seqs, limits.num_lora_slots)
+        self._adapted_shapes = limits.adapted_shapes
         self._max_seq_len = limits.max_seq_len
         self._backend = backend
         self._all_ranks = all_ranks
@@ -161,7 +174,7 @@ class StepGraphs:
             self._own_tokens = OwnTokens(index, places)
         self._adapters: GraphAdapters | None = None
         if limits.num_lora_slots:
-            self._adapters = GraphAdapters(limits.max_num_seqs, limits.num_lora_slots, device)
+            self._adapters = GraphAdapters(limits.max_decode_tokens, limits.num_lora_slots, device)
 
     @property
     def shapes(self) -> list[GraphShape]:

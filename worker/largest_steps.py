@@ -40,11 +40,12 @@ class LargestSteps:
         hidden = self._run_prompts(cache)
         if not self._config.model.generates:
             return
-        rows = np.arange(self._config.scheduler.max_num_seqs, dtype=np.int32)
+        rows = np.arange(self._config.max_decode_tokens, dtype=np.int32)
         logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
         # Sampling from the whole vocabulary has the largest intermediate tensors, and truncated sampling of several
         # ranks, which gather the logits.
-        truncated = SamplingTable(len(rows), self._config.model.vocab_size)
+        rows %= self._config.scheduler.max_num_seqs  # forced tokens repeat their rows
+        truncated = SamplingTable(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         for row in rows:
             truncated.put(int(row), RowSampling(top_k=2, top_p=0.9))
         for table in (self._sampling, truncated):
@@ -72,9 +73,9 @@ class LargestSteps:
         return self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 
     def _run_decodes(self, cache: CacheEngine) -> None:
-        """Run a decode step of all rows with the longest block tables, by which attention sizes its workspace."""
+        """Run the largest step of decodes with the longest block tables, by which attention sizes its workspace."""
         config = self._config
-        num_seqs = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        num_seqs = min(config.max_decode_tokens, config.scheduler.max_num_batched_tokens)
         position = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
         inputs = AttentionInputs(
             num_decodes=num_seqs,

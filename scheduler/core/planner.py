@@ -141,16 +141,16 @@ class Planner:
             draft.num_tokens_left -= int(draft.num_drafted.sum())
 
     def _room_for_forced_text(self, draft: StepDraft, advancing: RowArray) -> IntArray | None:
-        """Return the most forced tokens of each row. Forced tokens take the place of rows that decode.
+        """Return the most forced tokens of each row.
 
-        So the step is no larger than those that a rank has memory and recorded graphs for.
+        The step is no larger than those that a rank has memory and recorded graphs for.
         """
         forced = self._state.forced_text
         if forced is None or not forced.num_rows:
             return None
-        rows = self._state.rows
-        most = min(draft.num_tokens_left // 2, rows.num_rows - advancing.size)
-        return forced.choose(advancing, rows.room_for_drafts(advancing), most, draft.step_id)
+        most = min(draft.num_tokens_left // 2, self._state.config.max_decode_tokens - advancing.size)
+        limits = self._state.rows.room_for_drafts(advancing)
+        return forced.choose(advancing, limits, most, draft.step_id)
 
     def _drop_drafts(self, draft: StepDraft) -> None:
         """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...proto.block_tables import IntArray, RowArray
+from ...proto.config import MAX_FORCED_TOKENS
 
-# Most forced tokens of a row in a step.
-MAX_FORCED_TOKENS = 16
 # A row that has used its room within this many chances has room in each step; another one in every so many steps.
 _MAX_UNUSED = 12
 _PROBE_INTERVAL_STEPS = 8

@@ -8,22 +8,25 @@ from quire.worker.graph_shapes import GraphShape, adapted_shapes, decode_shapes,
 
 
 @pytest.mark.parametrize(
-    ("max_num_seqs", "sizes"),
+    ("max_num_seqs", "max_num_tokens", "sizes"),
     [
-        (1, [1]),
-        (3, [1, 2, 3]),
-        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
-        (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
+        (1, 1, [1]),
+        (1, 17, [1, 2, 4, 8, 16, 17]),
+        (3, 3, [1, 2, 3]),
+        (64, 64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
+        (100, 116, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100, 116]),
     ],
 )
-def test_decode_shapes_are_powers_and_midpoints(max_num_seqs: int, sizes: list[int]) -> None:
-    assert decode_shapes(max_num_seqs) == [GraphShape(size) for size in sizes]
+def test_decode_shapes_are_powers_and_midpoints(
+    max_num_seqs: int, max_num_tokens: int, sizes: list[int]
+) -> None:
+    assert decode_shapes(max_num_seqs, max_num_tokens) == [GraphShape(size) for size in sizes]
 
 
 def test_adapted_shapes_are_those_of_decodes() -> None:
-    assert [shape.num_decodes for shape in adapted_shapes(6, 1)] == [1, 2, 4, 6]
-    assert not set(adapted_shapes(6, 1)) & set(decode_shapes(6))
-    assert adapted_shapes(6, 0) == []
+    assert [shape.num_decodes for shape in adapted_shapes(6, 6, 1)] == [1, 2, 4, 6]
+    assert not set(adapted_shapes(6, 6, 1)) & set(decode_shapes(6, 6))
+    assert adapted_shapes(6, 6, 0) == []
 
 
 def test_mixed_shapes_stay_within_the_limits_of_a_step() -> None:
@@ -58,5 +61,5 @@ def test_find_shape_limits_padding(step: tuple[int, int, int], found: tuple[int,
 
 
 def test_find_shape_of_decodes_is_the_smallest() -> None:
-    assert find_shape(decode_shapes(64), 17, 0, 0) == GraphShape(24)
-    assert find_shape(decode_shapes(64), 65, 0, 0) is None
+    assert find_shape(decode_shapes(64, 64), 17, 0, 0) == GraphShape(24)
+    assert find_shape(decode_shapes(64, 64), 65, 0, 0) is None

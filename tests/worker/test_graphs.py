@@ -196,11 +196,12 @@ def test_all_graphs_are_recorded_before_the_first_step(
     backend.record = count  # type: ignore[method-assign]
     engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
     (runner,) = engine.runners
-    assert sizes == [6, 4, 2, 1] + [6 + NUM_CHUNKS] * 3
-    assert [shape.num_decodes for shape in runner._graphs.shapes] == [1, 2, 4, 6, 6, 6, 6]
+    decodes = [1, 2, 4, 6, 8, 16, 22]  # with forced tokens
+    assert sizes == decodes[::-1] + [6 + NUM_CHUNKS] * 3
+    assert [shape.num_decodes for shape in runner._graphs.shapes] == [*decodes, 6, 6, 6]
     sequences = [planned([5, 6], 9, GREEDY), planned([7], 4, GREEDY)]
     engine.generate(sequences)
-    assert backend.num_recorded == 7
+    assert backend.num_recorded == 7 + 3
     assert backend.num_replays == 9  # all steps
 
 
@@ -333,7 +334,7 @@ def test_graphs_of_steps_with_adapters_give_same_tokens(
     expected = run()
     assert expected[0] != expected[7]
     assert run(graph_backend=backend) == expected
-    assert backend.num_recorded == 4 + 3 + 4
+    assert backend.num_recorded == 7 + 3 + 7
     # In all steps but those of prompts, few of which have room in the graphs of steps without adapters.
     assert backend.num_replays >= 2 * 10
 
@@ -395,7 +396,7 @@ def test_failed_recording_of_one_rank_disables_graphs_on_all(
             tokens.append(sequence.generated)
     assert tokens[0] == tokens[1]
     assert backend.num_recorded == 2
-    warning = "graphs are disabled: a step of 8 decodes and 0 prompt tokens cannot be recorded on every rank"
+    warning = "graphs are disabled: a step of 24 decodes and 0 prompt tokens cannot be recorded on every rank"
     assert caplog.text.count(warning) == 2
 
 
@@ -426,14 +427,14 @@ def test_graphs_of_decodes_remain_if_others_cannot_be_recorded(
 
     def record_decodes(compute: Any) -> Recording:
         recording = record(compute)
-        if len(recording.output) > 6:
+        if len(recording.output) == 6 + NUM_CHUNKS:
             raise RuntimeError("no memory")
         return recording
 
     backend.record = record_decodes  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
-    assert [shape.num_decodes for shape in engine.runners[0]._graphs.shapes] == [1, 2, 4, 6]
+    assert [shape.num_decodes for shape in engine.runners[0]._graphs.shapes] == [1, 2, 4, 6, 8, 16, 22]
     assert "a step of 6 decodes and 256 prompt tokens cannot be recorded on every rank" in caplog.text
     engine.generate([planned([5, 6], 4, GREEDY)])
     assert backend.num_replays == 3

@@ -310,6 +310,17 @@ def test_forced_text_takes_fewer_steps_without_other_drafts(
     assert counts[0] < 2 / 3 * counts[1]
 
 
+def test_only_row_of_an_engine_has_room_for_forced_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForcedText, "observe_step", lambda *args, **kwargs: None)  # which depends on the load
+    prompts, params = [*PROMPTS[:1], "It was"], sampled(FORCED[0], temperature=0.0)
+    with LLM("demo", **(OPTIONS | {"max_num_seqs": 1})) as single:
+        outputs = single.generate(prompts, params)
+        stats = single._engine.scheduler.stats  # type: ignore[attr-defined]
+    assert texts(outputs) == texts(llm.generate(prompts, params))
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert sum(stats.num_accepted) > num_tokens / 3
+
+
 def test_steps_that_fail_amid_drafts_leave_the_output_the_same(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

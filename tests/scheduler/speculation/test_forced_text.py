@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from quire.proto.block_tables import IntArray
-from quire.scheduler.speculation.forced_text import MAX_FORCED_TOKENS, PLAIN_INTERVAL_STEPS, ForcedText
+from quire.proto.config import MAX_FORCED_TOKENS
+from quire.scheduler.speculation.forced_text import PLAIN_INTERVAL_STEPS, ForcedText
 
 ROWS = np.arange(4)
 LIMITS = np.full(4, 100, np.int32)
