@@ -74,14 +74,17 @@ class StructuredOutputsParams:
 
     @staticmethod
     def of(field: str, given: Any) -> StructuredOutputsParams:
-        """Return the constraint that a caller gave, also as a mapping. Raises InvalidRequest for another type."""
+        """Return the constraint that a caller gave, also as a mapping. Raises InvalidRequest for another type.
+
+        Clients of vLLM send all of its fields; those that are unknown here are ignored if they ask for nothing.
+        """
         if isinstance(given, StructuredOutputsParams):
             return given
         if not isinstance(given, Mapping):
             raise InvalidType(field, f"is of type {type(given).__name__}, must be a StructuredOutputsParams")
         known = {member.name for member in fields(StructuredOutputsParams)}
         unknown = sorted(
-            str(name) for name, value in given.items() if name not in known and value is not None
+            str(name) for name, value in given.items() if name not in known and value not in (None, False)
         )
         if unknown:
             raise InvalidRequest(f"{field}.{unknown[0][:64]}", f"is unknown, must be one of {sorted(known)}")

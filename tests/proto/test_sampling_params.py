@@ -11,6 +11,7 @@ import pytest
 
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingDefaults, SamplingParams
+from quire.proto.structured_outputs import StructuredOutputsParams
 
 
 @pytest.mark.parametrize(
@@ -220,3 +221,11 @@ def test_model_defaults_apply_to_unset_values_only() -> None:
     explicit = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, repetition_penalty=1.0)
     assert explicit.with_defaults(of_model) == replace(explicit, min_p=0.0)
     assert SamplingParams().with_defaults(SamplingDefaults()).temperature == 1.0
+
+
+def test_fields_of_a_form_that_ask_for_nothing_are_ignored() -> None:
+    given = {"regex": "a+", "json": None, "disable_fallback": False, "whitespace_pattern": None}
+    params = SamplingParams(structured_outputs=given)  # type: ignore[arg-type]
+    assert params.structured_outputs == StructuredOutputsParams(regex="a+")
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.whitespace_pattern: is unknown"):
+        SamplingParams(structured_outputs={**given, "whitespace_pattern": " "})  # type: ignore[arg-type]

@@ -30,7 +30,8 @@ DEADLINE_S = 120.0
 STATUS_S = 30.0
 NUM_TOKENS = 300
 PROMPT = "It was"
-FORM = StructuredOutputsParams(regex="([a-z]{3,9} [0-9]{2}){60}")
+# Its ranks draft what it leaves no choice of.
+FORM = StructuredOutputsParams(regex="([a-z]{3,9} is the ship of the number [0-9]{2}, ){40}")
 KINDS = {
     "greedy": SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=0.0),
     "seed, n and penalties": SamplingParams(
