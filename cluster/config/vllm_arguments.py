@@ -113,6 +113,7 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "disable_log_stats": (bool, Ignored(_ONE_LOG)),
     "distributed_executor_backend": (str, Ignored("one rank needs no executor, and Ray places several")),
     "download_dir": (str, Ignored("the variable HF_HOME sets where downloads are kept")),
+    "enable_sleep_mode": (bool, Ignored("every engine can sleep")),
     "guided_decoding_backend": (str, Renamed("structured_outputs_backend")),
     "max_parallel_loading_workers": (int, Ignored("each rank reads its own part of the weights")),
     "fully_sharded_loras": (bool, Ignored("adapters are sharded so that they need no collectives of their own")),
