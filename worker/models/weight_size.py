@@ -13,7 +13,7 @@ from ..weights.quantization import read_quantization
 from .registry import FAMILIES
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # The expansion of latents to keys and values is dequantized while it is loaded.
 _EXPANSION = "kv_b_proj"
@@ -82,28 +82,48 @@ def measure_weights(model: ModelConfig, module: nn.Module, dtype_bytes: int) -> 
         dtype_bytes: bytes of a number that is not quantized.
 
     Raises:
-        ConfigError: the quantization is not supported.
+        ConfigError: the quantization is not supported, or cannot be read.
     """
     quantization = read_quantization(model)
+    parameters = dict(module.named_parameters())  # shared parameters come once
     find_format: FindFormat = lambda layer: None  # noqa: E731
     if quantization is not None:
-        find_format = format_finder(quantization, model.hf.get("quantization_config"))
+        layers = [
+            _layer(name) for name, parameter in parameters.items() if _keeps_codes(name, parameter, model)
+        ]
+        find_format = format_finder(quantization, model, layers)
     size = WeightSize()
-    for name, parameter in module.named_parameters():  # shared parameters come once
-        shape = tuple(parameter.shape)
-        is_linear = len(shape) > 1 and not any(part in name for part in _FULL_PRECISION)
-        # transformers multiplies stacks of experts itself, so they are dequantized while they are loaded.
-        keeps_codes = len(shape) == 2 or model.architecture in FAMILIES
-        layer_format = find_format(name.removesuffix(".weight")) if is_linear and keeps_codes else None
+    for name, parameter in parameters.items():
+        layer_format = find_format(_layer(name)) if _keeps_codes(name, parameter, model) else None
         num_bytes = (
-            _num_bytes(layer_format, shape, model) if layer_format else parameter.numel() * dtype_bytes
+            _num_bytes(layer_format, tuple(parameter.shape), model)
+            if layer_format
+            else parameter.numel() * dtype_bytes
         )
+        is_linear = _is_linear(name, parameter)
         size.num_parameters += parameter.numel()
         size.num_bytes += num_bytes
         size.routed_bytes += num_bytes if is_linear and ".experts." in name else 0
         is_expansion = _EXPANSION in name and "norm" not in name
         size.attention_bytes += num_bytes if (is_linear and ".self_attn." in name) or is_expansion else 0
     return size
+
+
+def _layer(parameter_name: str) -> str:
+    return parameter_name.removesuffix(".weight")
+
+
+def _is_linear(name: str, parameter: Tensor) -> bool:
+    """Return whether a parameter is the matrix of a linear layer that checkpoints quantize, or a stack of them."""
+    return parameter.dim() > 1 and not any(part in name for part in _FULL_PRECISION)
+
+
+def _keeps_codes(name: str, parameter: Tensor, model: ModelConfig) -> bool:
+    """Return whether a parameter stays quantized if its layer is.
+
+    transformers multiplies stacks of experts itself, so they are dequantized while they are loaded.
+    """
+    return _is_linear(name, parameter) and (parameter.dim() == 2 or model.architecture in FAMILIES)
 
 
 def _num_bytes(layer_format: LayerFormat, shape: tuple[int, ...], model: ModelConfig) -> int:

@@ -6,12 +6,13 @@ A quantized checkpoint has a ``quantization_config`` in its config.json. For a c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ConfigError
+from ...proto.errors import ConfigError, first_line, in_one_line
 
 # Values of the `quantization` option: 8-bit integers, or 8-bit floating point (e4m3).
 ONLINE_METHODS = ("int8", "fp8")
@@ -72,26 +73,44 @@ def read_quantization(model: ModelConfig) -> Quantization | None:
         ConfigError: the method or variant is not supported; or online quantization is requested for a checkpoint
             that is quantized already.
     """
-    stored: dict[str, Any] | None = model.hf.get("quantization_config")
+    stored = model.hf.get("quantization_config") or None
+    if stored is not None and not isinstance(stored, dict):
+        raise ConfigError(f"{model.name}: its quantization_config is not a JSON object")
     if model.quantization is not None:
         return _online_quantization(model, stored)
-    if not stored:
+    if stored is None:
         return None
-    method = stored.get("quant_method")
-    reader = _METHODS.get(str(method))
+    given = stored.get("quant_method")
+    method = str(given)
+    reader = _METHODS.get(method)
     if reader is None:
         hint = f" ({_REFUSED[method]})" if method in _REFUSED else ""
         raise ConfigError(
-            f"{model.name}: quantization method {method!r} is not supported{hint}; supported: {', '.join(_METHODS)}"
+            f"{model.name}: quantization method {given!r:.100} is not supported{hint}; "
+            f"supported: {', '.join(_METHODS)}"
         )
     try:
-        return reader(stored)
-    except ConfigError as error:
-        raise ConfigError(f"{model.name}: {method} {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{model.name}: its quantization_config cannot be read: {type(error).__name__}: {error}"
-        ) from error
+        with reading_config(model.name):
+            return reader(stored)
+    except _Unsupported as error:
+        raise ConfigError(f"{model.name}: {method} {first_line(error)}") from error
+
+
+class _Unsupported(Exception):
+    """A setting that can be read has a value that is not supported."""
+
+
+@contextmanager
+def reading_config(name: str) -> Iterator[None]:
+    """Raise the errors of code that reads a quantization_config, whose values may have any type, as ConfigError.
+
+    Args:
+        name: of the model.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{name}: its quantization_config cannot be read: {in_one_line(error)}") from error
 
 
 def _online_quantization(model: ModelConfig, stored: dict[str, Any] | None) -> Quantization:
@@ -111,13 +130,13 @@ def _read_gptq(stored: dict[str, Any]) -> Quantization:
     layout = stored.get("checkpoint_format") or "gptq"
     _require("checkpoint_format", layout, ("gptq", "gptq_v2"))
     zero_offset = 1 if layout == "gptq" else 0
-    return Quantization("gptq", stored["bits"], _group_len(stored["group_size"]), zero_offset)
+    return Quantization("gptq", stored["bits"], read_group_len(stored["group_size"]), zero_offset)
 
 
 def _read_awq(stored: dict[str, Any]) -> Quantization:
     _require("bits", stored.get("bits", stored.get("w_bit")), (4,))
     _require("version", str(stored.get("version", "gemm")).lower(), ("gemm",))
-    return Quantization("awq", 4, _group_len(stored.get("group_size", stored.get("q_group_size"))))
+    return Quantization("awq", 4, read_group_len(stored.get("group_size", stored.get("q_group_size"))))
 
 
 def _read_compressed(stored: dict[str, Any]) -> Quantization:
@@ -154,7 +173,7 @@ def _read_modelopt(stored: dict[str, Any]) -> Quantization:
     algorithm = str(stored["quant_algo"]).upper()
     _require("quant_algo", algorithm, (*MODELOPT_ALGORITHMS, "MIXED_PRECISION"))
     if algorithm == "NVFP4":
-        return Quantization("modelopt", 4, _group_len(stored.get("group_size") or NVFP4_GROUP_LEN))
+        return Quantization("modelopt", 4, read_group_len(stored.get("group_size") or NVFP4_GROUP_LEN))
     if algorithm == "MIXED_PRECISION":
         for own in (stored.get("quantized_layers") or {}).values():
             _require("quant_algo of a layer", str(own["quant_algo"]).upper(), MODELOPT_ALGORITHMS)
@@ -179,11 +198,12 @@ _REFUSED = {
 }
 
 
-def _group_len(value: Any) -> int | None:
+def read_group_len(value: Any) -> int | None:
+    """Return the length of a group; None for -1, all inputs. Raises ValueError if it is not a positive number."""
     if value == -1:
         return None
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"group size {value!r}")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"group size {value!r:.100}")
     return value
 
 
@@ -197,5 +217,5 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _require(name: str, value: object, known: tuple[object, ...]) -> None:
-    if value not in known:
-        raise ConfigError(f"{name} {value!r} is not supported; supported: {', '.join(map(str, known))}")
+    if value not in known or isinstance(value, float):
+        raise _Unsupported(f"{name} {value!r:.100} is not supported; supported: {', '.join(map(str, known))}")

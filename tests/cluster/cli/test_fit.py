@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,15 @@ QWEN3_8B = {
     "max_position_embeddings": 40960,
     "dtype": "bfloat16",
     "tie_word_embeddings": False,
+}
+
+SMALL = QWEN3_8B | {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
 }
 
 DEEPSEEK_V3 = {
@@ -133,6 +143,19 @@ def test_fit_counts_the_keys_of_indexers(tmp_path: Path, capsys: pytest.CaptureF
     assert "83.9 KiB" in capsys.readouterr().out
 
 
+def test_fit_of_layers_of_different_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma 3n lists the sizes of its feed-forward networks."""
+    gemma = {
+        "architectures": ["Gemma3nForCausalLM"],
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 0,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(gemma | {"intermediate_size": [8192] * 4 + [16384]}))
+    fit(str(tmp_path), gpus=1)
+    assert "Gemma3nForCausalLM" in capsys.readouterr().out
+
+
 def test_fit_of_data_parallel_attention_needs_latents(model: str) -> None:
     with pytest.raises(ConfigError, match="enable_dp_attention is for multi-head latent attention"):
         fit(model, gpu="h200", enable_dp_attention=True)
@@ -175,6 +198,44 @@ def test_fit_fails_if_no_size_fits(model: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(ConfigError, match="does not fit on 1 x t4"):
         fit(model, gpu="t4", gpus=1)
     assert "does not fit" in capsys.readouterr().out
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "problem"),
+    [
+        (PACKED | {"ignore": ["re:("]}, r"pattern 're:\(' is invalid: missing \)"),
+        (PACKED | {"ignore": ["re:(.*.*)*(.*.*)*x$"]}, "x\\$' takes too long; all patterns may take 1 s"),
+        (PACKED | {"ignore": 5}, "5 is no list of layers' names"),
+        (PACKED | {"ignore": [5]}, r"\[5\] is no list of layers' names"),
+        (PACKED | {"config_groups": {"a": {"targets": 1, "weights": {"num_bits": 4, "type": "int"}}}},
+         "1 is no list of layers' names"),
+        (PACKED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int", "group_size": "x"}}}},
+         "group size 'x'"),
+        (GPTQ | {"dynamic": {"-:(": {}}}, r"pattern 're:\(' is invalid: missing \)"),
+        (GPTQ | {"dynamic": {"+:(.*.*)*x$": {}}}, "takes too long"),
+        (GPTQ | {"dynamic": [1]}, r"dynamic \[1\] is no JSON object"),
+        (GPTQ | {"dynamic": {".*": 1}}, "AttributeError"),
+        (GPTQ | {"dynamic": {".*": {"bits": "4"}}}, "bits of dynamic '4'"),
+        (GPTQ | {"dynamic": {".*": {"group_size": 0}}}, "group size 0"),
+        (GPTQ | {"modules_in_block_to_quantize": 1}, "TypeError"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": {"a": 1}},
+         r"{'a': 1} is no list of layers' names"),
+    ],
+)  # fmt: skip
+def test_fit_refuses_malformed_quantization(
+    tmp_path: Path, quantization: dict[str, Any], problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=f"its quantization_config cannot be read: .*{problem}"):
+        fit(str(tmp_path), gpus=1)
 
 
 def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:

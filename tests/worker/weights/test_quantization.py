@@ -375,10 +375,21 @@ def test_block_scales_may_be_powers_of_two(tmp_path: Path) -> None:
          "compressed-tensors format 'marlin-24' is not supported"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized",
           "config_groups": {"a": {"weights": {"type": "int", "num_bits": 2}}}}, r"weights \('int', 2\)"),
+        ([1], "its quantization_config is not a JSON object"),
+        ("gptq", "its quantization_config is not a JSON object"),
+        ({"quant_method": ["gptq"]}, r"method \['gptq'\] is not supported; supported: gptq"),
+        ({"quant_method": "gptq", "bits": 4.0}, "gptq bits 4.0 is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": True}, "cannot be read: ValueError: group size True"),
+        ({"quant_method": "fp8", "weight_block_size": [float("inf"), 1]}, "cannot be read: OverflowError"),
+        ({"quant_method": "fp8", "weight_block_size": []}, "cannot be read: ValueError"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": [1]},
+         "cannot be read: AttributeError"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {}}},
+         "cannot be read: KeyError: 'quant_algo'"),
     ],
 )  # fmt: skip
 def test_unsupported_quantization_config_raises_config_error(
-    change: dict[str, Any], words: str, make_model: Any, engine_config: Any
+    change: Any, words: str, make_model: Any, engine_config: Any
 ) -> None:
     model = engine_config(make_model("llama")).model
     model = replace(model, hf=model.hf | {"quantization_config": change})
