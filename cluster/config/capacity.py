@@ -98,9 +98,16 @@ def capacity(
 
 def _activation_bytes(model: ModelConfig, tensor_parallel_size: int, workload: Workload) -> int:
     """Return an estimate: the widest layer's inputs and outputs, and the logits with a copy for sampling."""
-    hidden = int(model.hf.get("hidden_size") or model.num_heads * model.head_dim)
-    intermediate = int(model.hf.get("intermediate_size") or 4 * hidden)
+    hidden = _size(model, "hidden_size") or model.num_heads * model.head_dim
+    intermediate = _size(model, "intermediate_size") or 4 * hidden
     width = 4 * hidden + 3 * -(-intermediate // tensor_parallel_size)
     layer = workload.max_num_batched_tokens * width * workload.dtype_bytes
     logits = 2 * workload.max_num_seqs * model.vocab_size * _FLOAT32_BYTES
     return layer + logits
+
+
+def _size(model: ModelConfig, field: str) -> int:
+    """Return a size of the configuration, the largest if layers differ; 0 if it states none."""
+    given = model.hf.get(field)
+    sizes = given if isinstance(given, list) else [given]
+    return max((size for size in sizes if isinstance(size, int)), default=0)

@@ -179,22 +179,26 @@ def _check_names(path: Path, name: str, fields: dict[str, Any]) -> None:
     model_type = fields.get("model_type")
     if isinstance(model_type, str) and not has_model_type(model_type):
         raise ModelLoadError(
-            f"{path}: model_type is {model_type!r}, which the installed transformers does not know"
+            f"{path}: model_type is {model_type!r:.100}, which the installed transformers does not know"
         )
-    architectures = fields.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        return
-    architecture = ARCHITECTURE_ALIASES.get(str(architectures[0]), str(architectures[0]))
-    if architecture not in FAMILIES and not has_architecture(architecture):
+    architecture = _architecture(fields)
+    if architecture and architecture not in FAMILIES and not has_architecture(architecture):
         raise ConfigError(
             f"{name}: architecture {architecture!r} is not supported: the installed transformers has no model of "
             "that name; `quire models` lists those that are"
         )
 
 
+def _architecture(fields: dict[str, Any]) -> str:
+    """Return the architecture as FAMILIES has it; empty if config.json states none."""
+    given = fields.get("architectures")
+    stated = str(given[0])[:100] if isinstance(given, list) and given else ""
+    return ARCHITECTURE_ALIASES.get(stated, stated)
+
+
 def _check_heads(options: EngineOptions, fields: dict[str, Any]) -> None:
     """Check that the ranks can share the heads, if config.json states their numbers."""
-    architecture = (fields.get("architectures") or [None])[0]
+    architecture = _architecture(fields)
     num_heads, num_kv_heads = _whole(fields, "num_attention_heads"), _whole(fields, "num_key_value_heads")
     if architecture in FAMILIES and num_heads is not None and num_kv_heads is not None:
         check_heads(options.name, num_heads, num_kv_heads, options.tensor_parallel_size)
@@ -241,7 +245,7 @@ def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: in
         return 0
     num_layers -= min(_whole(fields, "num_kv_shared_layers") or 0, num_layers - 1)
     value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
-    if dim := latent_dim(str((fields.get("architectures") or [None])[0]), fields):
+    if dim := latent_dim(_architecture(fields), fields):
         return num_layers * options.block_size * dim * value_bytes
     if _whole(fields, "sliding_window") or _whole(fields, "attention_chunk_size"):
         num_layers = -(-num_layers // MAX_GROUPS)  # of a cache group

@@ -9,6 +9,10 @@ from typing import Any
 from ...proto.errors import ModelLoadError
 from .model_checks import read_json_object
 
+# Of a token's id, which some models have beyond the vocabulary or as -1 for none.
+_MAX_ID = (1 << 31) - 1
+_MAX_DIGITS = len(str(_MAX_ID))
+
 
 def end_token_ids(
     content: dict[str, Any], config_eos: object, model: Path, vocab_size: int
@@ -29,10 +33,10 @@ def end_token_ids(
     """
     ids = content.get("eos_token_id", config_eos)
     ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
-    if not isinstance(ids, list) or not all(isinstance(token_id, int) for token_id in ids):
-        raise ModelLoadError(f"{model}: eos_token_id is {ids!r}, must be a token id or a list of them")
+    if not isinstance(ids, list) or not all(isinstance(each, int) and abs(each) <= _MAX_ID for each in ids):
+        raise ModelLoadError(f"{model}: eos_token_id is {ids!r:.100}, must be a token id or a list of them")
     own = _tokenizer_end(model)
-    if own is not None and own < vocab_size:
+    if own is not None and 0 <= own < vocab_size:
         ids = [*ids, own]
     return tuple(dict.fromkeys(ids))
 
@@ -47,7 +51,9 @@ def _tokenizer_end(model: Path) -> int | None:
     listed = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
         entries = [
-            (int(key), entry) for key, entry in listed.items() if key.isdigit() and isinstance(entry, dict)
+            (int(key), entry)
+            for key, entry in listed.items()
+            if key.isdecimal() and len(key) <= _MAX_DIGITS and isinstance(entry, dict)
         ]
     else:
         entries = _added_tokens(model / "tokenizer.json")
@@ -59,5 +65,5 @@ def _added_tokens(file: Path) -> list[tuple[int, dict[str, Any]]]:
     try:
         added = json.loads(file.read_bytes())["added_tokens"]
         return [(int(entry["id"]), entry) for entry in added]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
         return []  # the tokenizer is checked when it is loaded

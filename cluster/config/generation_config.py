@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from ...proto.errors import InvalidRequest, ModelLoadError
 from ...proto.sampling import SamplingDefaults, check_sampling_settings
+from .model_checks import read_json_object
 
 FILE_NAME = "generation_config.json"
+# Of any setting, as far from 0: the others have smaller limits.
+_MAX_VALUE = (1 << 31) - 1
 
 
 def read_generation_config(model: Path) -> dict[str, Any]:
     """Return the file's content; empty if there is no file. Raises ModelLoadError if it cannot be read."""
-    file = model / FILE_NAME
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{file}: holds no JSON object")
-    return content
+    return read_json_object(model / FILE_NAME)
 
 
 def sampling_defaults(content: dict[str, Any], model: Path) -> SamplingDefaults:
@@ -41,8 +34,11 @@ def sampling_defaults(content: dict[str, Any], model: Path) -> SamplingDefaults:
         value = content.get(field.name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelLoadError(f"{model / FILE_NAME}: {field.name} is {value!r}, must be a number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= _MAX_VALUE:
+            raise ModelLoadError(
+                f"{model / FILE_NAME}: {field.name} is {value!r:.100}, must be a number of at most {_MAX_VALUE}"
+            )
         given[field.name] = int(value) if field.name == "top_k" else float(value)
     defaults = SamplingDefaults(**given)
     try:

@@ -22,9 +22,17 @@ MAX_CONFIG_BYTES = 8 << 20
 MAX_HEADER_BYTES = 16 << 20
 _MAX_DEPTH = 16
 
-# Entry of a config.json, at any depth |-> the smallest and the largest value with which a model can be served.
+# Entry of a config.json, at any depth |-> the smallest and the largest value with which a model can be served, also
+# in lists.
 _SIZES = (
-    dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (1, 4096))
+    dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), (1, 4096))
+    | dict.fromkeys(
+        ("num_layers", "encoder_layers", "decoder_layers", "depth", "num_nextn_predict_layers"), (0, 4096)
+    )
+    | dict.fromkeys(
+        ("num_mtp_layers", "num_mtp_modules", "num_kv_shared_layers", "first_k_dense_replace"), (0, 4096)
+    )
+    | {"attention_types": (0, 4096), "num_labels": (0, 1 << 16)}
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), (1, 16_384))
     | dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), (0, 16_384))
     | dict.fromkeys(
@@ -137,11 +145,15 @@ def _read_json(path: Path) -> Any:
         raise ModelLoadError(f"{path}: is not valid JSON: {first_line(error)}") from error
 
 
-def _entries(table: dict[str, Any], path: Path, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a table and of the tables in it."""
+def _entries(value: Any, path: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a table and of the tables in it; of a list, each value with the name of the list."""
     if depth > _MAX_DEPTH:
-        raise ModelLoadError(f"{path}: its tables are nested more than {_MAX_DEPTH} deep")
-    for name, value in table.items():
+        raise ModelLoadError(f"{path}: its tables and lists are nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        for own_name, own in value.items():
+            yield from _entries(own, path, own_name, depth + 1)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _entries(each, path, name, depth + 1)
+    else:
         yield name, value
-        if isinstance(value, dict):
-            yield from _entries(value, path, depth + 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ConfigError, ModelLoadError, first_line
+from ...proto.errors import ConfigError, ModelLoadError, first_line, in_one_line
 from ...worker.models.eagle3_config import read_speculators
 from ...worker.models.registry import (
     ARCHITECTURE_ALIASES,
@@ -29,6 +29,7 @@ from .pooling_config import read_task
 # Models with linear position biases (ALiBi) have no longest sequence. Those without a field for it were trained on
 # this length.
 _DEFAULT_CONTEXT_LEN = 2048
+_MAX_NAME_CHARS = 100  # in errors; no architecture has so long a name
 
 
 def describe_model(
@@ -49,6 +50,24 @@ def describe_model(
         ConfigError: the architecture is not supported.
     """
     stored = read_config_file(path / "config.json")
+    try:
+        return _describe(path, name, check, runner, stored)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelLoadError(f"{path / 'config.json'}: cannot be read: {in_one_line(error)}") from error
+
+
+def _describe(
+    path: Path,
+    name: str,
+    check: Callable[[str, str, dict[str, Any]], None],
+    runner: str,
+    stored: dict[str, Any],
+) -> ModelConfig:
+    """Return the model as `describe_model` does; values may have any type.
+
+    Args:
+        stored: content of config.json.
+    """
     hf = _load_hf_config(path, stored, read_speculators(stored, name))
     recommended = read_generation_config(path)
     _add_modelopt(hf, path)
@@ -75,7 +94,7 @@ def describe_model(
         num_layers=_positive_int(hf, "num_hidden_layers", path),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(hf, fields, num_heads),
-        head_dim=_size(hf, fields, "head_dim") or _positive_int(hf, "hidden_size", path) // num_heads,
+        head_dim=_head_dim(hf, fields, num_heads, path),
         eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path, vocab_size),
         sampling_defaults=sampling_defaults(recommended, path),
         generates=task.generates,
@@ -139,7 +158,8 @@ def _architecture(hf: Any, path: Path) -> str:
     architectures = getattr(hf, "architectures", None)
     if not isinstance(architectures, list | tuple) or not architectures:
         raise ModelLoadError(f"{path / 'config.json'}: names no architectures")
-    return ARCHITECTURE_ALIASES.get(str(architectures[0]), str(architectures[0]))
+    stated = str(architectures[0])[:_MAX_NAME_CHARS]
+    return ARCHITECTURE_ALIASES.get(stated, stated)
 
 
 def _context_len(hf: Any, path: Path, has_own_decoder: bool) -> int:
@@ -174,6 +194,12 @@ def _size(hf: Any, fields: dict[str, Any], key: str) -> Any:
     return fields[key] if key in fields else getattr(hf, key, None)
 
 
+def _head_dim(hf: Any, fields: dict[str, Any], num_heads: int, path: Path) -> int:
+    if given := _size(hf, fields, "head_dim"):
+        return _check_positive(given, "head_dim", path)
+    return _positive_int(hf, "hidden_size", path) // num_heads
+
+
 def _num_kv_heads(hf: Any, fields: dict[str, Any], num_heads: int) -> int:
     if (count := _size(hf, fields, "num_key_value_heads")) is not None:
         return int(count)
@@ -184,7 +210,10 @@ def _num_kv_heads(hf: Any, fields: dict[str, Any], num_heads: int) -> int:
 
 
 def _positive_int(hf: Any, key: str, path: Path) -> int:
-    value = getattr(hf, key, None)
+    return _check_positive(getattr(hf, key, None), key, path)
+
+
+def _check_positive(value: Any, key: str, path: Path) -> int:
     if not isinstance(value, int) or value < 1:
-        raise ModelLoadError(f"{path / 'config.json'}: {key} is {value}, must be a positive number")
+        raise ModelLoadError(f"{path / 'config.json'}: {key} is {value!s:.100}, must be a positive number")
     return value

@@ -38,6 +38,7 @@ _DENSE_ACTIVATIONS = {
 }
 # Numbers of an embedding, and layers in a row: each rank holds them in full.
 _MAX_FEATURES, _MAX_DENSE = 1 << 16, 8
+_MAX_FOLDER_CHARS = 255  # of a file's name in Linux
 _PROBLEM_ACTIVATIONS = {
     "regression": "none",
     "single_label_classification": "softmax",
@@ -135,8 +136,8 @@ def _from_modules(path: Path, hf: dict[str, Any], modules: list[Any]) -> Pooling
             pooling = _logit_score(path / folder / "config.json", path, hf)
         elif kind != _TRANSFORMER:
             raise ConfigError(
-                f"{path / 'modules.json'}: module {kind} is not supported here, must be Transformer, Pooling, Dense, "
-                "Normalize or LogitScore, in this order"
+                f"{path / 'modules.json'}: module {kind:.100} is not supported here, must be Transformer, Pooling, "
+                "Dense, Normalize or LogitScore, in this order"
             )
     if pooling is None:
         raise ConfigError(f"{path / 'modules.json'}: has no Pooling and no LogitScore")
@@ -148,8 +149,9 @@ def _module(module: Any, path: Path) -> tuple[str, str]:
     if not isinstance(module, dict) or not isinstance(module.get("type"), str):
         raise ModelLoadError(f"{path / 'modules.json'}: an entry has no type")
     folder = module.get("path", "")
-    if not isinstance(folder, str) or Path(folder).is_absolute() or ".." in Path(folder).parts:
-        raise ModelLoadError(f"{path / 'modules.json'}: path {folder!r} is not a folder of the model")
+    is_name = isinstance(folder, str) and len(folder) <= _MAX_FOLDER_CHARS
+    if not is_name or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        raise ModelLoadError(f"{path / 'modules.json'}: path {folder!r:.100} is not a folder of the model")
     return module["type"].rpartition(".")[2], folder
 
 
@@ -162,7 +164,7 @@ def _pooling_module(file: Path, path: Path, hf: dict[str, Any]) -> PoolingConfig
     if len(kinds) != 1 or kinds[0] is None:
         supported = ", ".join(sorted(set(_POOLING_MODES.values())))
         shown = ", ".join(map(str, modes)) or "none"
-        raise ConfigError(f"{file}: pooling {shown} is not supported, must be one of {supported}")
+        raise ConfigError(f"{file}: pooling {shown:.100} is not supported, must be one of {supported}")
     if content.get("include_prompt", True) is not True:
         raise ConfigError(f"{file}: include_prompt is false, must be true: a prompt is pooled as a whole")
     dimensions = hf.get("matryoshka_dimensions") or ()
@@ -182,7 +184,9 @@ def _dense_module(path: Path, folder: str, pooling: PoolingConfig) -> DenseConfi
         )
     for key in ("module_input_name", "module_output_name"):
         if content.get(key, "sentence_embedding") not in (None, "sentence_embedding"):
-            raise ConfigError(f"{file}: {key} {content[key]!r} is not supported, must be sentence_embedding")
+            raise ConfigError(
+                f"{file}: {key} {content[key]!r:.100} is not supported, must be sentence_embedding"
+            )
     if len(pooling.dense) == _MAX_DENSE:
         raise ConfigError(f"{path / 'modules.json'}: has more than {_MAX_DENSE} modules Dense")
     activation = _activation(content.get("activation_function"), file, _DENSE_ACTIVATIONS) or "tanh"
@@ -207,7 +211,7 @@ def _activation(name: Any, file: Path, known: dict[str, str] = _ACTIVATIONS) -> 
         return None
     kind = str(name).rpartition(".")[2]
     if kind not in known:
-        raise ConfigError(f"{file}: activation {name} is not supported, must be {', '.join(known)}")
+        raise ConfigError(f"{file}: activation {name!s:.100} is not supported, must be {', '.join(known)}")
     return known[kind]
 
 
@@ -224,5 +228,7 @@ def _check_causal(path: Path, hf: dict[str, Any]) -> None:
 def _hidden_size(path: Path, hf: dict[str, Any]) -> int:
     size = hf.get("hidden_size")
     if not isinstance(size, int) or size < 1:
-        raise ModelLoadError(f"{path / 'config.json'}: hidden_size is {size}, must be a positive number")
+        raise ModelLoadError(
+            f"{path / 'config.json'}: hidden_size is {size!s:.100}, must be a positive number"
+        )
     return size

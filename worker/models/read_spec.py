@@ -55,7 +55,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
     if activation not in activations:
         known = ", ".join(repr(name) for name in activations)
         raise ConfigError(
-            f"{model.name}: {family.activation_field} {activation!r} is not supported, only {known}"
+            f"{model.name}: {family.activation_field} {activation!r:.100} is not supported, only {known}"
         )
     latent = _read_latent(model, family) if family.is_latent else None
     layers = _read_layers(model, family)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ConfigError, first_line
+from ...proto.errors import ConfigError, in_one_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
 from .family import Family
@@ -231,6 +231,8 @@ TEXT_MODELS = {
         "ministral3": "Ministral3ForCausalLM",
     },
 }
+# Errors of code that reads a configuration, whose values may have any type.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Published name of an architecture |-> that in FAMILIES.
 ARCHITECTURE_ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
 
@@ -242,13 +244,20 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
 
 
 def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
-    """Return the numbers that a token is cached as if the architecture has latent attention, otherwise 0."""
+    """Return the numbers that a token is cached as if the architecture has latent attention, otherwise 0.
+
+    Raises:
+        ConfigError: a size is not a whole number.
+    """
     if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
         return 0
     parts = ["kv_lora_rank", "qk_rope_head_dim"]
     if FAMILIES[architecture].has_indexers:
         parts.append("index_head_dim")
-    return sum(int(hf.get(part) or 0) for part in parts)
+    for part in parts:
+        if not isinstance(hf.get(part) or 0, int):
+            raise ConfigError(f"{part} is {hf[part]!r:.100}, must be a whole number")
+    return sum(hf.get(part) or 0 for part in parts)
 
 
 def layer_windows(model: ModelConfig) -> tuple[int, ...]:
@@ -263,7 +272,7 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
         return ()
     try:
         layers = read_layers(model, family)
-    except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError):
+    except (ConfigError, *_MALFORMED):
         return ()  # `check_supported` states the reason
     windows = tuple(layer.window or layer.chunk for layer in layers if layer.kv_source is None)
     return windows if any(windows) else ()
@@ -276,7 +285,7 @@ def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
         return ()
     try:
         layers = read_layers(model, family)
-    except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError):
+    except (ConfigError, *_MALFORMED):
         return ()  # `check_supported` states the reason
     uniform = model.num_kv_heads, model.head_dim
     sizes = [
@@ -302,15 +311,15 @@ def check_supported(
         raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
     quantization = read_quantization(model)
     family = FAMILIES.get(model.architecture)
-    if family is None:
-        return read_transformers_spec(model, tensor_parallel_size)
     try:
+        if family is None:
+            return read_transformers_spec(model, tensor_parallel_size)
         spec = read_spec(model, family)
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = first_line(error)
+        multiple = 1 if quantization is None else quantization.shard_multiple
+        _check_sizes(model, spec, tensor_parallel_size, None if expert_parallel else multiple)
+    except _MALFORMED as error:
+        reason = in_one_line(error)
         raise ConfigError(f"{model.name}: its config.json has invalid settings: {reason}") from error
-    multiple = 1 if quantization is None else quantization.shard_multiple
-    _check_sizes(model, spec, tensor_parallel_size, None if expert_parallel else multiple)
     return spec
 
 

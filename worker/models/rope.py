@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...proto.errors import first_line
+
 DEFAULT_THETA = 10000.0
 
 
@@ -56,7 +58,7 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
     """
     kind = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ValueError(f"rope scaling {kind!r} is not supported; supported: {', '.join(_KINDS)}")
+        raise ValueError(f"rope scaling {kind!r:.100} is not supported; supported: {', '.join(_KINDS)}")
     try:
         theta = float(settings.get("rope_theta") or context.theta)
         share = settings.get("partial_rotary_factor", context.partial_rotary_factor)
@@ -70,7 +72,7 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
     except KeyError as error:
         raise ValueError(f"rope scaling {kind!r} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ValueError(f"rope scaling {kind!r} has invalid settings: {error}") from error
+        raise ValueError(f"rope scaling {kind!r} has invalid settings: {first_line(error)}") from error
 
 
 def _default(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:

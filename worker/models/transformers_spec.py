@@ -150,6 +150,8 @@ def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> Tra
     """
     check_architecture(model.name, model.architecture, model.hf)
     _check_rope(model)
+    if model.num_kv_heads < 1:
+        raise ConfigError(f"{model.name}: it has {model.num_kv_heads} KV heads, must have at least 1")
     config_class = _config_class(str(model.hf["model_type"]))
     plan = dict(getattr(config_class, "base_model_tp_plan", None) or {})
     if tensor_parallel_size > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from quire.cluster.config.end_tokens import end_token_ids
+from quire.proto.errors import ModelLoadError
 
 ENTRY = {"content": "<|im_end|>", "special": True}
 
@@ -46,3 +47,23 @@ def test_tokenizer_without_an_end_adds_none(tmp_path: Path, settings: dict[str, 
     write(tmp_path, "tokenizer_config.json", settings)
     write(tmp_path, "tokenizer.json", {"added_tokens": [ENTRY | {"id": 7}]})
     assert end_token_ids({}, 2, tmp_path, 10) == (2,)
+
+
+@pytest.mark.parametrize("key", ["²", "-1", "9" * 30, "9" * 5000, "seven", ""])
+def test_key_that_is_no_token_id_adds_no_end(tmp_path: Path, key: str) -> None:
+    settings = {"eos_token": "<|im_end|>", "added_tokens_decoder": {key: ENTRY}}
+    write(tmp_path, "tokenizer_config.json", settings)
+    assert end_token_ids({}, 2, tmp_path, 10) == (2,)
+
+
+@pytest.mark.parametrize("token_id", [float("inf"), float("nan"), -1, "seven", None, [], 10**30])
+def test_id_that_is_no_token_id_adds_no_end(tmp_path: Path, token_id: Any) -> None:
+    write(tmp_path, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    write(tmp_path, "tokenizer.json", {"added_tokens": [ENTRY | {"id": token_id}]})
+    assert end_token_ids({}, 2, tmp_path, 10) == (2,)
+
+
+@pytest.mark.parametrize("ids", ["end", [2, "end"], 2.0, {"a": 1}, 1 << 31, [-(1 << 31)], 10**30])
+def test_eos_that_is_no_token_id_is_refused(tmp_path: Path, ids: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"eos_token_id is .*, must be a token id or a list of them"):
+        end_token_ids({"eos_token_id": ids}, 2, tmp_path, 10)

@@ -35,9 +35,13 @@ def test_recommended_settings_become_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "holds no JSON object"),
+        ([], "is not a JSON object"),
         ({"temperature": "hot"}, "temperature is 'hot', must be a number"),
         ({"top_k": True}, "top_k is True, must be a number"),
+        ({"top_k": float("inf")}, "top_k is inf, must be a number of at most 2147483647"),
+        ({"top_k": float("nan")}, "top_k is nan, must be a number"),
+        ({"top_k": 2**31}, "top_k is 2147483648, must be a number"),
+        ({"temperature": 10**400}, "temperature is 1000.*, must be a number"),
         ({"top_p": 1.5}, r"generation_config.json.top_p: is 1.5, must be above 0 and at most 1"),
         ({"repetition_penalty": 0}, r"generation_config.json.repetition_penalty: is 0.0"),
     ],

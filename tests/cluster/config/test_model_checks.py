@@ -68,9 +68,69 @@ def test_size_that_is_no_positive_number_is_refused(tmp_path: Path, name: str, v
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_labels", 10**9),
+        ("num_nextn_predict_layers", 10**9),
+        ("num_mtp_modules", 10**9),
+        ("attention_types", [[["global", "local"], 10**9]]),
+        ("intermediate_size", [128, 10**9]),
+    ],
+)
+def test_absurd_count_is_refused_also_in_lists(tmp_path: Path, name: str, value: Any) -> None:
+    assert f"config.json: {name} is 1000000000, must be from" in refusal(
+        make_directory(tmp_path, **{name: value})
+    )
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 10**30},
+        {"architectures": {"a": 1}},
+        {"architectures": [[]]},
+        {"architectures": ["x" * 100_000]},
+        {"model_type": "x" * 100_000},
+        {"hidden_act": "x" * 100_000},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "x" * 100_000}},
+        {"hidden_size_per_layer_input": {"a": 1}},
+        {"altup_num_inputs": [3]},
+        {"num_key_value_heads": [1]},
+        {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "num_key_value_heads": 0},
+        {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "head_dim": {"a": 1}},
+        {"rope_parameters": [1]},
+        {"rope_scaling": 5, "rope_parameters": 7},
+        {"quantization_config": 5},
+        {"quantization_config": {"quant_method": []}},
+        DEEPSEEK | {"kv_lora_rank": [float("nan")]},
+        DEEPSEEK | {"qk_rope_head_dim": float("inf")},
+        DEEPSEEK | {"kv_lora_rank": "x"},
+    ],
+)
+def test_value_of_another_type_is_refused_in_few_words(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert len(refusal(make_directory(tmp_path, **changes))) < 2000
+
+
+@pytest.mark.parametrize("path", ["x" * 100_000, [0] * 5000, "\0", "/", ".."])
+def test_module_that_is_no_folder_is_refused_in_few_words(tmp_path: Path, path: Any) -> None:
+    folder = make_directory(tmp_path)
+    (folder / "modules.json").write_text(json.dumps([{"type": "Pooling", "path": path}]))
+    assert len(refusal(folder)) < 2000
+
+
+@pytest.mark.parametrize(
     ("content", "problem"),
     [
         (b"[1]", "is not a JSON object"),
+        (b'{"a":' + b"[" * 20 + b"1" + b"]" * 20 + b"}", "nested more than"),
         (b"{", "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b'{"a":' * 20 + b"1" + b"}" * 20, "nested more than"),
