@@ -21,11 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from .compiler import run_compiler
 from .instruction_sets import Choice, instruction_set
 from .prebuilt import find_prebuilt
 from .sources import FLAGS, sources, sources_digest
 
-BUILD_TIMEOUT_S = 300
+_VERSION_TIMEOUT_S = 300
 
 _COMPILERS = ("c++", "g++", "clang++")
 
@@ -120,13 +121,13 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         built = Path(scratch) / path.name
         command = [compiler, *flags, *map(str, sources()), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S)
+        run_compiler(command)
         built.replace(path)
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     version = subprocess.run(
-        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S
+        [compiler, "--version"], check=True, capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S
     )
     digest = hashlib.sha256()
     for part in (version.stdout, " ".join(flags), sources_digest()):
@@ -136,7 +137,11 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock file. The wait ends when the holder's build ends, which has a timeout, or when the holder exits."""
+    """Hold a lock file. The wait ends when the holder's build ends, which has limits, or when the holder exits."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("waiting for another process, which compiles the C++ ops")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
