@@ -1,5 +1,6 @@
 """`quire fit`."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...proto.config import ModelConfig
-    from ..config.capacity import Capacity
+    from ...worker.models.weight_size import WeightSize
+    from ..config.capacity import Capacity, Workload
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _QUANTIZED_KV = ("int8", "fp8_e4m3")
@@ -18,40 +20,50 @@ _QUANTIZED_KV = ("int8", "fp8_e4m3")
 _TYPICAL_LEN = 4096
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="ORG/NAME on the Hugging Face Hub, or a model directory; its weights are not needed."
+    ),
+]
+_Gpu = Annotated[
+    str, typer.Option(help="The GPU: its name, for example h200, or its memory, for example 80GB.")
+]
+_Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+_Quantization = Annotated[
+    str | None, typer.Option(help="Quantize weights while they are loaded: int8 or fp8.")
+]
+_ExpertParallel = Annotated[
+    bool, typer.Option(help="Of a mixture of experts, each GPU holds some experts whole.")
+]
+_DpAttention = Annotated[
+    bool,
+    typer.Option(help="Of a model with latent attention, each GPU holds the KV of its own sequences."),
+]
+_LoraModules = Annotated[
+    str | None,
+    typer.Option(help="Modules that adapters may change, separated by commas. Default: all."),
+]
+_Utilization = Annotated[
+    float, typer.Option(help="Share of a GPU's memory that quire may use.", min=0.1, max=1.0)
+]
+
+
 def fit(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="ORG/NAME on the Hugging Face Hub, or a model directory; its weights are not needed."
-        ),
-    ],
-    gpu: Annotated[
-        str, typer.Option(help="The GPU: its name, for example h200, or its memory, for example 80GB.")
-    ] = "h100",
+    model: _Model,
+    gpu: _Gpu = "h100",
     gpus: Annotated[int, typer.Option(help="GPUs at hand.", min=1)] = 8,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Quantize weights while they are loaded: int8 or fp8.")
-    ] = None,
+    revision: _Revision = None,
+    quantization: _Quantization = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8_e4m3.")] = "auto",
-    enable_expert_parallel: Annotated[
-        bool, typer.Option(help="Of a mixture of experts, each GPU holds some experts whole.")
-    ] = False,
-    enable_dp_attention: Annotated[
-        bool,
-        typer.Option(help="Of a model with latent attention, each GPU holds the KV of its own sequences."),
-    ] = False,
+    enable_expert_parallel: _ExpertParallel = False,
+    enable_dp_attention: _DpAttention = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1)] = 8192,
     max_loras: Annotated[int, typer.Option(help="Slots for LoRA adapters; 0 for none.", min=0)] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1)] = 16,
-    lora_target_modules: Annotated[
-        str | None,
-        typer.Option(help="Modules that adapters may change, separated by commas. Default: all."),
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="Share of a GPU's memory that quire may use.", min=0.1, max=1.0)
-    ] = 0.9,
+    lora_target_modules: _LoraModules = None,
+    gpu_memory_utilization: _Utilization = 0.9,
 ) -> None:
     """Show which tensor-parallel sizes a model fits, and how many tokens its KV cache then holds.
 
@@ -62,38 +74,22 @@ def fit(
     from rich.console import Console
 
     from ...proto.errors import ConfigError
-    from ...worker.lora.target_modules import TargetModules
-    from ...worker.models.registry import check_dp_attention
-    from ...worker.models.slot_size import measure_slot
-    from ...worker.models.weight_size import make_meta_model, measure_weights
-    from ..config.capacity import GIB, Workload, capacity
+    from ..config.capacity import GIB, Workload
     from ..config.engine_options import EngineOptions
     from ..config.gpu_types import gpu_bytes
     from ..config.model_source import describe_files
 
     memory = gpu_bytes(gpu)
-    options = EngineOptions(
-        model, revision=revision, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    described = describe_files(
+        EngineOptions(model, revision=revision, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
     )
-    described = describe_files(options)
     dtype_bytes = _DTYPE_BYTES.get(described.dtype, 2)
-    module = make_meta_model(described)
-    weights = measure_weights(described, module, dtype_bytes)
-    targets = TargetModules(tuple(lora_target_modules.split(",")) if lora_target_modules else ())
-    slot = measure_slot(module, int(described.hf.get("hidden_size") or 0), max_lora_rank, targets)
     kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
-    num_experts = _num_experts(described) if enable_expert_parallel else 0
-    if enable_dp_attention:
-        if max_loras:
-            raise ConfigError("enable_dp_attention does not support LoRA adapters yet; leave max_loras out")
-        check_dp_attention(described)
-    found = []
-    for size in _parallel_sizes(described, gpus, enable_expert_parallel):
-        rank_bytes = weights.rank_bytes(size, num_experts, has_whole_attention=enable_dp_attention)
-        num_partitions = size if enable_dp_attention else 1
-        lora_bytes = max_loras * slot.rank_bytes(dtype_bytes, size, num_experts)
-        found.append(capacity(described, rank_bytes, memory, size, workload, num_partitions, lora_bytes))
+    slots = _Slots(max_loras, max_lora_rank, lora_target_modules)
+    weights, found = _capacities(
+        described, gpus, memory, workload, slots, enable_expert_parallel, enable_dp_attention
+    )
     console = Console()
     console.print(
         f"{described.name}: {described.architecture}, {weights.num_parameters / 1e9:.2f} B parameters, "
@@ -102,6 +98,60 @@ def fit(
     console.print(_table(found, described.max_model_len, f"{gpus} x {gpu}", has_slots=max_loras > 0))
     if not any(each.num_kv_tokens for each in found):
         raise ConfigError(f"{described.name} does not fit on {gpus} x {gpu}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Slots for LoRA adapters.
+
+    Attributes:
+        target_modules: that adapters may change, separated by commas; None for all.
+    """
+
+    count: int
+    max_rank: int
+    target_modules: str | None
+
+
+def _capacities(
+    model: "ModelConfig",
+    num_gpus: int,
+    gpu_bytes: int,
+    workload: "Workload",
+    slots: _Slots,
+    expert_parallel: bool,
+    dp_attention: bool,
+) -> "tuple[WeightSize, list[Capacity]]":
+    """Return the size of the weights, and the capacity with each tensor-parallel size that the model allows.
+
+    Raises:
+        ConfigError: the model does not allow an option.
+        ModelLoadError: its configuration is malformed.
+    """
+    from ...proto.errors import ConfigError
+    from ...worker.lora.target_modules import TargetModules
+    from ...worker.models.registry import check_dp_attention
+    from ...worker.models.slot_size import measure_slot
+    from ...worker.models.weight_size import make_meta_model, measure_weights
+    from ..config.capacity import capacity
+
+    sizes = _parallel_sizes(model, num_gpus, expert_parallel)
+    num_experts = _num_experts(model) if expert_parallel else 0
+    if dp_attention:
+        if slots.count:
+            raise ConfigError("enable_dp_attention does not support LoRA adapters yet; leave max_loras out")
+        check_dp_attention(model)
+    module = make_meta_model(model)
+    weights = measure_weights(model, module, workload.dtype_bytes)
+    targets = TargetModules(tuple(slots.target_modules.split(",")) if slots.target_modules else ())
+    slot = measure_slot(module, int(model.hf.get("hidden_size") or 0), slots.max_rank, targets)
+    found = []
+    for size in sizes:
+        rank_bytes = weights.rank_bytes(size, num_experts, has_whole_attention=dp_attention)
+        lora_bytes = slots.count * slot.rank_bytes(workload.dtype_bytes, size, num_experts)
+        num_partitions = size if dp_attention else 1
+        found.append(capacity(model, rank_bytes, gpu_bytes, size, workload, num_partitions, lora_bytes))
+    return weights, found
 
 
 def _num_experts(model: "ModelConfig") -> int:
