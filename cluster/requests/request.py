@@ -136,6 +136,23 @@ class Request:
         return replace(self, sampling=rest, generated_token_ids=np.asarray(token_ids, dtype=np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class _EncodedPrompt:
+    """A tokenized prompt.
+
+    Attributes:
+        form: of the output, after the reasoning; None for any.
+        reasoning: that the prompt leaves the model in, or that it may begin next.
+        new_parser, needs_special_tokens: as for EncodedChat; None and False for other prompts.
+    """
+
+    token_ids: IntArray
+    form: StructuredOutputsParams | None
+    reasoning: OpenReasoning | None
+    new_parser: Callable[[], ChatOutputParser] | None = None
+    needs_special_tokens: bool = False
+
+
 class RequestChecker:
     """Validates and tokenizes requests for one replica configuration. Threads may share one."""
 
@@ -182,47 +199,16 @@ class RequestChecker:
         Raises:
             InvalidRequest: a field is invalid; the error names it.
         """
-        for option, name in (("request_id", request_id), ("tenant", tenant), ("cache_salt", cache_salt)):
-            if len(name) > MAX_NAME_CHARS:
-                raise InvalidRequest(option, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
-            check_text(option, name)
-        if lora is not None and self._config.lora is None:
-            raise InvalidRequest("lora_request", "names an adapter, and the engine runs without enable_lora")
-        self._check_task(pooling)
+        _check_names(request_id=request_id, tenant=tenant, cache_salt=cache_salt)
+        self._check_task(pooling, lora)
         sampling = sampling.clone()  # its fields may have been set since it was checked
-        truncates = sampling.truncate_prompt_tokens is not None or (
-            pooling is not None and pooling.truncate_prompt_tokens is not None
-        )
-        new_parser = reasoning = None
-        form = sampling.structured_outputs
-        if isinstance(prompt, Chat):
-            encoded = self._chat_encoder.encode(prompt, form)
-            if sampling.thinking_token_budget is not None and not encoded.can_reason:
-                raise self._no_reasoning()
-            reasoning, form = encoded.reasoning, encoded.constraint
-            token_ids, new_parser = encoded.token_ids, encoded.new_parser
-            if encoded.needs_special_tokens:
-                sampling = replace(sampling, skip_special_tokens=False)
-        else:
-            if isinstance(prompt, str) and not truncates:
-                self._check_length(prompt)
-            token_ids = self._encode(prompt, add_special_tokens)
-            if sampling.thinking_token_budget is not None:
-                reasoning = self._reasoning_after(prompt, token_ids)
-        if len(token_ids) == 0:
-            raise InvalidRequest("prompt", "is empty, must have at least one token")
-        if sampling.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-sampling.truncate_prompt_tokens :]
-        if pooling is not None:
-            token_ids = self._fit_pooled(prompt, token_ids, pooling, add_special_tokens)
-            max_new_tokens = 1  # which is not sampled
-        else:
-            max_new_tokens = self._max_new_tokens(len(token_ids))
+        encoded = self._encode_prompt(prompt, sampling, pooling, add_special_tokens)
+        if encoded.needs_special_tokens:
+            sampling = replace(sampling, skip_special_tokens=False)
+        token_ids, max_new_tokens = self._fit(prompt, encoded, sampling, pooling, add_special_tokens)
         sampling = self._resolve_sampling(sampling, max_new_tokens)
-        constraint = self._compile(form, reasoning, sampling, len(token_ids))
-        request_id = request_id or uuid.uuid4().hex
         return Request(
-            request_id,
+            request_id or uuid.uuid4().hex,
             token_ids,
             sampling,
             tenant,
@@ -230,11 +216,61 @@ class RequestChecker:
             timeout_s,
             cache_salt.encode(),
             prefix_pool,
-            new_parser=None if pooling is not None else new_parser,
-            constraint=constraint,
+            new_parser=None if pooling is not None else encoded.new_parser,
+            constraint=self._compile(encoded.form, encoded.reasoning, sampling, len(token_ids)),
             lora=lora,
             pooling=pooling,
         )
+
+    def _encode_prompt(
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams,
+        pooling: PoolingParams | None,
+        add_special_tokens: bool,
+    ) -> _EncodedPrompt:
+        """Tokenize a prompt. Raises InvalidRequest if it is invalid, empty, or too long whatever its tokens are."""
+        if isinstance(prompt, Chat):
+            chat = self._chat_encoder.encode(prompt, sampling.structured_outputs)
+            if sampling.thinking_token_budget is not None and not chat.can_reason:
+                raise self._no_reasoning()
+            encoded = _EncodedPrompt(
+                chat.token_ids, chat.constraint, chat.reasoning, chat.new_parser, chat.needs_special_tokens
+            )
+        else:
+            truncates = sampling.truncate_prompt_tokens is not None or (
+                pooling is not None and pooling.truncate_prompt_tokens is not None
+            )
+            if isinstance(prompt, str) and not truncates:
+                self._check_length(prompt)
+            token_ids = self._encode(prompt, add_special_tokens)
+            reasoning = None
+            if sampling.thinking_token_budget is not None:
+                reasoning = self._reasoning_after(prompt, token_ids)
+            encoded = _EncodedPrompt(token_ids, sampling.structured_outputs, reasoning)
+        if len(encoded.token_ids) == 0:
+            raise InvalidRequest("prompt", "is empty, must have at least one token")
+        return encoded
+
+    def _fit(
+        self,
+        prompt: AnyPrompt,
+        encoded: _EncodedPrompt,
+        sampling: SamplingParams,
+        pooling: PoolingParams | None,
+        add_special_tokens: bool,
+    ) -> tuple[IntArray, int]:
+        """Return the prompt, shortened as asked, and how many tokens may follow it.
+
+        Raises:
+            InvalidRequest: the prompt is too long.
+        """
+        token_ids = encoded.token_ids
+        if sampling.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-sampling.truncate_prompt_tokens :]
+        if pooling is not None:  # one token follows, which is not sampled
+            return self._fit_pooled(prompt, token_ids, pooling, add_special_tokens), 1
+        return token_ids, self._max_new_tokens(len(token_ids))
 
     def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt, which may be empty or longer than the context.
@@ -342,9 +378,11 @@ class RequestChecker:
                 found.append(word)
         return tuple(dict.fromkeys(found))
 
-    def _check_task(self, pooling: PoolingParams | None) -> None:
+    def _check_task(self, pooling: PoolingParams | None, lora: LoraReference | None) -> None:
         """Raise InvalidRequest if the model cannot do what is asked."""
         model = self._config.model
+        if lora is not None and self._config.lora is None:
+            raise InvalidRequest("lora_request", "names an adapter, and the engine runs without enable_lora")
         if pooling is None:
             if not model.generates:
                 kind = "scores" if model.pooling is not None and model.pooling.classifies else "embeds"
@@ -454,3 +492,11 @@ class RequestChecker:
         raise InvalidRequest(
             "prompt", f"has {num_prompt_tokens} tokens, which leaves no room for an output in {limit}"
         )
+
+
+def _check_names(**names: str) -> None:
+    """Raise InvalidRequest for a name that is too long or no text."""
+    for field_name, name in names.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(field_name, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
+        check_text(field_name, name)
