@@ -15,11 +15,10 @@ with the model and not with the books. The budget is time, as for the demo model
 from __future__ import annotations
 
 import json
-import math
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from benchmarks.common import Figure, make_parser, report
 from benchmarks.demo_model.eagle3_reference import Eagle3Reference, HeadSizes
-from benchmarks.demo_model.training import SEED, encode_works
+from benchmarks.demo_model.training import SEED, encode_works, learning_rate, timed_steps, train_step
 from quire import LLM, SamplingParams
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
@@ -139,13 +138,6 @@ def measure(head: Eagle3Reference, target: Target, examples: Examples) -> list[f
     ]
 
 
-def learning_rate(progress: float) -> float:
-    """Return the learning rate after a share of the time: linear warm-up, then a cosine to zero."""
-    if progress < WARM_UP:
-        return PEAK_LEARNING_RATE * progress / WARM_UP
-    return PEAK_LEARNING_RATE * 0.5 * (1 + math.cos(math.pi * min(1.0, (progress - WARM_UP) / (1 - WARM_UP))))
-
-
 def train(head: Eagle3Reference, target: Target, examples: Examples, minutes: float) -> int:
     """Train until `minutes` have passed; return the number of steps."""
     matrices = [parameter for parameter in head.parameters() if parameter.ndim == 2]
@@ -154,22 +146,14 @@ def train(head: Eagle3Reference, target: Target, examples: Examples, minutes: fl
         torch.optim.Muon(matrices, lr=PEAK_LEARNING_RATE, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(norms, lr=PEAK_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    started, num_steps = time.monotonic(), 0
-    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+    num_steps = 0
+    for num_steps, share in timed_steps(minutes):
         batch = examples.select(torch.randperm(len(examples.token_ids))[:BATCH_SIZE])
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(head, target, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(share)
-            optimizer.step()
-            optimizer.zero_grad()
-        num_steps += 1
+        rate = learning_rate(share, PEAK_LEARNING_RATE, WARM_UP)
+        loss = train_step(head, optimizers, partial(loss_of, head, target, batch), rate)
         if num_steps % 50 == 0:
             shares = " ".join(f"{own:.2f}" for own in measure(head, target, batch))
-            print(f"step {num_steps}  {share:.0%}  loss {loss.item():.3f}  agreement {shares}", flush=True)
+            print(f"step {num_steps}  {share:.0%}  loss {loss:.3f}  agreement {shares}", flush=True)
     return num_steps
 
 

@@ -11,8 +11,8 @@ model.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +29,8 @@ from benchmarks.demo_model.training import (
     encode_works,
     learning_rate,
     new_optimizers,
+    timed_steps,
+    train_step,
 )
 from quire import LLM
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
@@ -73,21 +75,12 @@ def loss_of(model: LlamaForCausalLM, target: LlamaForCausalLM, rows: Tensor) -> 
 
 def train(model: LlamaForCausalLM, target: LlamaForCausalLM, source: Iterator[Tensor], minutes: float) -> int:
     """Train until `minutes` have passed; return the number of steps."""
-    optimizers = new_optimizers(model)
-    started, num_steps = time.monotonic(), 0
-    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, target, next(source)[:, :-1])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(share)
-            optimizer.step()
-            optimizer.zero_grad()
-        num_steps += 1
+    optimizers, num_steps = new_optimizers(model), 0
+    for num_steps, share in timed_steps(minutes):
+        loss_of_rows = partial(loss_of, model, target, next(source)[:, :-1])
+        loss = train_step(model, optimizers, loss_of_rows, learning_rate(share))
         if num_steps % 100 == 0:
-            print(f"step {num_steps}  {share:.0%}  loss {loss.item():.3f}", flush=True)
+            print(f"step {num_steps}  {share:.0%}  loss {loss:.3f}", flush=True)
     return num_steps
 
 
