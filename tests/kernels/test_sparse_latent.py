@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 @pytest.fixture(params=["op", "twin", DEVICE])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where an op runs: as dispatched on a CPU, in PyTorch on a CPU, or in Triton."""
+    """Implementation of the ops: as dispatched on a CPU, in PyTorch on a CPU, or in Triton."""
     if request.param == "twin":
         without_native(monkeypatch)
     elif request.param != "op":
