@@ -5,9 +5,7 @@ Some tests run Triton kernels. triton_device is imported first, because the firs
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton_device  # noqa: F401
-from torch import Tensor
+from thread_group import ThreadGroup
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_config import describe_model
@@ -28,45 +26,6 @@ from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
 from quire.worker.graph_backend import GraphBackend
 from quire.worker.runner import ModelRunner
-
-
-class ThreadGroup:
-    """Ranks as threads of one process; every rank computes the sums itself, in rank order."""
-
-    def __init__(self, size: int, timeout_s: float = 120) -> None:
-        self.size = size
-        self._barrier = threading.Barrier(size, timeout=timeout_s)
-        self._slots: list[Tensor | None] = [None] * size
-
-    def communicator(self, rank: int) -> ThreadCommunicator:
-        return ThreadCommunicator(self, rank)
-
-    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
-        self._slots[rank] = tensor
-        self._barrier.wait()
-        gathered = torch.stack([slot for slot in self._slots if slot is not None])
-        self._barrier.wait()
-        return gathered
-
-    def abort(self) -> None:
-        self._barrier.abort()
-
-
-class ThreadCommunicator:
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._group, self.rank, self.size = group, rank, group.size
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self.all_gather(tensor).sum(dim=0)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._group.exchange(self.rank, tensor)
-
-    def barrier(self) -> None:
-        self.all_gather(torch.zeros(1))
-
-    def close(self) -> None:
-        pass
 
 
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
@@ -243,7 +202,6 @@ class Engine:
         num_blocks = num_blocks or 64 * len(self.config.cache_layout.groups)
         self.num_blocks = num_blocks
         self._group = ThreadGroup(tp)
-        self._threads = ThreadPoolExecutor(tp)
         comms: list[Communicator] = (
             [SingleRank()] if tp == 1 else [self._group.communicator(r) for r in range(tp)]
         )
@@ -253,27 +211,13 @@ class Engine:
         self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
 
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-        """Call the function with each rank's argument concurrently; raise the first error and abort the others.
+        """Call the function with each rank's argument, on threads of the ranks; raise the first error.
 
         One rank is called on this thread.
         """
         if len(arguments) == 1:
             return [function(arguments[0])]
-        errors: list[BaseException] = []
-
-        def call(argument: Any) -> Any:
-            try:
-                return function(argument)
-            except BaseException as error:
-                errors.append(error)
-                self._group.abort()
-                raise
-
-        calls = [self._threads.submit(call, argument) for argument in arguments]
-        wait(calls, timeout=240)
-        if errors:
-            raise errors[0]
-        return [call.result(timeout=0) for call in calls]
+        return self._group.run(function, arguments)
 
     def step(self, plan: StepPlan) -> StepResult:
         """Encode, decode and execute the plan on every rank; return rank 0's result, with all ranks' reports."""
@@ -315,7 +259,7 @@ class Engine:
     def close(self) -> None:
         for runner in self.runners:
             runner.close()
-        self._threads.shutdown()
+        self._group.close()
 
 
 @pytest.fixture(autouse=True)

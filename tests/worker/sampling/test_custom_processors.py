@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -118,8 +117,7 @@ def test_all_ranks_get_the_result_of_the_first(thread_group: Callable[[int], Any
         own[:, : len(shard)] = logits[:, shard.start : shard.end]
         return state.apply(own, ROWS, LENS)[:, : len(shard)]
 
-    with ThreadPoolExecutor(2) as pool:
-        parts = list(pool.map(run, range(2)))
+    parts = group.run(run, range(2))
     expected = logits.clone()
     expected[1, 1] += 500
     assert torch.equal(torch.cat(parts, dim=1), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -229,8 +228,7 @@ def sample_processed(
             local, table, rows, np.array(lens, np.int32), state.processors
         )
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(on_rank, range(size), timeout=60))
+    return group.run(on_rank, range(size))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -43,8 +42,7 @@ def sample_on_ranks(
         local[:, : len(shard)] = logits[:, shard.start : shard.end]
         return Sampler(shard, group.communicator(rank), CPU).sample(local, table, rows, lengths)
 
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(on_rank, range(size), timeout=60))
+    return group.run(on_rank, range(size))
 
 
 def table_of(logits: Tensor, settings: list[RowSampling], lens: list[int]) -> tuple[SamplingTable, Any, Any]:
