@@ -264,6 +264,23 @@ ONE_RANK_ONLY = {
 }
 
 
+# One kind for each layout of the cache, for experts and for the modules of transformers.
+TYPICAL = {
+    *(
+        "llama",
+        "gemma2",
+        "gpt_oss",
+        "llama4_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "deepseek_v3",
+        "deepseek_v32",
+    ),
+    "qwen3_moe",
+    "gpt_neox",
+}
+
+
 def ranks_for(kind: str) -> tuple[int, ...]:
     """Return 1, 2 and 4 ranks for a family, and fewer for its variants."""
     if kind in ONE_RANK_ONLY or "-rope-" in kind:

@@ -82,6 +82,8 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
     "cohere2": ({"sliding_window": 11}, [{"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 7}]),
 }
+# The kinds that one rank serves in `make test`; two ranks serve the others.
+QUICK_ALONE = "llama", "qwen3_moe", "opt"
 
 Adapted = tuple[Path, list[Path], list[Reference]]
 
@@ -109,7 +111,8 @@ def adapted(make_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 @pytest.mark.parametrize(
     ("kind", "tp"),
-    [(kind, tp) for kind in KINDS for tp in (1, 2) if (kind, tp) != ("opt", 2)]
+    [pytest.param(kind, 1, marks=() if kind in QUICK_ALONE else pytest.mark.slow) for kind in KINDS]
+    + [(kind, 2) for kind in KINDS if kind != "opt"]
     + [(kind, 4) for kind in ("llama", "qwen3_moe", "qwen3_moe-stacked", "gpt_oss")],
 )
 def test_batch_of_adapters_equals_merged_models(

@@ -38,6 +38,8 @@ WINDOWS = {
     "gptj-2": [0],
     "gptj-4": [0],
 }
+# These have the cache groups of another number of ranks.
+SLOW = {"gemma3_text-4", "gpt_oss-2", "deepseek_v3-4", "gemma3n_text-1", "gemma3n_text-4", "gptj-1", "gptj-4"}
 # Model type and variant |-> blocks that are too few for four sequences at once.
 SCARCE_BLOCKS = {
     "gemma3_text": 64,
@@ -80,7 +82,10 @@ def references(make_model: Callable[..., Path]) -> dict[str, tuple[Path, Referen
     return {kind: (folder, Reference(folder)) for kind, folder in folders.items()}
 
 
-@pytest.fixture(scope="module", params=WINDOWS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in WINDOWS],
+)
 def ranks(
     request: pytest.FixtureRequest, references: dict[str, tuple[Path, Reference]], make_engine: Any
 ) -> Ranks:

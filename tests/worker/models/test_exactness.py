@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from model_kinds import KINDS, ranks_for
+from model_kinds import KINDS, TYPICAL, ranks_for
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
 from quire.proto.step import RowSampling
 
 GREEDY = RowSampling(temperature=0.0)
+
+
+def cases(kinds: Iterable[str], quick: tuple[int, ...]) -> list[Any]:
+    """Return (kind, number of ranks) for each kind; other numbers than `quick` are slow, except for TYPICAL kinds."""
+    return [
+        pytest.param(kind, tp, marks=() if tp in quick or kind in TYPICAL else pytest.mark.slow)
+        for kind in kinds
+        for tp in ranks_for(kind)
+    ]
+
 
 References = Callable[[str], tuple[Path, Reference]]
 
@@ -58,7 +68,7 @@ def test_single_request_equals_transformers(
         reference.check_generate(prompt, sequence.generated)
 
 
-@pytest.mark.parametrize(("kind", "tp"), [(kind, tp) for kind in KINDS for tp in ranks_for(kind)])
+@pytest.mark.parametrize(("kind", "tp"), cases(KINDS, quick=(1, 4)))
 def test_mixed_batch_equals_transformers(
     kind: str, tp: int, references: References, engines: Callable[[str, int], Any], planned: Any
 ) -> None:
@@ -67,7 +77,7 @@ def test_mixed_batch_equals_transformers(
     # Lengths around multiples of block and chunk size; more sequences than rows; arrivals while others decode.
     lengths = [1, 8, 9, 20, 41, 60]
     sequences = [
-        planned(prompt, 8 + 3 * index, GREEDY, arrival=index)
+        planned(prompt, 5 + 2 * index, GREEDY, arrival=index)
         for index, prompt in enumerate(prompts_of(lengths, seed=1))
     ]
     engine.generate(sequences, chunk_len=20)
@@ -77,13 +87,14 @@ def test_mixed_batch_equals_transformers(
         reference.check_greedy(sequence.prompt, sequence.generated)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp"), [(kind, tp) for kind in KINDS if "-" not in kind for tp in ranks_for(kind)]
-)
+@pytest.mark.parametrize(("kind", "tp"), cases((kind for kind in KINDS if "-" not in kind), quick=(1,)))
 def test_prefix_hits_and_preemptions_equal_transformers(
     kind: str, tp: int, references: References, engines: Callable[[str, int], Any]
 ) -> None:
-    """The scheduler's steps have 12 tokens, so prompts are computed in chunks."""
+    """The scheduler's steps have 12 tokens, so prompts are computed in chunks.
+
+    What ranks divide is the same as in the mixed batch, which every kind computes with one rank and with the most.
+    """
     (_, reference), engine = references(kind), engines(kind, tp)
     scheduler = replace(engine.config.scheduler, max_num_batched_tokens=12)
 
