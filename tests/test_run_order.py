@@ -1,4 +1,4 @@
-"""Order of the tests: shuffled by a seed, and with the tests of Ray first in a process of pytest-xdist."""
+"""Order of the tests: shuffled by a seed; in a process of pytest-xdist, Ray and long files first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import pytest
-from run_order import arrange, rotate, scope_of
+from run_order import LONG, ROOT, arrange, rotate, scope_of
 
 FILES = [
     "tests/worker/test_a.py",
@@ -51,6 +51,13 @@ def test_tests_of_ray_are_first_in_a_worker(seed: int | None) -> None:
     scopes = [scope_of(nodeid) for nodeid in arranged(seed, is_worker=True)]
     assert scopes[:10] == ["ray"] * 10
     assert "ray" not in scopes[10:]
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_long_files_are_next(seed: int | None) -> None:
+    nodeids = arranged(seed, is_worker=True, files=[*FILES, *LONG[::-1]])
+    assert files_of(nodeids)[2:4] == list(LONG)
+    assert all((ROOT / file).is_file() for file in LONG)
 
 
 def test_scope_is_the_file_or_one_for_all_of_ray() -> None:

@@ -20,6 +20,10 @@ T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 # Each test that starts a Ray cluster has it. Two clusters at once slow each other down on two cores.
 RAY_MARKER = "pytest.mark.cluster"
+# The next ones, so that no process runs one of them after the others have ended: a minute of a core each, and more if
+# the C++ ops are compiled for all instruction sets.
+LONG = "tests/kernels/native/test_instruction_sets.py", "tests/worker/models/test_exactness.py"
+_FIRST = {scope: place for place, scope in enumerate(("ray", *LONG))}
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -55,14 +59,14 @@ def arrange(items: list[pytest.Item], seed: int | None, *, is_worker: bool) -> N
     Args:
         seed: shuffles the files and the tests of each file; a file's tests stay together. None: no shuffle.
         is_worker: in a process of pytest-xdist, which has collected the folders in an order of its own; the tests of
-            Ray are first, because they take longest together.
+            Ray are first, because they take longest together, and then those of LONG.
     """
     if is_worker:
         items.sort(key=lambda item: _file_of(item.nodeid).split("/"))
     if seed is not None:
         _shuffle(items, random.Random(seed))
     if is_worker:
-        items.sort(key=lambda item: scope_of(item.nodeid) != "ray")
+        items.sort(key=lambda item: _FIRST.get(scope_of(item.nodeid), len(_FIRST)))
 
 
 def scope_of(nodeid: str) -> str:
