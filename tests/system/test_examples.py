@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import runpy
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_programs import EXAMPLES, RunExample, run_alone
+from example_programs import EXAMPLES, RunExample
 
 from quire.cluster.config.deployment import read_fleet_file
 
@@ -37,7 +38,7 @@ def test_reinforcement_learning_names_the_weights(run_example: RunExample) -> No
 
 
 def test_custom_logits_processor_is_found_as_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = EXAMPLES / "logits_processor"
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
@@ -46,9 +47,12 @@ def test_custom_logits_processor_is_found_as_an_installed_package(
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n")
     ((name, value),) = project["entry-points"]["quire.logits_processors"].items()
     (info / "entry_points.txt").write_text(f"[quire.logits_processors]\n{name} = {value}\n")
-    paths = [str(tmp_path), str(package), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    _, even = map(json.loads, run_alone("custom_logits_processor.py").splitlines())
+    monkeypatch.syspath_prepend(package)
+    monkeypatch.syspath_prepend(tmp_path)
+    program = EXAMPLES / "custom_logits_processor.py"
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    runpy.run_path(str(program), run_name="__main__")
+    _, even = map(json.loads, capsys.readouterr().out.splitlines())
     assert not any(token % 2 for token in even)
 
 
