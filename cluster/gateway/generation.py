@@ -189,6 +189,10 @@ class GenerationService:
         self._end_reason = ""  # set once every request is to end
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
 
+    def has_refused(self, tenant: str) -> bool:
+        """Return whether `check_room` may refuse a call of the tenant."""
+        return any(model.pool.has_refused(tenant) for model in self._models)
+
     def check_room(self, head: CallHead) -> None:
         """Refuse a call before its parameters are read, if its model's replicas have just refused another one.
 

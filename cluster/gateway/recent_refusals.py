@@ -80,6 +80,10 @@ class RecentRefusals:
             num_prompt_tokens, request.priority, finish.error, finish.retry_after_s, finish.scope, sent
         )
 
+    def __contains__(self, tenant: str) -> bool:
+        """Return whether a refusal of the tenant is kept; it may not hold any more."""
+        return tenant in self._by_tenant
+
     def find(self, tenant: str, priority: int, timeout_s: float | None, now: Moment) -> Refusal | None:
         """Return the refusal that a request would repeat, or None if the scheduler may take it."""
         found = self._by_tenant.get(tenant)

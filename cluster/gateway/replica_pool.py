@@ -235,6 +235,10 @@ class ReplicaPool:
         answers = await asyncio.gather(*queries, return_exceptions=True)
         return best_outputs(each for answer in answers if isinstance(answer, tuple) for each in answer)
 
+    def has_refused(self, tenant: str) -> bool:
+        """Return whether a refusal of the tenant is kept; it may not hold any more."""
+        return any(tenant in member.refusals for member in self._members.values())
+
     def check_room(self, tenant: str, priority: int, timeout_s: float | None) -> None:
         """Refuse a request, of whatever size, that each replica would refuse as it has just refused another one.
 
