@@ -6,6 +6,7 @@ adds QuotaFailure, and every retriable error adds RetryInfo.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TypeVar, cast
 
@@ -37,7 +38,7 @@ DetailT = TypeVar("DetailT", bound=Message)
 def to_grpc_status(error: QuireError) -> grpc.Status:
     """Return the status of an error with all its details."""
     code = code_pb2.Code.Value(error.grpc_status)
-    details = [_packed(detail) for detail in _details(error)]
+    details = [_error_info(error), *map(_packed, _details(error))]
     return rpc_status.to_status(status_pb2.Status(code=code, message=_bounded(str(error)), details=details))
 
 
@@ -64,9 +65,20 @@ def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
     return from_reason(info.reason, code, status.message, info.metadata, retry_after_s)
 
 
-def _details(error: QuireError) -> Iterator[Message]:
+def _error_info(error: QuireError) -> any_pb2.Any:
+    if not error.wire_fields:
+        return _plain_error_info(error.reason)
     metadata = {name: _bounded(text, MAX_NAME_BYTES) for name, text in error.metadata.items()}
-    yield error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    return _packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
+
+
+@functools.cache  # one per kind of error
+def _plain_error_info(reason: str) -> any_pb2.Any:
+    return _packed(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN))
+
+
+def _details(error: QuireError) -> Iterator[Message]:
+    """Yield the details beside ErrorInfo."""
     if isinstance(error, InvalidRequest):
         field, problem = _bounded(error.field, MAX_NAME_BYTES), _bounded(error.problem)
         violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=problem)
@@ -76,9 +88,8 @@ def _details(error: QuireError) -> Iterator[Message]:
         exceeded = error_details_pb2.QuotaFailure.Violation(subject=subject, description=_bounded(str(error)))
         yield error_details_pb2.QuotaFailure(violations=[exceeded])
     if error.retry_delay_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(round(error.retry_delay_s * 1e9))
-        yield error_details_pb2.RetryInfo(retry_delay=delay)
+        seconds, nanos = divmod(round(error.retry_delay_s * 1e9), 10**9)
+        yield error_details_pb2.RetryInfo(retry_delay=duration_pb2.Duration(seconds=seconds, nanos=nanos))
 
 
 def _bounded(text: str, max_bytes: int = MAX_TEXT_BYTES) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
@@ -96,17 +98,12 @@ class Gateway:
             ConfigError: the port is in use, or the certificate is not valid.
         """
         self._server = grpc.aio.server(
+            handlers=self._handlers(),
             interceptors=(
                 AuthenticationInterceptor(self._authenticator, self._on_refused),
                 MessageGuard(self._on_refused),
             ),
             options=self._options,
-        )
-        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, self._server)
-        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         await self._reporter.report()
         port = self._bind(self._server)
@@ -147,6 +144,17 @@ class Gateway:
                 await server.stop(None)
             await refusing
 
+    def _handlers(self) -> list[grpc.GenericRpcHandler]:
+        """Return the handlers of all services."""
+        services: Any = _Services()
+        inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, services)
+        admin_pb2_grpc.add_AdminServicer_to_server(self._admin, services)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
+        names = INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME
+        reflection.enable_server_reflection(names, services)
+        handlers: list[grpc.GenericRpcHandler] = services.handlers
+        return handlers
+
     def _bind(self, server: grpc.aio.Server) -> int | None:
         """Return the bound port, or None if the address or the certificate cannot be used."""
         credentials = self._security.server_credentials()
@@ -165,6 +173,27 @@ class Gateway:
             await self._reporter.report()
             if is_ready == self._models.is_ready:
                 await self._models.wait_for_change()
+
+
+class _Services:
+    """Stands in for a gRPC server where services are added; keeps the handlers of whole services.
+
+    Generated code also registers each method by itself. grpc.aio then has a task for each of them, 32 here, and adds
+    and removes a callback of every task at each call: 0.06 ms.
+
+    Attributes:
+        handlers: one per service.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        """Keep the handlers."""
+        self.handlers += handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Do nothing: the same methods are in `handlers`."""
 
 
 def _age_options(max_age_s: float | None, grace_s: float) -> tuple[tuple[str, int], ...]:
