@@ -11,6 +11,10 @@ are medians. In the overload requests arrive independently of each other at 10 t
 10 times the load. The load comes from this process, on the same machine as the server.
 
 A refusal costs the caller and the gateway milliseconds of the cores that the ranks need (`benchmarks.refusal_cost`).
+`refusal_caller_ms` and `refusal_server_ms` are the CPU time of this process, and of the server's processes except the
+ranks, that an overload took more than the peak for as many complete calls, per refused call. In production callers
+run elsewhere: `at_10x_per_core` compares goodput per core that the callers leave, that is, over the number of cores
+less the mean number of cores that this process used.
 With the demo model 10 times the load would be 120 calls per second, a third of two cores; so a random model of 60
 million parameters is served.
 """
@@ -18,19 +22,21 @@ million parameters is served.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
 
-from benchmarks.common import Figure, make_parser, report
+from benchmarks.common import Figure, make_parser, names_from, report
 from benchmarks.overload_calls import Call, Door, closed_loop, goodput, grpc_door, http_door, open_loop, send
+from benchmarks.overload_cpu import CpuMeter, CpuTimes
 from benchmarks.random_models import make_model
 from quire.cluster.api.tokens import BEARER, new_token
 from quire.cluster.demo.server import ServerProcess
@@ -42,6 +48,7 @@ MAX_QUEUE_LEN = 16
 OPTIONS = "--max-num-seqs", str(NUM_ROWS), "--max-queue-len", str(MAX_QUEUE_LEN), "--policy", "fair"
 FACTOR = 10.0
 WARM_UP_S = 3.0
+NUM_CORES = len(os.sched_getaffinity(0))
 NUM_REPEATS = 5
 READY_TIMEOUT_S = 300.0
 # Deadline over the time of a request at the peak.
@@ -53,10 +60,17 @@ PROTOCOLS = "grpc", "http"
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most that the server does without overload."""
+    """The most that the server does without overload.
+
+    Attributes:
+        cpu_per_call: CPU time per complete call.
+        callers_cores: cores that the callers used.
+    """
 
     tokens_per_s: float
     latency_s: float
+    cpu_per_call: CpuTimes
+    callers_cores: float
 
     @property
     def rate(self) -> float:
@@ -65,8 +79,8 @@ class Peak:
 
 
 @asynccontextmanager
-async def running_server() -> AsyncIterator[dict[tuple[str, str], Door]]:
-    """Run a server; yield (protocol, tenant) |-> sender of calls."""
+async def running_server() -> AsyncIterator[tuple[CpuMeter, dict[tuple[str, str], Door]]]:
+    """Run a server; yield the meter of its CPU time, and (protocol, tenant) |-> sender of calls."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder / MODEL, MODEL)
@@ -84,47 +98,83 @@ async def running_server() -> AsyncIterator[dict[tuple[str, str], Door]]:
             doors["http", tenant] = await stack.enter_async_context(
                 http_door(started.http_url, MODEL, NUM_TOKENS, BEARER + secret)
             )
-        yield doors
+        yield CpuMeter(started.process.pid), doors
 
 
-async def measure_peak(door: Door, seconds: float) -> Peak:
-    start = time.monotonic()
+async def measure_peak(door: Door, meter: CpuMeter, seconds: float) -> Peak:
+    start, before = time.monotonic(), meter.read()
     calls = await closed_loop(door, NUM_ROWS, seconds)
+    spent = meter.read() - before
     return Peak(
-        goodput(calls, start + WARM_UP_S, start + seconds), statistics.median(each.seconds for each in calls)
+        goodput(calls, start + WARM_UP_S, start + seconds),
+        statistics.median(each.seconds for each in calls),
+        spent / len(calls),
+        spent.callers_s / (time.monotonic() - start),
     )
 
 
 @dataclass(slots=True)
 class Overload:
-    """Overloads of one kind: their calls, and the goodput of each over the peaks before and after it."""
+    """Overloads of one kind.
 
-    calls: list[Call]
-    shares: list[float]
-    after_s: list[float]
+    Attributes:
+        shares: the goodput of each over the peaks before and after it.
+        shares_per_core: the same per core that the callers leave.
+        refusal_cpu: CPU time of each per refused call.
+    """
+
+    calls: list[Call] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    shares_per_core: list[float] = field(default_factory=list)
+    refusal_cpu: list[CpuTimes] = field(default_factory=list)
+    after_s: list[float] = field(default_factory=list)
+
+    def add(
+        self,
+        calls: Sequence[Call],
+        tokens_per_s: float,
+        spent: CpuTimes,
+        seconds: float,
+        peaks: Sequence[Peak],
+    ) -> None:
+        """Add an overload.
+
+        Args:
+            spent: CPU time until all calls had ended.
+            seconds: of the load. The calls that end after it take little of the callers' time.
+            peaks: before and after it.
+        """
+        self.calls += calls
+        self.shares.append(tokens_per_s / statistics.mean(peak.tokens_per_s for peak in peaks))
+        per_core = statistics.mean(peak.tokens_per_s / (NUM_CORES - peak.callers_cores) for peak in peaks)
+        self.shares_per_core.append(tokens_per_s / (NUM_CORES - spent.callers_s / seconds) / per_core)
+        num_complete = sum(call.is_complete for call in calls)
+        if num_complete < len(calls):
+            per_call = (peaks[0].cpu_per_call + peaks[1].cpu_per_call) / 2
+            self.refusal_cpu.append((spent - per_call * num_complete) / (len(calls) - num_complete))
 
 
 async def measure_overloads(
-    door: Door, seconds: float, cases: Mapping[str, float | None]
+    door: Door, meter: CpuMeter, seconds: float, cases: Mapping[str, float | None]
 ) -> tuple[list[Peak], dict[str, Overload]]:
     """Return the peaks, and kind |-> overloads, of which peaks were measured before and after each.
 
     Args:
         cases: kind |-> deadline over the latency at the first peak; None without deadlines.
     """
-    peaks = [await measure_peak(door, seconds)]
-    overloads = {name: Overload([], [], []) for name in cases}
+    peaks = [await measure_peak(door, meter, seconds)]
+    overloads = {name: Overload() for name in cases}
     for number in range(NUM_REPEATS):
         for name, factor in cases.items():
             timeout_s = None if factor is None else factor * peaks[0].latency_s
-            start = time.monotonic()
+            start, before = time.monotonic(), meter.read()
             calls = await open_loop(door, FACTOR * peaks[0].rate, seconds, timeout_s, random.Random(number))
+            spent = meter.read() - before
             reached = goodput(calls, start + WARM_UP_S, start + seconds)
             overload = overloads[name]
             overload.after_s.append((await send(door, None)).seconds)
-            peaks.append(await measure_peak(door, seconds))
-            overload.calls += calls
-            overload.shares.append(reached / statistics.mean(each.tokens_per_s for each in peaks[-2:]))
+            peaks.append(await measure_peak(door, meter, seconds))
+            overload.add(calls, reached, spent, seconds, peaks[-2:])
     return peaks, overloads
 
 
@@ -136,6 +186,12 @@ def figures_of(name: str, overload: Overload, note: str) -> dict[str, Figure]:
             "%",
             f"goodput over its peak, {_range(overload.shares)}; {note}",
         ),
+        f"{name}.at_10x_per_core": Figure(
+            100 * statistics.median(overload.shares_per_core),
+            "%",
+            f"the same per core that the callers leave, {_range(overload.shares_per_core)}",
+        ),
+        **_refusal_cpu(name, overload.refusal_cpu),
         f"{name}.wasted_calls": Figure(
             100 * sum(each.is_late for each in calls) / len(calls),
             "%",
@@ -150,6 +206,19 @@ def figures_of(name: str, overload: Overload, note: str) -> dict[str, Figure]:
 
 def _range(shares: Sequence[float]) -> str:
     return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} in {len(shares)} windows"
+
+
+def _refusal_cpu(name: str, times: Sequence[CpuTimes]) -> dict[str, Figure]:
+    if not times:
+        return {}
+    callers_ms = 1e3 * statistics.median(each.callers_s for each in times)
+    server_ms = 1e3 * statistics.median(each.server_s for each in times)
+    return {
+        f"{name}.refusal_caller_ms": Figure(callers_ms, "ms", "CPU time of the callers per refused call"),
+        f"{name}.refusal_server_ms": Figure(
+            server_ms, "ms", "CPU time of gateway, scheduler and Ray per refused call"
+        ),
+    }
 
 
 def _refusals(name: str, calls: Sequence[Call]) -> dict[str, Figure]:
@@ -188,14 +257,14 @@ async def measure_fairness(
     }
 
 
-async def measure(seconds: float) -> dict[str, Figure]:
+async def measure(seconds: float, protocols: Sequence[str]) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
-    async with running_server() as doors:
+    async with running_server() as (meter, doors):
         await closed_loop(doors["grpc", "heavy"], NUM_ROWS, WARM_UP_S)
-        for protocol in PROTOCOLS:
+        for protocol in protocols:
             heavy, name = doors[protocol, "heavy"], f"overload.{protocol}"
             cases = {"deadline": DEADLINE_FACTOR, "none": None}
-            peaks, overloads = await measure_overloads(heavy, seconds, cases)
+            peaks, overloads = await measure_overloads(heavy, meter, seconds, cases)
             rates = [peak.tokens_per_s for peak in peaks]
             figures[f"{name}.peak"] = Figure(
                 statistics.median(rates),
@@ -216,8 +285,9 @@ async def measure(seconds: float) -> dict[str, Figure]:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=12.0, help="of each load")
+    parser.add_argument("--protocols", type=names_from(PROTOCOLS), default=PROTOCOLS, metavar="A,B")
     arguments = parser.parse_args()
-    report(asyncio.run(measure(arguments.seconds)), arguments.json)
+    report(asyncio.run(measure(arguments.seconds, arguments.protocols)), arguments.json)
 
 
 if __name__ == "__main__":
