@@ -6,13 +6,16 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from narrowing import instance_of
 from serving import ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run
 
 from quire.cluster.client.async_client import AsyncClient
 from quire.cluster.config.tenants import TenantOptions, Tenants
 from quire.cluster.gateway.generation import CallHead, GenerationCall, GenerationService
 from quire.cluster.host.watched_file import constant
+from quire.cluster.http.server import HttpServer
 from quire.cluster.metrics.request_metrics import RequestMetrics
 from quire.cluster.requests.received import Received
 from quire.proto.errors import Overloaded, QuotaExceeded
@@ -101,7 +104,11 @@ def test_gateway_repeats_a_refusal_until_a_sequence_ends(
     monkeypatch.setattr(forecast, "HOLD_SHARE", 1e9)
 
     async def scenario() -> None:
-        async with serve(max_num_seqs=1, max_queue_len=1) as server, AsyncClient(server.target) as client:
+        async with (
+            serve(http=True, max_num_seqs=1, max_queue_len=1) as server,
+            AsyncClient(server.target) as client,
+            httpx.AsyncClient(base_url=instance_of(HttpServer, server.http).url) as http,
+        ):
             server.brake.slow_down()
             first = client.generate_stream(PROMPT, ENDLESS)
             await first_delta(first)
@@ -116,9 +123,15 @@ def test_gateway_repeats_a_refusal_until_a_sequence_ends(
             with pytest.raises(Overloaded, match=r"^refused by the gateway") as caught:
                 await client.generate(PROMPT, SAMPLING)
             assert caught.value.retry_after_s is not None
+            # The body is not validated.
+            response = await http.post("/v1/completions", json={"max_tokens": "many"}, timeout=60)
+            assert response.status_code == 503
+            assert response.json()["error"]["message"].startswith("refused by the gateway")
             await first.aclose()
             server.brake.speed_up()
             await second
             await client.generate(PROMPT, SAMPLING)
+            response = await http.post("/v1/completions", json={"max_tokens": "many"}, timeout=60)
+            assert response.status_code == 400
 
     run(scenario())

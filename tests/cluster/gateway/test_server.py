@@ -48,6 +48,24 @@ def test_stream_and_unary_return_the_same_output(serve: ServerFactory) -> None:
     run(scenario())
 
 
+def test_server_waits_for_calls_of_all_methods_together(
+    serve: ServerFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[str] = []
+    monkeypatch.setattr(
+        grpc.aio.Server,
+        "add_registered_method_handlers",
+        lambda server, name, handlers: registered.append(name),
+    )
+
+    async def scenario() -> None:
+        async with serve() as server, AsyncClient(server.target) as client:
+            assert (await client.models())[0].name == "tiny"
+
+    run(scenario())
+    assert registered == []
+
+
 def test_synchronous_client_returns_the_same_results(serve: ServerFactory) -> None:
     def check(target: str) -> None:
         with Client(target) as client:
