@@ -68,7 +68,7 @@ test-all: venv $(TRITON_VERSIONS:%=build/triton/%/.ready)
 	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(PYTEST_ARGS)
 
 test-random: venv
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --random-order $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS) --random-order
 
 test-clients: venv $(CLIENTS:%=build/clients/%/.ready)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients
