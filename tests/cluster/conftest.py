@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 from local_server import Server, local_server
 
 ServerFactory = Callable[..., AbstractAsyncContextManager[Server]]
@@ -21,6 +22,14 @@ LONGER_THAN_ANY_TEST_S = 3600.0
 def no_idle_canaries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.cluster.gateway.replica_pool.IDLE_CANARY_S", LONGER_THAN_ANY_TEST_S)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_grammar_workers() -> Iterator[None]:
+    """A process that compiles grammars imports first, which took more than 60 s on two cores with a load of 30."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.cluster.grammar_workers.pool.TASK_TIMEOUT_S", PROGRAM_TIMEOUT_S)
         yield
 
 
