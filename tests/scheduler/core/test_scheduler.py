@@ -9,6 +9,8 @@ from narrowing import not_none
 from quire.proto.errors import ProtocolError, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.proto.stream import FinishReason
+from quire.scheduler.core.placement import Place, Placement
+from quire.scheduler.sequences.sequence import Sequence
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -56,6 +58,23 @@ def test_no_step_exceeds_the_token_budget() -> None:
         executed = driver.group.num_executed_tokens - before
         assert executed <= 10
         before = driver.group.num_executed_tokens
+
+
+def test_no_prefix_is_looked_for_while_every_row_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_for: list[int] = []
+    find_places = Placement.places_for
+
+    def places_for(self: Placement, sequence: Sequence) -> list[Place]:
+        looked_for.append(sequence.handle)
+        return find_places(self, sequence)
+
+    monkeypatch.setattr(Placement, "places_for", places_for)
+    driver = Driver(small_config(max_num_seqs=1))
+    for handle in range(2):
+        driver.add(handle, random_prompt(9, handle), max_tokens=5, ignore_eos=True)
+    driver.run()
+    assert looked_for == [0, 1]
+    assert driver.outputs[1] == oracle(random_prompt(9, 1), 5, stops=())
 
 
 def test_request_with_cached_prefix_computes_only_the_rest() -> None:
