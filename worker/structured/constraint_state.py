@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..comm.shard import Shard
 from ..memory.device_to_host import HostCopy
 from .compilation import GrammarLibrary
 from .grammar import CompiledGrammar, Matcher, MatcherFailed, UnsupportedConstraint, add_to_mask, num_words
+from .match_time import TOO_SLOW, MatchTime, is_too_slow
 from .row_constraint import RowConstraint, accept_all
 
 # Bytes of compiled grammars that are kept for later sequences.
@@ -95,7 +97,9 @@ class ConstraintState:
         shard: this rank's part of the vocabulary, which the masks cover.
     """
 
-    def __init__(self, model: ModelConfig, shard: Shard, num_rows: int) -> None:
+    def __init__(
+        self, model: ModelConfig, shard: Shard, num_rows: int, match_time: MatchTime | None = None
+    ) -> None:
         self._library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
         self._shard = shard
         self._rows: list[RowConstraint | None] = [None] * num_rows
@@ -110,6 +114,7 @@ class ConstraintState:
         self._layout: _Layout | None = None
         self._failures: list[FailedRow] = []
         self._pending: list[tuple[list[RowConstraint | None], HostCopy]] = []
+        self._match_time = match_time or MatchTime()
 
     def put(self, sequence: NewSequence) -> None:
         """Set the constraint of a row, whose earlier one was released, to that of a new, resumed or forked sequence.
@@ -147,7 +152,8 @@ class ConstraintState:
 
     def _replay(self, constraint: OutputConstraint, output: list[int]) -> RowConstraint:
         row = self._make(constraint)
-        accept_all([row] * len(output), output)
+        with self._match_time.step(), self._match_time.row(row, len(output)):
+            accept_all([row] * len(output), output)
         return row
 
     def release(self, rows: IntArray) -> None:
@@ -192,14 +198,17 @@ class ConstraintState:
         is_as_before = self._layout is not None and self._layout.rows == key
         if not (is_as_before or self.has_effect(rows)):
             return NO_MASKS
-        self._settle()
-        if is_as_before and self._layout is not None:
-            index, batches = self._layout.index, self._layout.batches
-            words = self._new_words(len(index))
-        else:
-            index, batches, words = self._lay_out(rows, read_drafts)
-        for kind, batch in batches.items():
-            self._fill_together(kind, batch, words)
+        with self._match_time.step():
+            self._settle()
+            if is_as_before and self._layout is not None:
+                index, batches = self._layout.index, self._layout.batches
+                words = self._new_words(len(index))
+            else:
+                index, batches, words = self._lay_out(rows, read_drafts)
+            for kind, batch in batches.items():
+                self._fill_together(kind, batch, words)
+        if self._match_time.is_watching:
+            self._fail_slow(rows)
         if not index:
             return NO_MASKS
         at_end = self._complete(words)
@@ -232,13 +241,14 @@ class ConstraintState:
             try:
                 if constraint.failure:
                     raise MatcherFailed(constraint.failure)
-                if count == 1:
-                    if constraint.fill_mask(words[len(index)]):
-                        index.append(first)
-                elif constraint.is_active:
-                    own = words[len(index) : len(index) + count]
-                    constraint.fill_masks(read_drafts(first, count - 1), own)
-                    index.extend(range(first, first + count))
+                with self._measured(constraint):
+                    if count == 1:
+                        if constraint.fill_mask(words[len(index)]):
+                            index.append(first)
+                    elif constraint.is_active:
+                        own = words[len(index) : len(index) + count]
+                        constraint.fill_masks(read_drafts(first, count - 1), own)
+                        index.extend(range(first, first + count))
             except Exception as error:  # of one output, which must not end the step of all
                 self._fail(row, first_line(error))
         self._layout = _Layout(rows.tobytes(), index, batches) if is_steady else None
@@ -246,17 +256,24 @@ class ConstraintState:
 
     def _fill_together(self, kind: type[Matcher], batch: _Batch, words: IntArray) -> None:
         """Fill the masks of rows by one call; one by one if any fails, which leaves its row without a constraint."""
-        try:
-            kind.fill_masks(batch.matchers, words, batch.places)
-            return
-        except Exception as error:
-            _log.debug("filling masks one by one: %s", first_line(error))
-        for row, matcher, place in zip(batch.rows, batch.matchers, batch.places, strict=True):
+        if not self._match_time.is_watching:
             try:
-                matcher.fill_mask(words[place])
+                kind.fill_masks(batch.matchers, words, batch.places)
+                return
+            except Exception as error:
+                _log.debug("filling masks one by one: %s", first_line(error))
+        for row, matcher, place in zip(batch.rows, batch.matchers, batch.places, strict=True):
+            constraint = self._rows[row]
+            assert constraint is not None, "the batch has constrained rows only"
+            try:
+                with self._measured(constraint):
+                    matcher.fill_mask(words[place])
             except Exception as error:
                 words[place] = -1
                 self._fail(row, first_line(error))
+
+    def _measured(self, constraint: RowConstraint) -> AbstractContextManager[None]:
+        return self._match_time.row(constraint) if self._match_time.is_watching else nullcontext()
 
     def forced_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the tokens that the constraint of a row leaves no choice of, as far as the tokenizer tells."""
@@ -275,9 +292,32 @@ class ConstraintState:
         """Advance by the tokens that were sampled since."""
         for constraints, copied in self._pending:
             (token_ids,) = copied.wait()
-            if not accept_all(constraints, token_ids.tolist()):
+            accept = self._accept_measured if self._match_time.is_watching else accept_all
+            if not accept(constraints, token_ids.tolist()):
                 self._layout = None
         self._pending.clear()
+
+    def _accept_measured(self, constraints: Sequence[RowConstraint | None], token_ids: list[int]) -> bool:
+        """Do the same as `accept_all`, and measure each row."""
+        are_in_grammar = True
+        for constraint, token_id in zip(constraints, token_ids, strict=True):
+            if constraint is not None:
+                with self._match_time.row(constraint, num_tokens=1):
+                    are_in_grammar &= accept_all([constraint], [token_id])
+        return are_in_grammar
+
+    def _fail_slow(self, rows: IntArray) -> None:
+        """End the requests whose matchers take too long.
+
+        Rank 0 alone decides: another rank that leaves out a mask, whose request then goes on, would sample tokens
+        that the form does not allow.
+        """
+        if self._shard.rank != 0:
+            return
+        for row in set(rows.tolist()):
+            constraint = self._rows[row]
+            if constraint is not None and is_too_slow(constraint):
+                self._fail(row, TOO_SLOW)
 
     def _fail(self, row: int, reason: str) -> None:
         """Remove the constraint of a row, whose request the scheduler ends."""

@@ -50,15 +50,17 @@ class RowConstraint:
 
     Attributes:
         failure: why the matcher cannot go on; empty if it can.
+        extra_time_s: processor time of the matcher beyond what a row may take for its tokens, see MatchTime.
     """
 
     __slots__ = (
         "_after_reasoning", "_constraint", "_ends", "_matcher", "_num_recorded", "_past", "_run", "_start_ids",
-        "_starts", "_state", "_stop_ids", "_tail_len", "_vocabulary", "failure",
+        "_starts", "_state", "_stop_ids", "_tail_len", "_vocabulary", "extra_time_s", "failure",
     )  # fmt: skip
 
     def __init__(self, constraint: OutputConstraint, matcher: Matcher | None, vocabulary: Vocabulary) -> None:
         self.failure = ""
+        self.extra_time_s = 0.0
         self._constraint = constraint
         self._matcher = matcher
         self._vocabulary = vocabulary
@@ -130,7 +132,7 @@ class RowConstraint:
             return None
         matcher = None if self._matcher is None else self._matcher.copy()
         forked = RowConstraint(self._constraint, matcher, self._vocabulary)
-        forked._state, forked._run = self._state, self._run
+        forked._state, forked._run, forked.extra_time_s = self._state, self._run, self.extra_time_s
         forked._num_recorded, forked._past = self._num_recorded, self._past.copy()
         forked.rollback(num_back)
         forked.accept(output[-1])

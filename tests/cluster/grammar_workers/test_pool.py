@@ -11,13 +11,13 @@ import pytest
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.grammar_workers import pool
+from quire.cluster.grammar_workers import __main__, pool
 from quire.cluster.grammar_workers.pool import GrammarWorkers
 from quire.cluster.requests.grammar_compiler import LocalGrammarCompiler
 from quire.proto.config import EngineConfig
 from quire.proto.errors import InvalidRequest, Overloaded
 from quire.proto.structured_outputs import StructuredOutputsParams
-from quire.worker.structured.compilation import MAX_COMPILED_BYTES
+from quire.worker.structured.compilation import MAX_COMPILED_BYTES, GrammarLibrary
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +107,14 @@ def test_without_a_free_worker_the_request_may_come_back(
     monkeypatch.setattr(pool, "QUEUE_TIMEOUT_S", 0.01)
     with pytest.raises(Overloaded, match="no process was free"):
         GrammarWorkers(config, 0).compile(StructuredOutputsParams(choice=["a"]))
+
+
+def test_grammar_that_ranks_read_for_long_is_refused(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = config.model
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    task = {"spec": {"kind": "regex", "text": "a+"}, "time_s": 600}
+    assert "compiled" in __main__._answer(library, "auto", task)
+    monkeypatch.setattr(__main__, "MAX_LOAD_S", 0.0)
+    assert "ms to read it" in __main__._answer(library, "auto", task)["problem"]
