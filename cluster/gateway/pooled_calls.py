@@ -57,8 +57,11 @@ async def pool_all(service: GenerationService, calls: Sequence[GenerationCall]) 
             events = [event async for event in generation.events]
         return PooledAnswer(generation.model, generation.request, collect_pooled(events))
 
-    tasks = [asyncio.create_task(pool(call)) for call in calls]
+    tasks = []
     try:
+        for call in calls:
+            tasks.append(asyncio.create_task(pool(call)))
+            await asyncio.sleep(0)  # checking one takes 0.2 ms, and other streams must not wait for all
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:

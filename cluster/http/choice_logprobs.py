@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from ..requests.outputs import Logprob, PositionLogprobs, most_likely
+from ..requests.outputs import Logprob, PositionLogprobs, RequestOutput, most_likely
 from ..requests.tokenizer import Tokenizer
 
 # Stands for minus infinity, which JSON lacks; as OpenAI's API.
@@ -51,6 +52,17 @@ class CompletionLogprobs:
         for token_id, logprob in most_likely(entry, self._num_top):
             top.setdefault(self._tokenizer.token_text(token_id), json_logprob(logprob.logprob))
         return top
+
+
+def num_logprobs(output: RequestOutput) -> int:
+    """Return about the number of log-probabilities; each completion may repeat those of the prompt."""
+    of_prompt = num_of_entries(output.prompt_logprobs or ())
+    return sum(of_prompt + num_of_entries(completion.logprobs or ()) for completion in output.outputs)
+
+
+def num_of_entries(entries: Sequence[PositionLogprobs | None]) -> int:
+    """Return about the number of log-probabilities of positions, all of which have as many as the last one."""
+    return len(entries) * len(entries[-1] or ()) if entries else 0
 
 
 def join_logprobs(parts: list[dict[str, Any]]) -> dict[str, Any] | None:

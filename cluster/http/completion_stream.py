@@ -15,8 +15,9 @@ from ..requests.outputs import (
     StreamEvent,
     Usage,
 )
-from .choice_logprobs import CompletionLogprobs
+from .choice_logprobs import CompletionLogprobs, num_of_entries
 from .json_text import json_text, quoted
+from .large_response import MAX_VALUES_IN_LOOP, encode
 from .response_head import ResponseHead
 from .schema.completion import CompletionRequest
 from .stream_position import StreamPosition
@@ -74,6 +75,12 @@ class CompletionStream:
             body.echo or body.return_token_ids or body.logprobs is not None or body.has_continuous_usage
         )
         self._plain_end = f',"logprobs":null,"finish_reason":null}}]{self._null_usage}}}\n\n'
+
+    def is_large(self, prompt_index: int, event: StreamEvent) -> bool:
+        """Return whether the chunk of an event repeats a long prompt with its log-probabilities."""
+        if isinstance(event, PromptLogprobsDelta) or not self._body.echo:
+            return False
+        return num_of_entries(self._prompt_logprobs[prompt_index]) > MAX_VALUES_IN_LOOP
 
     def event(self, prompt_index: int, event: StreamEvent) -> bytes:
         """Return the chunk of an event; empty if there is nothing to send."""
@@ -186,7 +193,9 @@ class _Choice:
         others: dict[str, Any] | None = None,
     ) -> bytes:
         logprobs = (
-            "null" if self._logprobs is None else json_text(self._logprobs.of_tokens(token_ids, entries))
+            "null"
+            if self._logprobs is None
+            else encode(self._logprobs.of_tokens(token_ids, entries)).decode()
         )
         members = f'"logprobs":{logprobs},"finish_reason":null'
         if others:

@@ -456,6 +456,8 @@ class RequestChecker:
     def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         """Raises InvalidRequest, which names the position, for an id that is not in the vocabulary."""
         vocab_size = self._config.model.vocab_size
+        if len(token_ids) > _NUM_END_TOKENS and _are_between(token_ids, 0, vocab_size):
+            return
         for position, token_id in enumerate(token_ids):
             # Accepts numpy's integers, refuses floats. A bool passes, since it is an int in Python.
             if not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
@@ -500,3 +502,12 @@ def _check_names(**names: str) -> None:
         if len(name) > MAX_NAME_CHARS:
             raise InvalidRequest(field_name, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
         check_text(field_name, name)
+
+
+def _are_between(token_ids: Sequence[int], start: int, end: int) -> bool:
+    """Return whether all are integers from `start` to `end` - 1."""
+    try:
+        array = np.asarray(token_ids)
+    except (OverflowError, ValueError):
+        return False
+    return array.dtype.kind in "iu" and bool(array.min() >= start) and bool(array.max() < end)

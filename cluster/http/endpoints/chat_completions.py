@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,11 +14,12 @@ from ...gateway.services import GatewayServices
 from ...requests.outputs import CompletionOutput, RequestOutput
 from ..call_context import preparing, renamed_fields, with_context
 from ..chat_stream import ChatStream
-from ..choice_logprobs import chat_logprobs, prompt_logprobs_json
+from ..choice_logprobs import chat_logprobs, num_logprobs, prompt_logprobs_json
 from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
 from ..generations import collect_all
+from ..large_response import response_of
 from ..response_head import ResponseHead
 from ..schema.chat_completion import ChatCompletionRequest
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
@@ -42,7 +44,8 @@ def router(services: GatewayServices) -> APIRouter:
             with renamed_fields(body.field_names):
                 async with services.generation.run(call) as generation:
                     (output,) = await collect_all([generation])
-        return head.response(_whole(head, body, generation, output))
+        make = partial(_whole, head, body, generation, output)
+        return await response_of(head, make, num_values=num_logprobs(output))
 
     return router
 

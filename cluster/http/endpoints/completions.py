@@ -13,12 +13,13 @@ from ...gateway.generation import Generation, GenerationCall
 from ...gateway.services import GatewayServices
 from ...requests.outputs import CompletionOutput, RequestOutput
 from ..call_context import preparing, renamed_fields, with_context
-from ..choice_logprobs import CompletionLogprobs, join_logprobs, prompt_logprobs_json
+from ..choice_logprobs import CompletionLogprobs, join_logprobs, num_logprobs, prompt_logprobs_json
 from ..completion_stream import CompletionStream, echoed_text
 from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
 from ..generations import collect_all, numbered_events, run_all
+from ..large_response import in_thread, response_of
 from ..response_head import ResponseHead
 from ..schema.completion import CompletionRequest
 from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
@@ -46,7 +47,8 @@ def router(services: GatewayServices) -> APIRouter:
             with renamed_fields(_FIELDS):
                 async with run_all(services.generation, calls) as generations:
                     outputs = await collect_all(generations)
-        return head.response(_whole(head, body, generations, outputs))
+        make = partial(_whole, head, body, generations, outputs)
+        return await response_of(head, make, num_values=sum(map(num_logprobs, outputs)))
 
     return router
 
@@ -77,7 +79,11 @@ async def _stream(
                     yield chunk
             else:
                 async for prompt_index, event in numbered_events(generations):
-                    if chunk := stream.event(prompt_index, event):
+                    if stream.is_large(prompt_index, event):
+                        chunk = await in_thread(partial(stream.event, prompt_index, event))
+                    else:
+                        chunk = stream.event(prompt_index, event)
+                    if chunk:
                         yield chunk
             yield stream.end()
 

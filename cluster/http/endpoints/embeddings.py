@@ -15,6 +15,7 @@ from ...gateway.pooled_calls import PooledAnswer, pool_all
 from ...gateway.services import GatewayServices
 from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
+from ..large_response import response_of
 from ..response_head import ResponseHead
 from ..schema.error_body import OPENAI_ERRORS
 from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PromptsBody
@@ -38,11 +39,14 @@ def router(services: GatewayServices) -> APIRouter:
             _require(services, body.model, classifies=False)
         answers = await _pool(services, body, request, body.dimensions)
         encode = _ENCODERS[body.encoding_format]
-        data = [
-            {"index": index, "object": "embedding", "embedding": encode(answer.result.values)}
-            for index, answer in enumerate(answers)
-        ]
-        return _list_response(head, answers, data)
+
+        def entries() -> list[dict[str, Any]]:
+            return [
+                {"index": index, "object": "embedding", "embedding": encode(answer.result.values)}
+                for index, answer in enumerate(answers)
+            ]
+
+        return await _list_response(head, answers, entries)
 
     @router.post("/classify", summary="Return the scores of a classifier's classes")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
@@ -50,8 +54,11 @@ def router(services: GatewayServices) -> APIRouter:
         with preparing(services, FIELDS):
             _require(services, body.model, classifies=True)
         answers = await _pool(services, body, request)
-        data = [{"index": index, **_classes(answer)} for index, answer in enumerate(answers)]
-        return _list_response(head, answers, data)
+
+        def entries() -> list[dict[str, Any]]:
+            return [{"index": index, **_classes(answer)} for index, answer in enumerate(answers)]
+
+        return await _list_response(head, answers, entries)
 
     return router
 
@@ -97,17 +104,18 @@ def _classes(answer: PooledAnswer) -> dict[str, Any]:
     return {"label": label, "probs": scores, "num_classes": len(scores)}
 
 
-def _list_response(
-    head: ResponseHead, answers: Sequence[PooledAnswer], data: list[dict[str, Any]]
+async def _list_response(
+    head: ResponseHead, answers: Sequence[PooledAnswer], entries: Callable[[], list[dict[str, Any]]]
 ) -> Response:
-    usage = total_usage(answer.result.usage for answer in answers)
-    return head.response(
-        {
+    def body() -> dict[str, Any]:
+        return {
             "id": head.id,
             "object": "list",
             "created": head.created,
             "model": answers[0].model.name,
-            "data": data,
-            "usage": usage_json(usage),
+            "data": entries(),
+            "usage": usage_json(total_usage(answer.result.usage for answer in answers)),
         }
-    )
+
+    num_values = sum(answer.result.values.size + 1 for answer in answers)
+    return await response_of(head, body, num_values=num_values)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
 
 from ....proto.errors import InvalidRequest
 from ...gateway.services import GatewayServices
 from ...requests.chat import Chat
 from ...requests.request import Prompt
 from ..call_context import preparing
+from ..large_response import MAX_VALUES_IN_LOOP, encode, in_thread
 from ..schema.error_body import OPENAI_ERRORS
 from ..schema.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -25,20 +26,28 @@ def router(services: GatewayServices) -> APIRouter:
     router = APIRouter(tags=["tokens"], responses=OPENAI_ERRORS)
 
     @router.post("/tokenize", summary="Tokenize a text or a conversation")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         with preparing(services, _FIELDS):
             model = services.models.find(body.model or "")
-            token_ids = await asyncio.to_thread(
+            tenant = services.authenticator.tenant(request.state.caller, "")
+            check = partial(
                 model.checker.token_ids, _prompt(body), add_special_tokens=body.add_special_tokens
             )
-        return {
-            "count": len(token_ids),
-            "max_model_len": model.config.max_servable_tokens,
-            "tokens": token_ids,
-            "token_strs": [model.tokenizer.token_text(each) for each in token_ids]
-            if body.return_token_strs
-            else None,
-        }
+            token_ids = await services.generation.prompt_turns.run(tenant, check)
+
+        def content() -> bytes:
+            texts = map(model.tokenizer.token_text, token_ids) if body.return_token_strs else None
+            return encode(
+                {
+                    "count": len(token_ids),
+                    "max_model_len": model.config.max_servable_tokens,
+                    "tokens": token_ids,
+                    "token_strs": None if texts is None else list(texts),
+                }
+            )
+
+        is_large = len(token_ids) > MAX_VALUES_IN_LOOP
+        return Response(await in_thread(content) if is_large else content(), media_type="application/json")
 
     @router.post("/detokenize", summary="Return the text of token ids")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
