@@ -47,6 +47,7 @@ from .request_log import RequestLog
 from .retention import RequestKey, RetainedRequests, RetentionLimits
 from .served_models import ServedModel, ServedModels
 from .tenant_limits import NO_TENANTS, Admission, TenantLimiter
+from .tenant_turns import TenantTurns
 
 # Longer prompts are tokenized in a thread, so that they do not block other streams in the event loop.
 LONG_PROMPT_CHARS = 4096
@@ -105,12 +106,17 @@ class GenerationCall:
         return self.tenant, self.request_id
 
     def digest(self) -> bytes:
-        """Return a digest of the content; equal for repeats of a call."""
+        """Return a digest of the content; equal for repeats of a call. Raises InvalidRequest for huge token ids."""
         values = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_CONTENT
         }
         if not isinstance(self.prompt, str | Chat | TextPair):
-            values["prompt"] = np.asarray(self.prompt, dtype=np.int64).tobytes().hex()
+            try:
+                values["prompt"] = np.asarray(self.prompt, dtype=np.int64).tobytes().hex()
+            except OverflowError as error:
+                raise InvalidRequest(
+                    "prompt", "has a number of more than 64 bits, must be token ids"
+                ) from error
         text = json.dumps(values, sort_keys=True, default=_plain)
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
@@ -188,6 +194,7 @@ class GenerationService:
         self._ends = ChangeNotifier()  # of requests
         self._end_reason = ""  # set once every request is to end
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
+        self.prompt_turns, self.form_turns = TenantTurns(), TenantTurns()
 
     def has_refused(self, tenant: str) -> bool:
         """Return whether `check_room` may refuse a call of the tenant."""
@@ -401,7 +408,13 @@ class GenerationService:
         )
         is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
         is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while
-        return check() if is_short else await asyncio.to_thread(check)
+        return check() if is_short else await self.turns_of(call).run(call.tenant, check)
+
+    def turns_of(self, call: GenerationCall) -> TenantTurns:
+        """Return the turns of a call that takes long to check: those with a form wait for other processes."""
+        has_form = call.sampling.structured_outputs is not None
+        has_form |= isinstance(call.prompt, Chat) and call.prompt.may_constrain
+        return self.form_turns if has_form else self.prompt_turns
 
 
 def _with_time_left(request: Request, elapsed_s: float) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import grpc.aio
 
 from ...proto import inference_pb2, inference_pb2_grpc
-from ...proto.errors import QuireError
+from ...proto.errors import InvalidRequest, QuireError
 from ..api.request_limits import check_counts
 from ..api.request_messages import prompt_from_message, received_from_message, sampling_from_message
 from ..api.response_messages import event_to_message, output_to_message
@@ -25,6 +26,9 @@ from .pooled_calls import pool_all
 from .served_models import ServedModel
 from .services import GatewayServices
 from .version import server_version
+
+# As many as a JSON body may have.
+MAX_DETOKENIZED = 1 << 19
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -69,7 +73,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.EmbedResponse:
         vectors = await pool_all(self._generation, self._embed_calls(message, context))
-        return embed_response(message.model or vectors[0].model.name, vectors)
+        return await asyncio.to_thread(embed_response, message.model or vectors[0].model.name, vectors)
 
     @convert_errors
     async def Abort(
@@ -90,18 +94,25 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         model = self._models.find(message.model)
         adds_special_tokens = message.add_special_tokens if message.HasField("add_special_tokens") else True
-        token_ids = await asyncio.to_thread(
+        check = functools.partial(
             model.checker.token_ids, prompt_from_message(message), add_special_tokens=adds_special_tokens
         )
-        tokens = [model.tokenizer.token_text(each) for each in token_ids] if message.return_tokens else []
-        return inference_pb2.TokenizeResponse(
-            token_ids=token_ids, tokens=tokens, max_model_len=model.config.model.max_model_len
+        token_ids = await self._generation.prompt_turns.run(self._tenant("", context), check)
+        texts = map(model.tokenizer.token_text, token_ids) if message.return_tokens else ()
+        return await asyncio.to_thread(
+            inference_pb2.TokenizeResponse,
+            token_ids=token_ids,
+            tokens=texts,
+            max_model_len=model.config.model.max_model_len,
         )
 
     @convert_errors
     async def Detokenize(
         self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> inference_pb2.DetokenizeResponse:
+        if len(message.token_ids) > MAX_DETOKENIZED:
+            problem = f"has {len(message.token_ids)} tokens, must have at most {MAX_DETOKENIZED}"
+            raise InvalidRequest("token_ids", problem)
         model, token_ids = self._models.find(message.model), list(message.token_ids)
         model.checker.check_token_ids("token_ids", token_ids)
         text = await asyncio.to_thread(

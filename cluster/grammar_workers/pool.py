@@ -14,7 +14,8 @@ from ...proto.structured_outputs import StructuredOutputsParams
 from ..requests.grammar_compiler import grammar_spec
 from ..text_workers.worker_process import WorkerProcess
 
-NUM_WORKERS = 2
+# Tenants may use two at once. Each process starts when it is needed.
+NUM_WORKERS = 3
 # Processor time of one compilation.
 COMPILE_TIME_S = 10
 # From the task to its answer. The first task of a process loads the libraries, for 3 s on a busy machine.

@@ -75,6 +75,13 @@ class Chat:
         return ToolChoice.of(self.tool_choice)
 
     @property
+    def may_constrain(self) -> bool:
+        """The reply may have a form, which has to be compiled. Also of a conversation that is not checked."""
+        return bool(self.tools) and (
+            self.tool_choice not in ("auto", "none") or any(map(_is_strict, self.tools))
+        )
+
+    @property
     def has_tool_calls(self) -> bool:
         """A message has tool calls."""
         return any(message.get("tool_calls") for message in self.messages)
@@ -133,6 +140,12 @@ class Chat:
         check_json("chat.template_options", self.template_options)
         if self.chat_template is not None:
             check_text("chat.chat_template", self.chat_template, MAX_CHAT_CHARS)
+
+
+def _is_strict(tool: object) -> bool:
+    """Return whether a tool, which may not have been checked yet, is a strict function."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and bool(function.get("strict"))
 
 
 def _check_tool(field: str, tool: object) -> None:

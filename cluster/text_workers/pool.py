@@ -16,7 +16,8 @@ from ..requests.prompt_encoder import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEn
 from ..requests.tokenizer import Tokenizer
 from .worker_process import WorkerProcess
 
-NUM_WORKERS = 2
+# Tenants may use two at once for prompts without and two with a form. Each process starts when it is needed.
+NUM_WORKERS = 5
 # A shorter text is tokenized in the caller's thread, in a few milliseconds.
 MAX_LOCAL_CHARS = 4096
 # From the task to its answer, with the start of the process. Tokenizing 4 MB takes 10 s on a core of its own.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -46,10 +46,12 @@ def router(services: GatewayServices) -> APIRouter:
         return head.response(message_json(head, output))
 
     @router.post("/v1/messages/count_tokens", summary="Count the tokens of a conversation")
-    async def count_tokens(body: CountTokensRequest) -> dict[str, int]:
+    async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
         with preparing(services, _FIELDS):
             model = services.models.find(body.model or "")
-            token_ids = await asyncio.to_thread(model.checker.token_ids, body.chat())
+            tenant = services.authenticator.tenant(request.state.caller, "")
+            check = partial(model.checker.token_ids, body.chat())
+            token_ids = await services.generation.prompt_turns.run(tenant, check)
         return {"input_tokens": len(token_ids)}
 
     return router

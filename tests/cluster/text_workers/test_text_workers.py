@@ -32,7 +32,7 @@ def tokenizer(make_model: Callable[..., Path]) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def workers(tokenizer: Tokenizer) -> Iterator[TextWorkers]:
-    workers = TextWorkers(tokenizer)
+    workers = TextWorkers(tokenizer, 2)
     workers.start()
     yield workers
     workers.close()
