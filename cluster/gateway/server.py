@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from ...proto.errors import ConfigError
 from ..host.background import run_in_background
+from ..host.descriptors import max_connections
 from .admin import AdminService
 from .authentication import AuthenticationInterceptor
 from .health import INFERENCE, HealthReporter
@@ -23,6 +24,7 @@ from .services import GatewayServices
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096
+MAX_CONNECTIONS = 16_384
 
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 # Time for streams to deliver the error that ends them, after the grace period.
@@ -77,6 +79,7 @@ class Gateway:
         self._options = (
             *_SERVER_OPTIONS,
             ("grpc.so_reuseport", int(reuse_port)),
+            ("grpc.max_allowed_incoming_connections", max_connections(MAX_CONNECTIONS)),
             *_age_options(max_connection_age_s, max_connection_age_grace_s),
         )
         self._health = health.aio.HealthServicer()

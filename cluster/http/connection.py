@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -18,10 +17,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from ...proto.errors import InvalidRequest, Overloaded, QuireError
+from ..host.descriptors import max_connections
 from .errors import error_body
-
-# Keeps file descriptors free for the gateway's own sockets and files.
-_RESERVED_DESCRIPTORS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +32,7 @@ class ConnectionLimits:
         write_timeout_s: time that a client may leave a full send buffer unread.
         keep_alive_s: time that a connection may be idle between requests.
         vanished_s: time until a client whose machine vanished is detected.
-        max_connections: connections at once; also limited by the process's file descriptors.
+        max_connections: connections at once; also limited to half of the process's file descriptors.
     """
 
     max_head_bytes: int = 64 << 10
@@ -48,8 +45,7 @@ class ConnectionLimits:
 
     def num_connections(self) -> int:
         """Return the number of connections that the process can hold."""
-        num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return max(1, min(self.max_connections, num_descriptors - _RESERVED_DESCRIPTORS))
+        return max_connections(self.max_connections)
 
 
 class HttpConnection(HttpToolsProtocol):

@@ -9,6 +9,7 @@ from typing import Any
 from ..config.server_options import ServerOptions
 from ..gateway.server import Gateway
 from ..gateway.services import GatewayServices
+from ..host.descriptors import raise_descriptor_limit
 from ..http.server import HttpServer
 
 
@@ -20,6 +21,7 @@ class GatewayServers:
     """
 
     def __init__(self, services: GatewayServices, options: ServerOptions) -> None:
+        raise_descriptor_limit()
         self._grpc = Gateway(
             services,
             options.listen,

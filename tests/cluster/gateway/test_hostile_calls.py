@@ -14,10 +14,12 @@ import grpc.aio
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from random_messages import random_message
-from serving import ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run
+from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run
 
 from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.gateway import server as gateway_server
 from quire.proto import admin_pb2, inference_pb2
+from quire.proto.errors import ServerUnreachable
 from quire.proto.sampling import SamplingParams
 
 # Never the answer to a caller's mistake.
@@ -32,6 +34,7 @@ STOPPING = {"Sleep", "Pause"}
 METHODS = [method for service in SERVICES for method in service.methods if method.name not in STOPPING]
 CALL_TIMEOUT_S = 3.0
 SLOW_TIMEOUT_S = 900.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"  # with empty settings
 SLOW = (pytest.mark.slow, pytest.mark.timeout(SLOW_TIMEOUT_S))
 
 
@@ -196,3 +199,41 @@ def test_message_above_the_limit_is_refused(serve: ServerFactory) -> None:
             assert await call(channel, METHODS[0], raw) == "RESOURCE_EXHAUSTED"
 
     run(scenario())
+
+
+def test_connections_beyond_the_limit_are_closed(
+    serve: ServerFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise idle connections take every file descriptor, also those that HTTP and the gateway itself need."""
+    monkeypatch.setattr(gateway_server, "max_connections", lambda at_most: 3)
+
+    async def is_open(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bool:
+        """A server of HTTP/2 sends its settings at once."""
+        try:
+            return bool(await asyncio.wait_for(connection[0].read(1), DEADLINE_S))
+        except ConnectionError:
+            return False
+
+    async def scenario() -> None:
+        async with serve() as server:
+            caplog.clear()
+            host, _, port = server.target.rpartition(":")
+            idle = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
+            for _, writer in idle:
+                writer.write(_PREFACE)
+            are_open = [await is_open(connection) for connection in idle]
+            assert sum(are_open) <= 3, are_open
+            for _, writer in idle:
+                writer.close()
+
+            async def is_served() -> bool:
+                async with AsyncClient(server.target) as client:
+                    try:
+                        return bool((await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs)
+                    except ServerUnreachable:
+                        return False
+
+            await eventually(is_served)
+
+    run(scenario())
+    no_faults_logged(caplog)
