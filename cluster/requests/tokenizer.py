@@ -102,8 +102,8 @@ class Tokenizer:
             ids: list[int] = self._backend.encode(text, pair, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
             # Rust's panics are no Exception. The tokenizer's regular expressions panic on texts that make them
-            # backtrack for long.
-            if type(error).__name__ != "PanicException":
+            # backtrack for long. Its errors are plain Exceptions, for example without a token for unknown words.
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise InvalidRequest("prompt", f"cannot be tokenized: {first_line(error)}") from error
         return ids

@@ -10,6 +10,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, in_one_line
 from ..weights.quantization import read_quantization
 from . import transformers_spec
+from .check_numbers import check_numbers
 from .family import Family
 from .field_names import gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
 from .read_spec import read_layers, read_spec
@@ -317,6 +318,7 @@ def check_supported(
         spec = read_spec(model, family)
         multiple = 1 if quantization is None else quantization.shard_multiple
         _check_sizes(model, spec, tensor_parallel_size, None if expert_parallel else multiple)
+        check_numbers(spec)
     except _MALFORMED as error:
         reason = in_one_line(error)
         raise ConfigError(f"{model.name}: its config.json has invalid settings: {reason}") from error

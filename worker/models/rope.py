@@ -61,6 +61,8 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
         raise ValueError(f"rope scaling {kind!r:.100} is not supported; supported: {', '.join(_KINDS)}")
     try:
         theta = float(settings.get("rope_theta") or context.theta)
+        if not 0 < theta < math.inf:
+            raise ValueError(f"rope_theta is {theta:g}, must be above 0 and finite")
         share = settings.get("partial_rotary_factor", context.partial_rotary_factor)
         rotary_dim = int(context.head_dim * (1.0 if share is None else float(share)))
         if not 2 <= rotary_dim <= context.head_dim or rotary_dim % 2:

@@ -25,3 +25,21 @@ def test_text_on_which_the_tokenizer_panics_is_refused(demo_model_dir: Path, tmp
     assert hostile.encode("a" * 5)
     with pytest.raises(InvalidRequest, match=r"prompt: cannot be tokenized: .*retry-limit"):
         hostile.encode("a" * 30 + "c")
+
+
+def test_text_on_which_the_tokenizer_fails_is_refused(demo_model_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_model_dir, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"] = {
+        "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100, "vocab": {"a": 0},
+    }  # fmt: skip
+    tokenizer["added_tokens"] = []
+    file.write_text(json.dumps(tokenizer))
+    lacking = Tokenizer(str(tmp_path / "model"))
+    assert lacking.encode("a", add_special_tokens=False) == [0]
+    with pytest.raises(
+        InvalidRequest, match=r"prompt: cannot be tokenized: WordPiece error: Missing \[UNK\]"
+    ):
+        lacking.encode("b")

@@ -121,7 +121,18 @@ def test_sizes_that_cannot_be_sharded_raise(
 
 @pytest.mark.parametrize(
     "settings",
-    [{"query_pre_attn_scalar": -1}, {"logits_scaling": 0}, {"layer_types": 5}, {"rope_parameters": "yarn"}],
+    [
+        {"query_pre_attn_scalar": -1},
+        {"logits_scaling": 0},
+        {"layer_types": 5},
+        {"rope_parameters": "yarn"},
+        {"residual_multiplier": "x"},
+        {"rms_norm_eps": [1]},
+        {"intermediate_size": [64]},
+        {"intermediate_size": 64.5},
+        {"intermediate_size": 1 << 31},
+        {"attention_multiplier": float("inf")},
+    ],
 )
 def test_invalid_settings_raise(model: Any, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"its config\.json has invalid settings"):

@@ -102,6 +102,11 @@ def test_original_len_of_configuration_overrides_settings() -> None:
         ({"partial_rotary_factor": 1.5}, "192 of 128 dimensions, must be even"),
         ({"partial_rotary_factor": [1]}, "'default' has invalid settings"),
         ({"rope_theta": "wide"}, "'default' has invalid settings"),
+        (
+            {"rope_theta": -1e30},
+            "'default' has invalid settings: rope_theta is -1e.30, must be above 0 and finite",
+        ),
+        ({"rope_theta": float("nan")}, "rope_theta is nan, must be above 0 and finite"),
         ({"rope_type": ["yarn"]}, "is not supported; supported: default, linear"),
     ],
 )
