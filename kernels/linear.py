@@ -21,7 +21,7 @@ from torch import Tensor
 from .activation import GATED_ACTIVATIONS
 from .native.fallbacks import log_fallback
 from .native.library import is_available
-from .native.memory import use_huge_pages
+from .native.memory import copy_to_huge_pages
 from .native.panels import (
     Panels,
     can_gate,
@@ -153,8 +153,7 @@ def _pack_panels(weight: Tensor, scales: Tensor | None = None) -> PackedWeight:
     num_panels, row_inputs = -(-out_features // panel_len()), inputs_per_row(weight.dtype)
     num_missing = num_panels * panel_len() - out_features
     padded = F.pad(weight, (0, 0, 0, num_missing)) if num_missing else weight
-    packed = padded.reshape(num_panels, panel_len(), -1, row_inputs).transpose(1, 2).contiguous()
-    use_huge_pages(packed.data_ptr(), packed.nbytes)
+    packed = copy_to_huge_pages(padded.reshape(num_panels, panel_len(), -1, row_inputs).transpose(1, 2))
     panels = Panels(
         packed.data_ptr(), panel_len() * in_features, in_features, out_features, weight.dtype, scales
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from .linear import Layout, PackedWeight
 from .native import quantized_panels as native
 from .native.library import dtype_codes, is_available, library
-from .native.memory import use_huge_pages
+from .native.memory import copy_to_huge_pages
 from .native.ops import address_of
 from .native.panels import Panels, panel_len
 from .quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, unpack_nibbles
@@ -81,8 +81,7 @@ def pack_quantized(weight: QuantizedWeight) -> QuantizedPanels | None:
         return None
     if weight.in_features % (num_groups * per_word) or not _are_int8(weight.zeros):
         return None
-    words = _in_panels(_words(weight.codes).t())
-    use_huge_pages(words.data_ptr(), words.nbytes)
+    words = copy_to_huge_pages(_in_panels(_words(weight.codes).t()))
     zeros, zero = _split_zeros(weight.zeros)
     return QuantizedPanels(
         words,
