@@ -211,7 +211,7 @@ SECTIONS = (
         "offline_peers_avx2",
         "The 60M-parameter shape with the instruction sets that a processor without AVX-512 has: QUIRE_CPU_ISA=avx2, "
         "ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for all engines. llama.cpp, compiled for this machine, "
-        "heeds none of them and uses AVX-512.",
+        "heeds none of them and uses AVX-512; llama.cpp-avx2 is compiled without it.",
         engines,
     ),
     Section(

@@ -31,7 +31,7 @@ from typing import NoReturn
 from benchmarks.common import Figure, make_parser, names_from, report, write_figures
 from benchmarks.peers.comparison import Comparison, Limits
 from benchmarks.peers.engine import Requests
-from benchmarks.peers.process import MODULES, TENSOR_PARALLEL, Engine
+from benchmarks.peers.process import DEFAULT, MODULES, TENSOR_PARALLEL, Engine
 from benchmarks.random_models import MODELS, make_model
 from benchmarks.workloads import WORKLOADS, Workload, warm_up
 from quire import LLM, SamplingParams
@@ -148,7 +148,7 @@ def parse_arguments() -> argparse.Namespace:
         "--engines",
         type=names_from(MODULES),
         metavar="NAME,...",
-        help=f"with --peers (default: {','.join(MODULES)}; with several ranks: {','.join(TENSOR_PARALLEL)})",
+        help=f"with --peers (default: {','.join(DEFAULT)}; with several ranks: {','.join(TENSOR_PARALLEL)})",
     )
     parser.add_argument(
         "--limit",
@@ -167,7 +167,7 @@ def parse_arguments() -> argparse.Namespace:
             f"--tensor-parallel-size is {arguments.tensor_parallel_size}, but these run on one rank only: "
             f"{', '.join(sorted(unable))}"
         )
-    arguments.engines = arguments.engines or list(able)
+    arguments.engines = arguments.engines or [name for name in DEFAULT if name in able]
     return arguments
 
 

@@ -23,8 +23,11 @@ MODULES = {
     "vllm": "vllm_engine.py",
     "transformers": "transformers_engine.py",
     "llama.cpp": "llama_cpp_engine.py",
+    "llama.cpp-avx2": "llama_cpp_engine.py",
     "ctranslate2": "ctranslate2_engine.py",
 }
+# Engines that a comparison on one rank runs unless it names others.
+DEFAULT = tuple(name for name in MODULES if name != "llama.cpp-avx2")
 # Engines with tensor parallelism.
 TENSOR_PARALLEL = ("quire", "vllm")
 # More than the supervisor's END_TIMEOUT_S.
