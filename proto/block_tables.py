@@ -120,12 +120,11 @@ class BlockTables:
 
 def runs_of(rows: IntArray | RowArray) -> tuple[RowArray, RowArray]:
     """Return the start and the length of each run of equal rows, both [number of runs]."""
-    is_start = np.ones(rows.size, np.bool_)
-    np.not_equal(rows[1:], rows[:-1], out=is_start[1:])
-    starts = np.flatnonzero(is_start)
-    ends = np.empty_like(starts)
-    ends[:-1], ends[-1:] = starts[1:], rows.size
-    return starts, ends - starts
+    is_start = np.empty(rows.size + 1, np.bool_)
+    is_start[:1] = is_start[-1:] = rows.size > 0
+    np.not_equal(rows[1:], rows[:-1], out=is_start[1:-1])
+    bounds = is_start.nonzero()[0]
+    return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
 def _run_offsets(rows: RowArray) -> IntArray:

@@ -69,11 +69,13 @@ class SchedulerStats:
     def count_drafts(self, num_drafted: IntArray, num_accepted: IntArray) -> None:
         """Count the drafts of a step: tokens of each row, and how many of them were accepted."""
         self.num_drafts += int(np.count_nonzero(num_drafted))
-        self.num_draft_tokens += int(num_drafted.sum())
-        most = int(num_accepted.max())
-        self.num_accepted += [0] * (most - len(self.num_accepted))
-        for place in range(most):
-            self.num_accepted[place] += int(np.count_nonzero(num_accepted > place))
+        self.num_draft_tokens += sum(num_drafted.tolist())
+        num_with = np.bincount(num_accepted).tolist()  # drafts with no accepted token, with one, ...
+        self.num_accepted += [0] * (len(num_with) - 1 - len(self.num_accepted))
+        num_with_more = 0
+        for place in range(len(num_with) - 1, 0, -1):
+            num_with_more += num_with[place]
+            self.num_accepted[place - 1] += num_with_more
 
     def count_step(self, num_held_blocks: int, num_slots: int, num_tokens: int) -> None:
         """Count one plan.

@@ -138,7 +138,7 @@ class Planner:
             first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
             draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)
         if draft.num_drafted is not None:
-            draft.num_tokens_left -= int(draft.num_drafted.sum())
+            draft.num_tokens_left -= sum(draft.num_drafted.tolist())
 
     def _room_for_forced_text(self, draft: StepDraft, advancing: RowArray) -> IntArray | None:
         """Return the most forced tokens of each row.
@@ -155,7 +155,7 @@ class Planner:
     def _drop_drafts(self, draft: StepDraft) -> None:
         """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""
         if draft.num_drafted is not None:
-            draft.num_tokens_left += int(draft.num_drafted.sum())
+            draft.num_tokens_left += sum(draft.num_drafted.tolist())
             draft.num_drafted = None
 
     def _allocate_blocks(

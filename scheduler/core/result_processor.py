@@ -33,14 +33,18 @@ class ResultProcessor:
         self._decoded_at: float | None = None
         self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
-    def apply(self, result: StepResult, now: float) -> Outgoing:
-        """Advance the sequences of the oldest step in flight; return the messages for gateways.
+    def apply(self, step: InFlightStep, result: StepResult, now: float) -> Outgoing:
+        """Advance the sequences of a step; return the messages for gateways.
+
+        Args:
+            step: the `due_step` of the result.
 
         Raises:
-            ProtocolError: the result is of another step or epoch, or has the wrong number of tokens.
+            ProtocolError: the result has the wrong number of tokens.
         """
         state, rows_state = self._state, self._state.rows
-        step = self._pop_step(result)
+        _check_counts(step, result)
+        state.in_flight.pop()
         state.blocks.free_fenced(step.step_id)
         if (
             step.has_results
@@ -79,12 +83,14 @@ class ResultProcessor:
                 self._add_candidates(rows, is_beam, logprobs, now)
                 rows, token_ids, logprobs = _select(~is_beam, rows, token_ids, logprobs)
         if result.token_counts.size:
-            rows, token_ids, logprobs, last = self._append_runs(rows, token_ids, logprobs)
-            finished = self._finish_sequences(rows[last], token_ids[last], now)
+            at_eos = self._at_eos(rows, token_ids)
+            rows, token_ids, logprobs, last = self._append_runs(rows, token_ids, logprobs, at_eos)
+            at_eos = self._at_eos(rows, token_ids) if at_eos.size > rows.size else at_eos
+            finished = self._finish_sequences(rows[last], token_ids[last], at_eos[last], now)
         else:
             self._detect_repetitions(rows, token_ids)
             self._append(rows, token_ids)
-            finished = self._finish_sequences(rows, token_ids, now)
+            finished = self._finish_sequences(rows, token_ids, self._at_eos(rows, token_ids), now)
         return outgoing + self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
 
     def due_step(self, result: StepResult) -> InFlightStep:
@@ -96,10 +102,6 @@ class ResultProcessor:
         if got != due:
             raise ProtocolError(f"the result of (epoch, step) {got} came, {due} is due")
         return step
-
-    def _pop_step(self, result: StepResult) -> InFlightStep:
-        _check_counts(self.due_step(result), result)
-        return self._state.in_flight.pop()
 
     def _observe_cost(self, step: InFlightStep, result: StepResult) -> None:
         """Update the cost model from steps full of prompt tokens.
@@ -144,15 +146,16 @@ class ResultProcessor:
     def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
         """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
         rows, token_counts = step.rows, result.token_counts
-        accepted = token_counts - 1 if token_counts.size else np.zeros_like(num_planned)
+        nothing = np.zeros(num_planned.size, np.int32)
+        accepted = token_counts - 1 if token_counts.size else nothing
         has_some = bool(result.num_drafted.size)
-        num_computed = result.num_drafted if has_some else np.zeros_like(num_planned)
+        num_computed = result.num_drafted if has_some else nothing
         if has_some:
             self._state.stats.count_drafts(num_computed, accepted)
         is_affected = num_planned > 0
         if self._state.rows.num_freed != step.num_freed:
             is_affected &= self._state.rows.entered_at_step[rows] <= step.step_id
-        if not is_affected.all():
+        if np.count_nonzero(is_affected) < is_affected.size:
             rows, num_planned = rows[is_affected], num_planned[is_affected]
             accepted, num_computed = accepted[is_affected], num_computed[is_affected]
         self._state.retract_drafts(rows, num_planned - accepted)
@@ -225,18 +228,22 @@ class ResultProcessor:
     # Tokens
 
     def _append_runs(
-        self, rows: RowArray, token_ids: IntArray, logprobs: Logprobs | None
+        self,
+        rows: RowArray,
+        token_ids: IntArray,
+        logprobs: Logprobs | None,
+        at_eos: npt.NDArray[np.bool_],
     ) -> tuple[RowArray, IntArray, Logprobs | None, RowArray]:
         """Append one or more known tokens to each row, up to the first that ends its sequence.
 
         Args:
             rows: [n], the row of each token; the tokens of a row are adjacent.
+            at_eos: [n], as `_at_eos` returns it.
 
         Returns:
             The arguments without tokens after an end, and the positions of each row's last token in them.
         """
-        at_eos = self._at_eos(rows, token_ids)
-        ends = [*np.flatnonzero(at_eos).tolist(), *self._own_stops(rows, token_ids, at_eos)]
+        ends = [*at_eos.nonzero()[0].tolist(), *self._own_stops(rows, token_ids, at_eos)]
         ends += self._detect_repetitions(rows, token_ids)
         if ends:
             keep = np.ones(rows.size, np.bool_)
@@ -245,7 +252,7 @@ class ResultProcessor:
             rows, token_ids, logprobs = _select(keep, rows, token_ids, logprobs)
         starts, lens = runs_of(rows)
         if not self._state.rows.append_runs(rows, token_ids, starts, lens):
-            for place in range(int(lens.max(initial=0))):
+            for place in range(max(lens.tolist(), default=0)):
                 tokens = starts[lens > place] + place
                 self._append(rows[tokens], token_ids[tokens])
         return rows, token_ids, logprobs, starts + lens - 1
@@ -280,11 +287,10 @@ class ResultProcessor:
     # Ends
 
     def _finish_sequences(
-        self, rows: RowArray, token_ids: IntArray, now: float
+        self, rows: RowArray, token_ids: IntArray, at_eos: npt.NDArray[np.bool_], now: float
     ) -> list[tuple[bytes, Finish]]:
-        """End the sequences that these tokens stop; return their ends, as (gateway, Finish)."""
+        """End the sequences that these tokens, one of each row, stop; return their ends, as (gateway, Finish)."""
         state = self._state.rows
-        at_eos = self._at_eos(rows, token_ids)
         own_stops = self._own_stops(rows, token_ids, at_eos)
         repetitions = self._repetitions(rows)
         ends = (state.num_tokens[rows] >= state.max_len[rows]) | at_eos
@@ -500,7 +506,8 @@ def _check_counts(step: InFlightStep, result: StepResult) -> None:
             raise ProtocolError(f"step {step.step_id} samples {num_rows} tokens, {num_tokens} came")
         return
     most = 1 if step.draft_lens is None else 1 + step.draft_lens
-    if counts.size != num_rows or counts.sum() != num_tokens or np.any((counts < 1) | (counts > most)):
+    is_complete = counts.size == num_rows and sum(counts.tolist()) == num_tokens
+    if not is_complete or np.count_nonzero((counts < 1) | (counts > most)):
         raise ProtocolError(
             f"step {step.step_id} samples for {num_rows} rows; {num_tokens} tokens came, with counts "
             f"{counts.tolist()}"

@@ -64,8 +64,11 @@ class RowState:
         self.num_own_stop_rows = 0
         self.num_started = self.num_freed = 0
         self._advancing: RowArray | None = None
-        # Calls of `advance` after which each row of `_advancing` still has a token to compute.
-        self._num_safe_advances = 0
+        # Tokens of each row of `_advancing` that may be planned while it still has another one to compute.
+        self._num_safe_tokens = 0
+        self._excludes_planned = (
+            False  # rows that have no token to compute now, but would if drafts were taken back
+        )
 
     @property
     def num_free(self) -> int:
@@ -110,9 +113,10 @@ class RowState:
         """Return the decoding rows with a token to compute, ascending: not frozen, and the last not in flight."""
         if self._advancing is None:
             num_left = self._max_len - 1 - self._num_scheduled
-            ready = self._decoding & ~self._frozen & (num_left > 0)
-            self._advancing = np.flatnonzero(ready)
-            self._num_safe_advances = int(num_left[ready].min()) - 1 if self._advancing.size else 0
+            decoding = self._decoding & ~self._frozen
+            self._advancing = (decoding & (num_left > 0)).nonzero()[0]
+            self._num_safe_tokens = min(num_left[self._advancing].tolist(), default=1) - 1
+            self._excludes_planned = bool(np.count_nonzero(decoding) > self._advancing.size)
         return self._advancing
 
     def schedule(self, row: int, num_tokens: int) -> None:
@@ -134,22 +138,25 @@ class RowState:
 
     def advance(self, rows: RowArray, draft_lens: IntArray | None = None) -> None:
         """Count one more token of each of `rows` as planned, and its drafted tokens; they are rows of `advancing`."""
+        most = 1
         if draft_lens is not None:
             self._num_scheduled[rows] += draft_lens
-            self.num_scheduled_tokens += int(draft_lens.sum())
-            self._num_safe_advances = 0
+            lens = draft_lens.tolist()
+            self.num_scheduled_tokens += sum(lens)
+            most += max(lens, default=0)
         self._num_scheduled[rows] += 1
         self.num_scheduled_tokens += rows.size
         # Counting down, instead of comparing each row with its max_len: 64 rows 0.1 us, not 3 us.
-        self._num_safe_advances -= 1
-        if self._num_safe_advances < 0:
+        self._num_safe_tokens -= most
+        if self._num_safe_tokens < 0:
             self._advancing = None
 
     def retract(self, rows: RowArray, counts: IntArray) -> None:
         """Count planned tokens of distinct rows as not planned: drafted tokens that were rejected."""
         self._num_scheduled[rows] -= counts
-        self.num_scheduled_tokens -= int(counts.sum())
-        self._advancing = None
+        self.num_scheduled_tokens -= sum(counts.tolist())
+        if self._excludes_planned:
+            self._advancing = None
 
     def freeze(self, rows: RowArray) -> None:
         """Hold rows of beams until their search has chosen their next token (`unfreeze`)."""

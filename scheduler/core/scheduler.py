@@ -217,10 +217,11 @@ class Scheduler:
         Raises:
             ProtocolError: the result is of another step or epoch, or has the wrong number of tokens.
         """
-        if self._processor.due_step(result).is_command:
+        step = self._processor.due_step(result)
+        if step.is_command:
             self.control.on_result(result)
             return self.take_outgoing()
-        return self._processor.apply(result, now) + self.take_outgoing()
+        return self._processor.apply(step, result, now) + self.take_outgoing()
 
     def take_outgoing(self) -> Outgoing:
         """Return the messages that are not part of a step's result: expired deadlines, failures, moves."""

@@ -298,7 +298,7 @@ class SchedulerState:
         tables, num_tokens = self.blocks.tables, self.rows.num_scheduled[rows]
         needed = -(-num_tokens // self.blocks.block_size)
         surplus = tables.lens[rows] > needed
-        if surplus.any():
+        if np.count_nonzero(surplus):
             trimmed, lens = rows[surplus], needed[surplus]
             self.blocks.trim(trimmed, lens, self.in_flight.newest_id)
             self.deltas.trim_rows(trimmed, lens)
