@@ -351,9 +351,11 @@ class FailedRow:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """A rank's reply to a step. Rank 0's carries the tokens; other ranks sample the same tokens and only confirm.
+
+    The rank fills it in while it computes the step; nothing changes it afterwards.
 
     Attributes:
         token_ids: [tokens] int32, by ascending row; empty from ranks other than 0.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..proto.errors import RankFailed, in_one_line
 from ..proto.step import Logprobs, StepResult
@@ -11,12 +11,12 @@ from .pooling.pooler import LaunchedVectors
 from .sampling.sampler import SampledLogprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedStep:
-    """A launched step of one rank.
+    """A launched step of one rank; it is filled in while it is launched.
 
     Attributes:
-        launched: the result without what the device has still to compute.
+        launched: the result, without what the device has still to compute.
         copied: the token ids, and the four tensors of log-probabilities if there are any; None if no row samples, and
             on ranks other than 0.
         logprobs: of the sampled tokens.
@@ -37,13 +37,14 @@ class LaunchedStep:
         result = self.launched
         try:
             if self.vectors is not None:
-                result = replace(result, pooled=self.vectors.wait())
+                result.pooled = self.vectors.wait()
             if self.copied is None:
                 return result
-            token_ids, *columns = self.copied.wait()
+            result.token_ids, *columns = self.copied.wait()
         except RuntimeError as error:
             raise RankFailed(
                 self.launched.rank, in_one_line(error), self.launched.step_id, "device", is_step_error=True
             ) from error
-        logprobs = None if self.logprobs is None else Logprobs(self.logprobs.index, *columns)
-        return replace(result, token_ids=token_ids, logprobs=logprobs)
+        if self.logprobs is not None:
+            result.logprobs = Logprobs(self.logprobs.index, *columns)
+        return result

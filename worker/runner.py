@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +49,7 @@ from .speculation.ngram import NgramProposer
 from .speculation.proposer import DraftProposer
 from .speculation.speculator import Speculator
 from .step_executor import StepExecutor
+from .step_stages import IDLE, StepStages
 from .warm_up import warm_up_plans
 from .weights.checkpoint import ProgressCallback
 from .weights.same_layout import check_same_layout, has_tensors
@@ -75,8 +75,6 @@ class ModelRunner:
 
     Attributes:
         device: of the weights and the KV cache.
-        stage: ``idle``, ``apply``, ``draft``, ``forward``, ``sample`` or ``record``. Other threads may read it. After
-            a failure it keeps the stage that failed.
 
     Raises:
         ConfigError: the model or its tensor_parallel_size is not supported, the weights do not fit into memory, or
@@ -93,7 +91,7 @@ class ModelRunner:
         device: torch.device | None = None,
         inherited: Sequence[SegmentAddress] = (),
     ) -> None:
-        self.stage = "idle"
+        self._stages = StepStages()
         self._config = config
         self._comm = comm
         self.device = self._device = compute_device(config.parallel.device) if device is None else device
@@ -168,6 +166,11 @@ class ModelRunner:
 
     def _draft_layers(self) -> list[LayerCache]:
         return self._kv_cache.draft_layers
+
+    @property
+    def stage(self) -> str:
+        """Return ``idle``, ``apply``, ``draft``, ``forward``, ``sample``, ``command`` or ``record``."""
+        return self._stages.stage
 
     @property
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
@@ -261,7 +264,7 @@ class ModelRunner:
             has_new_ranks: these launch every kernel, with collectives that all ranks join and, on a GPU, in any
                 blocks of the device. Otherwise no block is written.
         """
-        self.stage = "idle"
+        self._stages.reset()
         self._clear_rows()
         if self._cache is None:
             return
@@ -300,51 +303,57 @@ class ModelRunner:
             RankFailed: the plan does not match this rank's state (raised before any collective), a collective failed,
                 or any other error occurred; the rank cannot execute further steps.
         """
-        times: dict[str, float] = {}
+        stages = self._stages
+        result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=stages.begin_step())
         try:
             if plan.command is not None:
-                return self._carry_out(plan, plan.command)
-            with self._timed_stage("apply", times):
-                self._apply(plan)
+                result.command_error = self._carry_out(plan.command)
+                return LaunchedStep(result)
+            stages.begin("apply")
+            self._apply(plan)
             num_drafted = None
             if self._speculator is not None:
-                num_drafted = self._draft(self._speculator, plan, times)
-            with self._timed_stage("apply", times):
-                batch = self._gather(plan, num_drafted)
-            reports = self._take_lora_reports(is_idle=batch is None)
-            result = StepResult(
-                plan.step_id, plan.epoch, self._comm.rank, stage_times=times, lora_reports=reports
-            )
+                num_drafted = self._draft(self._speculator, plan)
+                stages.begin("apply")
+            batch = self._gather(plan, num_drafted)
+            stages.begin(IDLE)
+            result.lora_reports = self._take_lora_reports(is_idle=batch is None)
             step = LaunchedStep(result) if batch is None else self._compute(batch, result)
-            return self._note_compilations(step)
+            # None is expected.
+            result.num_compilations = num_compilations() - self._num_compilations
+            return step
         except RankFailed:
             raise
         except Exception as error:
             raise self._failure(plan, in_one_line(error)) from error
 
-    def _draft(self, speculator: Speculator, plan: StepPlan, times: dict[str, float]) -> IntArray | None:
-        """Draft tokens as Speculator.draft does. A step without drafts takes no time of this stage: 6 us."""
+    def _draft(self, speculator: Speculator, plan: StepPlan) -> IntArray | None:
+        """Draft tokens as Speculator.draft does."""
         num_drafted = None
         if plan.draft_rows.size or plan.released_rows.size:
-            with self._timed_stage("draft", times):
-                self._kv_cache.wait_for_swaps()
-                num_drafted = speculator.draft(plan)
+            self._stages.begin("draft")
+            self._kv_cache.wait_for_swaps()
+            num_drafted = speculator.draft(plan)
         if self._tap is not None:
             self._tap.is_open = speculator.wants_features
         return num_drafted
 
     # Commands
 
-    def _carry_out(self, plan: StepPlan, command: EngineCommand) -> LaunchedStep:
-        """Carry out a command; all rows are empty afterwards. The ranks' collectives meet here."""
-        with self._timed_stage("command", {}):
-            self._clear_rows()
-            error = {
-                Action.SLEEP: self._sleep,
-                Action.WAKE_UP: self._wake_up,
-                Action.UPDATE_WEIGHTS: self._update_weights,
-            }[command.action](command)
-        return LaunchedStep(StepResult(plan.step_id, plan.epoch, self._comm.rank, command_error=error))
+    def _carry_out(self, command: EngineCommand) -> str:
+        """Carry out a command; return why not, if it was not. All rows are empty afterwards.
+
+        The ranks' collectives meet here.
+        """
+        self._stages.begin("command")
+        self._clear_rows()
+        error = {
+            Action.SLEEP: self._sleep,
+            Action.WAKE_UP: self._wake_up,
+            Action.UPDATE_WEIGHTS: self._update_weights,
+        }[command.action](command)
+        self._stages.reset()
+        return error
 
     def _sleep(self, command: EngineCommand) -> str:
         """Free the weights, those of adapters and drafts too, the KV cache and the graphs."""
@@ -419,20 +428,6 @@ class ModelRunner:
         del self._sampler, self._rows
         free_unused_memory(self._device)
 
-    def _note_compilations(self, step: LaunchedStep) -> LaunchedStep:
-        """Report the kernel variants that steps have compiled so far; none is expected."""
-        count = num_compilations() - self._num_compilations
-        return step if count == 0 else replace(step, launched=replace(step.launched, num_compilations=count))
-
-    @contextmanager
-    def _timed_stage(self, stage: str, times: dict[str, float]) -> Iterator[None]:
-        """Set the stage and record its duration; on a GPU the time to launch it, except where the host waits."""
-        self.stage = stage
-        started = time.perf_counter()
-        yield
-        times[stage] = times.get(stage, 0.0) + time.perf_counter() - started
-        self.stage = "idle"
-
     def _apply(self, plan: StepPlan) -> None:
         if self._adapters is not None:
             self._adapters.apply(plan)
@@ -487,11 +482,11 @@ class ModelRunner:
             self._all_ranks,
             fixed_item_len(self._config.parallel),
         )
-        self.stage = "record"
+        self._stages.begin("record")
         graphs.record_all()
         if self._adapters is not None:
             self._adapters.begin_step(None)
-        self.stage = "idle"
+        self._stages.reset()
         return graphs
 
     def _make_executor(self, cache: CacheEngine) -> StepExecutor:
@@ -508,7 +503,7 @@ class ModelRunner:
             adapters=self._adapters,
             speculator=self._speculator,
             tap=self._tap,
-            timed_stage=self._timed_stage,
+            stages=self._stages,
         )
 
     def _all_ranks(self, is_true: bool) -> bool:

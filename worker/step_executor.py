@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from .sampling.sampler import Sampler
 from .speculation.feature_tap import FeatureTap
 from .speculation.speculator import Speculator
 from .speculation.verification import verify
+from .step_stages import IDLE, StepStages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +41,7 @@ class StepExecutor:
         pooler: of models that embed or classify; None for others.
         adapters: None without LoRA.
         speculator, tap: None without speculative decoding; tap, without a draft head.
-        timed_stage: name of a stage, durations of the step |-> context of the stage.
+        stages: those of the rank's steps.
     """
 
     config: EngineConfig
@@ -57,33 +56,34 @@ class StepExecutor:
     adapters: RankAdapters | None
     speculator: Speculator | None
     tap: FeatureTap | None
-    timed_stage: Callable[[str, dict[str, float]], AbstractContextManager[None]]
+    stages: StepStages
 
     def launch(self, batch: Batch, result: StepResult) -> LaunchedStep:
-        """Launch a step. Its duration by stage is added to `result`."""
-        with self.timed_stage("forward", result.stage_times):
-            self.cache.wait_for_swaps()
-            if self.adapters is not None:
-                self.adapters.begin_step(batch.lora)
-            replayed = None if self.graphs is None else self.graphs.find_for(batch)
-            logits = None if self.graphs is None else self.graphs.replay(batch)
-            step = LaunchedStep(result)
-            if logits is None:
-                logits, step = self._forward(batch, result)
-            if self.adapters is not None:
-                self.adapters.begin_step(None)  # heads that draft share the embedding
-            self.rows.mark_computed(batch.rows, batch.lens)
+        """Launch a step, whose result is `result` when the device has computed it."""
+        step = LaunchedStep(result)
+        self.stages.begin("forward")
+        self.cache.wait_for_swaps()
+        if self.adapters is not None:
+            self.adapters.begin_step(batch.lora)
+        replayed = None if self.graphs is None else self.graphs.find_for(batch)
+        logits = None if self.graphs is None else self.graphs.replay(batch)
+        if logits is None:
+            logits = self._forward(batch, step)
+        if self.adapters is not None:
+            self.adapters.begin_step(None)  # heads that draft share the embedding
+        self.rows.mark_computed(batch.rows, batch.lens)
         if logits is not None and batch.sampled_rows.size:
-            with self.timed_stage("sample", result.stage_times):
-                step = self._sample(batch, logits, step)
+            self.stages.begin("sample")
+            self._sample(batch, logits, step)
+        self.stages.begin(IDLE)
         if self.tap is not None and self.speculator is not None:
             # Without a stage of its own: 3 us in most steps.
             features = self.tap.take(batch, None if replayed is None else replayed.num_decodes)
             self.speculator.record(batch, features)
         return step
 
-    def _forward(self, batch: Batch, result: StepResult) -> tuple[Tensor | None, LaunchedStep]:
-        """Return the logits of the sampled rows, None if no row samples, and rank 0's results of the prompts."""
+    def _forward(self, batch: Batch, step: LaunchedStep) -> Tensor | None:
+        """Return the logits of the sampled rows, None if no row samples; add rank 0's results of the prompts."""
         sampled_index, outputs = batch.sampled_index, self._output_tokens(batch)
         # A graph splits its decodes itself.
         attention = with_splits(
@@ -98,21 +98,20 @@ class StepExecutor:
         else:
             hidden = self.model.forward(*step_inputs)
         is_first = self.rank == 0
-        vectors = None
         if batch.pooled is not None and is_first:  # every rank has all hidden states
             assert self.pooler is not None, "the model has no pooling"
-            vectors = self.pooler.pool(batch.pooled, hidden)
+            step.vectors = self.pooler.pool(batch.pooled, hidden)
         if batch.scored is not None:
             scores = compute_prompt_logprobs(
                 batch.scored, hidden, self.rows.token_ids, self._logits_of_rows, self.sampler
             )
-            result = replace(result, prompt_logprobs=scores) if is_first else result
-        step = LaunchedStep(result, vectors=vectors)
+            if is_first:
+                step.launched.prompt_logprobs = scores
         if batch.sampled_rows.size == 0:
-            return None, step
+            return None
         if sampled_index is not None:
             hidden = hidden.index_select(0, sampled_index)
-        return self.model.logits(hidden, None if batch.lora is None else batch.lora.sampled), step
+        return self.model.logits(hidden, None if batch.lora is None else batch.lora.sampled)
 
     def _logits_of_rows(self, hidden: Tensor, rows: IntArray) -> Tensor:
         """Return the logits of hidden states [n, E], each with its row's adapter."""
@@ -132,24 +131,21 @@ class StepExecutor:
             return None
         return select_output_tokens(batch.sampled_index, len(batch.token_ids), batch.attention)
 
-    def _sample(self, batch: Batch, logits: Tensor, step: LaunchedStep) -> LaunchedStep:
+    def _sample(self, batch: Batch, logits: Tensor, step: LaunchedStep) -> None:
+        """Sample tokens, and append those that count to their rows and to the step."""
         rows, positions = batch.sampled_rows, batch.sampled_positions
         token_ids, logprobs = self.sampler.sample(
             logits, self.rows.sampling, rows, positions, self.rows.logits_processors
         )
-        failed_rows = self.rows.logits_processors.take_failures()
-        if failed_rows:
-            step = replace(step, launched=replace(step.launched, failed_rows=failed_rows))
+        result = step.launched
+        result.failed_rows = self.rows.logits_processors.take_failures()
         if batch.has_drafts:
             verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
             rows, positions = rows[verdict.kept], positions[verdict.kept]
             token_ids = token_ids.index_select(0, to_device_once(verdict.kept, self.device))
             logprobs = None if logprobs is None else logprobs.select(verdict.kept)
-            result = step.launched
-            result = replace(result, token_counts=verdict.token_counts, num_drafted=verdict.num_drafted)
-            step = replace(step, launched=result)
+            result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
         self.rows.append(rows, positions, token_ids)
-        if self.rank != 0:
-            return step
-        columns = [] if logprobs is None else logprobs.columns()
-        return replace(step, copied=HostCopy([token_ids, *columns]), logprobs=logprobs)
+        if self.rank == 0:
+            columns = [] if logprobs is None else logprobs.columns()
+            step.copied, step.logprobs = HostCopy([token_ids, *columns]), logprobs
