@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..kernels.block_tables import update_block_tables
-from ..proto.block_tables import BlockTables, IntArray
+from ..kernels.decode_inputs import RowTables
+from ..proto.block_tables import BlockTables, IntArray, RowArray
 from ..proto.config import EngineConfig
 from ..proto.lora import NO_SLOT
 from ..proto.pooling import PoolingParams
@@ -42,6 +43,8 @@ class DeviceRows:
         logits_processors: logits processors.
         pooling: [R], the params of pooled rows; None for rows that generate.
         pools: [R] bool, rows that have `pooling`.
+        one_each: [R] int32, ones.
+        row_tables: of a CPU, for models with one cache group without a window; None for others.
 
     Args:
         shard: this rank's part of the vocabulary.
@@ -61,6 +64,11 @@ class DeviceRows:
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.lora_slots: IntArray = np.full(num_rows, NO_SLOT, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
+        self.one_each: IntArray = np.ones(num_rows, dtype=np.int32)
+        self.row_tables: RowTables | None = None
+        if device.type == "cpu" and len(self.layout.groups) == 1 and not self.layout.has_windows:
+            block_tables = self.device_tables.ids
+            self.row_tables = RowTables(self.token_ids, self.lens, block_tables, config.cache.block_size)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.pooling: list[PoolingParams | None] = [None] * num_rows
         self.pools = np.zeros(num_rows, dtype=np.bool_)
@@ -70,12 +78,17 @@ class DeviceRows:
         )
 
     def apply(self, plan: StepPlan) -> None:
-        """Apply steps 1 to 3 and 5 of the plan, all changes of rows. The caller compares digests."""
-        self._release(plan.released_rows)
+        """Apply steps 1 to 3 and 5 of the plan, all changes of rows. The caller compares digests.
+
+        Most plans change little, and numpy's ops on empty arrays take a microsecond each.
+        """
+        if plan.released_rows.size:
+            self._release(plan.released_rows)
         for sequence in plan.new:
             self._put(sequence)
-        self.tables.trim(plan.trimmed_rows, plan.trimmed_lens)
-        self.device_tables.trim(plan.trimmed_rows, plan.trimmed_lens)
+        if plan.trimmed_rows.size:
+            self.tables.trim(plan.trimmed_rows, plan.trimmed_lens)
+            self.device_tables.trim(plan.trimmed_rows, plan.trimmed_lens)
         self.tables.append(plan.appended_rows, plan.appended_ids)
         self.device_tables.update()
         if plan.chosen_rows.size:
@@ -92,16 +105,16 @@ class DeviceRows:
         self.lora_slots[rows] = NO_SLOT
         self.logits_processors.release(rows)
 
-    def mark_computed(self, rows: IntArray, lens: IntArray) -> None:
+    def mark_computed(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> None:
         """Set the number of tokens of rows whose KV is in the cache."""
         self.num_computed[rows] = lens
 
-    def append(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+    def append(self, rows: IntArray | RowArray, positions: IntArray | RowArray, token_ids: Tensor) -> None:
         """Append the sampled tokens of rows, which decode from now on; all tokens before them are computed.
 
         Args:
-            rows: [N] int32; a row with several tokens repeats.
-            positions: [N] int32, of the tokens; ascending for each row.
+            rows: [N]; a row with several tokens repeats.
+            positions: [N], of the tokens; ascending for each row.
             token_ids: [N] int32 on the device, in the order of `rows`.
         """
         self.write(rows, positions, token_ids)
@@ -110,7 +123,7 @@ class DeviceRows:
         self.num_computed[rows] = positions
         self.decoding[rows] = True
 
-    def write_drafts(self, rows: IntArray, lens: IntArray, token_ids: IntArray) -> None:
+    def write_drafts(self, rows: RowArray, lens: IntArray, token_ids: IntArray) -> None:
         """Write drafted tokens behind the known ones; they count as unknown.
 
         Args:
@@ -124,7 +137,7 @@ class DeviceRows:
         device_ids = to_device(token_ids, self.token_ids.device, torch.int32)
         self.write(np.repeat(rows, lens), positions, device_ids)
 
-    def read_tokens(self, rows: IntArray, starts: IntArray, ends: IntArray) -> list[IntArray]:
+    def read_tokens(self, rows: IntArray | RowArray, starts: IntArray, ends: IntArray) -> list[IntArray]:
         """Return tokens `starts` to `ends` of each row; on a GPU the host waits for them."""
         if self.token_ids.is_cpu:
             known = self.token_ids.numpy()
@@ -137,7 +150,9 @@ class DeviceRows:
         tokens = self.token_ids[tuple(to_device_together(index, self.token_ids.device))].cpu().numpy()
         return np.split(tokens, bounds[:-1])
 
-    def equals_known(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> npt.NDArray[np.bool_]:
+    def equals_known(
+        self, rows: IntArray | RowArray, positions: IntArray | RowArray, token_ids: Tensor
+    ) -> npt.NDArray[np.bool_]:
         """Return whether tokens equal those at their positions, drafted ones included; on a GPU the host waits."""
         if self.token_ids.is_cpu:
             # numpy indexes few elements in a third of torch's time.
@@ -152,7 +167,7 @@ class DeviceRows:
         self.write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
         self.logits_processors.replace_newest(rows, token_ids)
 
-    def write(self, rows: IntArray, positions: IntArray, token_ids: Tensor) -> None:
+    def write(self, rows: IntArray | RowArray, positions: IntArray | RowArray, token_ids: Tensor) -> None:
         """Write tokens, [N] int32 on the device; tokens behind the known ones are drafted and count as unknown."""
         if self.token_ids.is_cpu:
             self.token_ids.numpy()[rows, positions] = token_ids.numpy()

@@ -71,6 +71,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_choose_experts": [_POINTER] * 4 + [_LONG] * 7 + [_FLOAT] * 2 + [_INT],
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": _DECODE_LAYERS,
+    "quire_gather_decodes": [_POINTER] * 3 + [_LONG] * 2 + [_POINTER] * 6,
     "quire_draft_network_bytes": [],
     "quire_draft": _DRAFT,
     "quire_shm_segment_bytes": [_INT, _LONG],

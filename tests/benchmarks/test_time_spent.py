@@ -22,8 +22,9 @@ REQUESTS = [([5, 6, 7, 8], 3), (list(range(10, 40)), 2)]
 def batch(num_sampled: int, *contexts: tuple[int, int]) -> Batch:
     """Return a batch of rows with (computed, new) tokens."""
     positions = torch.cat([torch.arange(computed, computed + new) for computed, new in contexts])
-    lens = np.array([computed + new for computed, new in contexts], dtype=np.int32)
-    rows = np.arange(len(lens), dtype=np.int32)
+    lens = np.array([computed + new for computed, new in contexts])
+    rows = np.arange(len(lens))
+    no_ints = np.zeros(0, np.int32)
     return Batch(
         rows,
         lens,
@@ -38,6 +39,9 @@ def batch(num_sampled: int, *contexts: tuple[int, int]) -> Batch:
         None,
         rows[:0],
         positions[:0].numpy(),
+        rows[:0],
+        no_ints,
+        no_ints,
     )
 
 

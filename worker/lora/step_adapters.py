@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,4 +60,4 @@ def make_groups(slots: IntArray, device: torch.device) -> LoraGroups | None:
 
 
 def _any(slots: IntArray) -> bool:
-    return bool((slots != NO_SLOT).any())
+    return bool(np.count_nonzero(slots != NO_SLOT))

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.errors import ConfigError, first_line, in_one_line
 from ...proto.step import FailedRow, NewSequence
@@ -135,13 +135,13 @@ class CustomProcessors:
                 self._requests.pop(row, None)
                 self._failures.pop(row, None)
 
-    def apply(self, logits: Tensor, rows: IntArray, lens: IntArray) -> Tensor:
+    def apply(self, logits: Tensor, rows: IntArray | RowArray, lens: IntArray | RowArray) -> Tensor:
         """Return the logits with those of rows that use processors replaced. A collective if there are such rows.
 
         Args:
             logits: [N, padded_len] float32.
-            rows: [N] int32, the row of each; a row with drafted tokens repeats.
-            lens: [N] int32, tokens of each sequence.
+            rows: [N], the row of each; a row with drafted tokens repeats.
+            lens: [N], tokens of each sequence.
         """
         if not self._requests:
             return logits

@@ -128,7 +128,7 @@ class LogitsProcessorState:
         self._is_permanent[rows] = False
         self._min_len[rows] = 0
 
-    def append(self, rows: IntArray, token_ids: Tensor) -> None:
+    def append(self, rows: IntArray | RowArray, token_ids: Tensor) -> None:
         """Count the sampled tokens of rows, [N] int32 on the device."""
         if self._num_active:
             self._counts.append(rows, token_ids)
@@ -144,7 +144,7 @@ class LogitsProcessorState:
         """Return the next tokens that the constraint of a row leaves no choice of."""
         return [] if self._constraints is None else self._constraints.forced_ids(row, max_tokens)
 
-    def apply_custom(self, logits: Tensor, rows: IntArray, lens: IntArray) -> Tensor:
+    def apply_custom(self, logits: Tensor, rows: IntArray | RowArray, lens: IntArray | RowArray) -> Tensor:
         """Return the logits after the custom processors of rows; see CustomProcessors.apply."""
         return logits if self._custom is None else self._custom.apply(logits, rows, lens)
 
@@ -153,12 +153,12 @@ class LogitsProcessorState:
         of_constraints = () if self._constraints is None else self._constraints.take_failures()
         return of_constraints if self._custom is None else of_constraints + self._custom.take_failures()
 
-    def gather(self, rows: IntArray, lens: IntArray) -> LogitsProcessors | None:
+    def gather(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> LogitsProcessors | None:
         """Return the processors of rows for one step. Returns None if no row has any in effect.
 
         Args:
-            rows: [N] int32; a row with drafted tokens repeats, by ascending length.
-            lens: [N] int32, each sequence's length.
+            rows: [N]; a row with drafted tokens repeats, by ascending length.
+            lens: [N], each sequence's length.
         """
         # Advances the constraints of every rank, also of one without tokens.
         masks = self._gather_constraints(rows, lens)
@@ -178,7 +178,7 @@ class LogitsProcessorState:
             self._gather_masks(len(rows), members, masks),
         )
 
-    def _gather_constraints(self, rows: IntArray, lens: IntArray) -> ConstraintMasks:
+    def _gather_constraints(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> ConstraintMasks:
         """Return the masks of the rows' constraints."""
         if self._constraints is None:
             return NO_MASKS
@@ -191,7 +191,7 @@ class LogitsProcessorState:
 
         return self._constraints.masks(rows, read_drafts)
 
-    def _has_effect(self, rows: IntArray, lens: IntArray) -> bool:
+    def _has_effect(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> bool:
         if not self._num_active or len(self._shard) == 0:
             return False
         return bool(self._is_permanent[rows].any() or (lens < self._min_len[rows]).any())
@@ -233,8 +233,8 @@ class LogitsProcessorState:
 
     def _gather_biases(
         self,
-        rows: IntArray,
-        lens: IntArray,
+        rows: IntArray | RowArray,
+        lens: IntArray | RowArray,
         members: list[tuple[int, _RowProcessors]],
         at_end: frozenset[int],
     ) -> Biases:
@@ -270,7 +270,7 @@ class LogitsProcessorState:
         return Biases(device_starts, device_columns, device_values[device_order])
 
     def _match_prefixes(
-        self, rows: IntArray, lens: IntArray, members: list[tuple[int, _RowProcessors]]
+        self, rows: IntArray | RowArray, lens: IntArray | RowArray, members: list[tuple[int, _RowProcessors]]
     ) -> Tensor:
         """Return whether the newest tokens of a row equal the prefix of each of its longer bad words, [w] bool."""
         device = self._device
@@ -292,7 +292,7 @@ class LogitsProcessorState:
         return ((newest == expected) | (expected == _ANY_TOKEN)).all(dim=1) & is_long_enough
 
     def _gather_penalties(
-        self, rows: IntArray, lens: IntArray, members: list[tuple[int, _RowProcessors]]
+        self, rows: IntArray | RowArray, lens: IntArray | RowArray, members: list[tuple[int, _RowProcessors]]
     ) -> Penalties:
         def newest(index: RowArray) -> Tensor:
             places = to_device_together([rows[index], lens[index] - 1], self._device)

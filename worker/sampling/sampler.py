@@ -94,8 +94,8 @@ class Sampler:
         self,
         logits: Tensor,
         table: SamplingTable,
-        rows: IntArray,
-        lens: IntArray,
+        rows: IntArray | RowArray,
+        lens: IntArray | RowArray,
         processor_state: LogitsProcessorState | None = None,
     ) -> tuple[Tensor, SampledLogprobs | None]:
         """Sample one token per row.
@@ -103,8 +103,8 @@ class Sampler:
         Args:
             logits: [N, padded_len] float32.
             table: sampling parameters of all rows.
-            rows: [N] int32, the rows in `table`; a row with drafted tokens repeats, by ascending length.
-            lens: [N] int32, each sequence's length, which is the position of its new token.
+            rows: [N], the rows in `table`; a row with drafted tokens repeats, by ascending length.
+            lens: [N], each sequence's length, which is the position of its new token.
             processor_state: logits processors of all rows; None applies none.
 
         Returns:
@@ -116,9 +116,10 @@ class Sampler:
             # Applied once for all kinds of rows.
             processed, processors = apply_logits_processors(processed, processors), None
         token_ids = self.sample_tokens(processed, processors, table, rows, lens)
-        reporting = np.flatnonzero(table.num_logprobs[rows] >= 0).astype(np.int32)
-        if reporting.size == 0:
+        reports = table.num_logprobs[rows] >= 0
+        if not np.count_nonzero(reports):
             return token_ids, None
+        reporting = np.flatnonzero(reports).astype(np.int32)
         num_top = int(table.num_logprobs[rows].max())
         index = None if reporting.size == len(rows) else to_device(reporting, self._device, torch.int64)
         chosen = token_ids if index is None else token_ids[index]
@@ -132,7 +133,7 @@ class Sampler:
         return token_ids, SampledLogprobs(reporting, *logprobs)
 
     def _applies_first(
-        self, logits: Tensor, processors: LogitsProcessors, table: SamplingTable, rows: IntArray
+        self, logits: Tensor, processors: LogitsProcessors, table: SamplingTable, rows: IntArray | RowArray
     ) -> bool:
         """Return whether the processors are applied before the ops, which apply only masks as they read."""
         if dispatch.has_kernels(logits):
@@ -194,11 +195,11 @@ class Sampler:
         logits: Tensor,
         processors: LogitsProcessors | None,
         table: SamplingTable,
-        rows: IntArray,
-        lens: IntArray,
+        rows: IntArray | RowArray,
+        lens: IntArray | RowArray,
     ) -> Tensor:
         """Sample each kind of rows by its own op; an op gets all logits and the indices of its rows."""
-        if table.greedy[rows].all():
+        if np.count_nonzero(table.greedy[rows]) == rows.size:
             return self._sample_greedy(logits, processors)
         is_truncated = _is_truncated(table, rows)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
@@ -289,7 +290,7 @@ class Sampler:
         )
 
 
-def _is_truncated(table: SamplingTable, rows: IntArray) -> npt.NDArray[np.bool_]:
+def _is_truncated(table: SamplingTable, rows: IntArray | RowArray) -> npt.NDArray[np.bool_]:
     return table.filtered[rows] & ~table.greedy[rows]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.gumbel import random_keys
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import PromptScoring, RowSampling
 from ..memory.host_to_device import to_device_together
 
@@ -81,12 +81,14 @@ class SamplingTable:
         self.scores[row] = sampling.scoring is not None
         self.reports_allowed[row] = sampling.reports_allowed
 
-    def gather(self, rows: IntArray, positions: IntArray, device: torch.device) -> SamplingBatch:
+    def gather(
+        self, rows: IntArray | RowArray, positions: IntArray | RowArray, device: torch.device
+    ) -> SamplingBatch:
         """Return the parameters of these rows on the device.
 
         Args:
-            rows: [N] int32.
-            positions: [N] int32, of the tokens to sample; with the seeds they determine the random keys.
+            rows: [N].
+            positions: [N], of the tokens to sample; with the seeds they determine the random keys.
         """
         temperature, top_k, top_p, min_p, seeds, device_positions = to_device_together(
             [

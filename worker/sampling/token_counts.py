@@ -62,25 +62,25 @@ class TokenCounts:
             self._free_slots.append(int(self.slots[row]))
             self.slots[row] = -1
 
-    def append(self, rows: IntArray, token_ids: Tensor) -> None:
+    def append(self, rows: IntArray | RowArray, token_ids: Tensor) -> None:
         """Count one more output token of each row that has a slot.
 
         Args:
-            rows: [N] int32; a row with several tokens repeats.
+            rows: [N]; a row with several tokens repeats.
             token_ids: [N] int32 on the device, in the order of `rows`.
         """
         counted = np.flatnonzero(self.slots[rows] >= 0)
         if counted.size and len(self._shard):
             self._count(self.slots[rows[counted]], token_ids[to_device(counted, self._device, torch.int64)])
 
-    def gather_slots(self, rows: IntArray, newest: Callable[[RowArray], Tensor]) -> LongArray:
+    def gather_slots(self, rows: IntArray | RowArray, newest: Callable[[RowArray], Tensor]) -> LongArray:
         """Return the slots of samples, [N]; -1 without penalties.
 
         A row repeats for its drafted tokens. Each repetition has a slot that counts one drafted token more than the
         slot before it, until the next call.
 
         Args:
-            rows: [N] int32; the entries of a row are adjacent.
+            rows: [N]; the entries of a row are adjacent.
             newest: indices of samples |-> the token before each, int32 on the device.
         """
         self._free_slots += self._draft_slots

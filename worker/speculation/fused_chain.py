@@ -71,7 +71,7 @@ class FusedChain:
         caches = self._layers()
         if caches is not self._caches:
             self._bind(caches)
-        self._chain.draft(rows, lens, limits.astype(np.int32, copy=False), known)
+        self._chain.draft(rows.astype(np.int32, copy=False), lens, limits.astype(np.int32, copy=False), known)
 
     def _bind(self, caches: list[LayerCache]) -> None:
         rows, sampling = self._rows, self._rows.sampling

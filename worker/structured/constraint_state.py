@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from ...proto.block_tables import IntArray, runs_of
+from ...proto.block_tables import IntArray, RowArray, runs_of
 from ...proto.config import ModelConfig
 from ...proto.errors import first_line
 from ...proto.step import FailedRow, NewSequence
@@ -166,7 +166,7 @@ class ConstraintState:
             self._num_rows -= 1
         self._is_constrained[rows] = False
 
-    def append(self, rows: IntArray, token_ids: Tensor) -> None:
+    def append(self, rows: IntArray | RowArray, token_ids: Tensor) -> None:
         """Advance by the sampled tokens of rows, [N] int32 on the device, in the order of `rows`."""
         if self._num_rows and self._is_constrained[rows].any():
             self._pending.append(([self._rows[row] for row in rows.tolist()], HostCopy([token_ids])))
@@ -183,15 +183,15 @@ class ConstraintState:
                 constraint.rollback(1)
         accept_all(constraints, token_ids.tolist())
 
-    def has_effect(self, rows: IntArray) -> bool:
+    def has_effect(self, rows: IntArray | RowArray) -> bool:
         """Return whether any of the rows may have a mask."""
         return bool(self._num_rows) and bool(self._is_constrained[rows].any())
 
-    def masks(self, rows: IntArray, read_drafts: DraftReader) -> ConstraintMasks:
+    def masks(self, rows: IntArray | RowArray, read_drafts: DraftReader) -> ConstraintMasks:
         """Return the masks of the rows' next tokens.
 
         Args:
-            rows: [N] int32; a row with drafted tokens repeats: for its newest token, then for each drafted one.
+            rows: [N]; a row with drafted tokens repeats: for its newest token, then for each drafted one.
             read_drafts: (first index, count of drafts) |-> the drafted tokens of the row at this index.
         """
         key = rows.tobytes()
@@ -218,7 +218,7 @@ class ConstraintState:
         return np.empty((num_masks, num_words(self._shard.full_len)), dtype=np.int32)
 
     def _lay_out(
-        self, rows: IntArray, read_drafts: DraftReader
+        self, rows: IntArray | RowArray, read_drafts: DraftReader
     ) -> tuple[list[int], Mapping[type[Matcher], _Batch], IntArray]:
         """Fill the masks of rows that are not to be filled together.
 
@@ -306,7 +306,7 @@ class ConstraintState:
                     are_in_grammar &= accept_all([constraint], [token_id])
         return are_in_grammar
 
-    def _fail_slow(self, rows: IntArray) -> None:
+    def _fail_slow(self, rows: IntArray | RowArray) -> None:
         """End the requests whose matchers take too long.
 
         Rank 0 alone decides: another rank that leaves out a mask, whose request then goes on, would sample tokens

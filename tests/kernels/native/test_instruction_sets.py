@@ -32,6 +32,7 @@ TESTS = Path(__file__).parents[2]
 # The tests of C++ ops, which run once more for each set.
 FILES = [
     "kernels/test_cpu_sampling.py",
+    "kernels/test_decode_inputs.py",
     "kernels/test_elementwise.py",
     "kernels/test_fused_qk_norm_rope_kv_write.py",
     "kernels/test_latent_attention.py",
