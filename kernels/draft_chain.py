@@ -174,6 +174,10 @@ class DraftChain:
         self._native = _native_network(network, self._layers, self._ropes)
         self._caches: Sequence[tuple[Tensor, Tensor | None]] = ()
         self._rows: tuple[DraftRows, native.Rows] | None = None
+        # Rows, lens, limits and counts of a call's sequences, [4, R], and the addresses of the four: numpy takes 1 us
+        # for the address of an array.
+        self._sequences: IntArray = np.empty((4, 0), np.int32)
+        self._addresses: list[int] = []
 
     def bind(self, caches: Sequence[tuple[Tensor, Tensor | None]], rows: DraftRows) -> None:
         """Set each layer's KV cache and scales, as DecodeLayers.bind does, and the rows."""
@@ -187,28 +191,33 @@ class DraftChain:
             rows.block_tables.stride(0), caches[0][0].shape[3], self._token_offset,
         )  # fmt: skip
         self._rows = rows, native_rows
+        self._sequences = np.empty((4, len(rows.token_ids)), np.int32)
+        self._addresses = [_address(each, np.int32) for each in self._sequences]
 
-    def draft(self, rows: IntArray, lens: IntArray, limits: IntArray, known: KnownTokens | Tensor) -> None:
+    def draft(self, rows: LongArray, lens: IntArray, limits: IntArray, known: KnownTokens | Tensor) -> None:
         """Draft `limits` tokens of each row, none if that is 0, and write them from position `lens` on.
 
         Args:
-            rows, lens, limits: [n] int32.
+            rows: [n] int64.
+            lens, limits: [n] int32.
             known: tokens before these positions that the network computes first, or its hidden states of each row's
                 last one, [n, E].
         """
         assert self._rows is not None, "call bind first"
-        counts = features = index = hidden = None
+        sequences = self._sequences[:, : len(rows)]
+        sequences[0], sequences[1], sequences[2] = rows, lens, limits
+        row_ids, own_lens, own_limits, counts = self._addresses
+        features = index = hidden = None
         if isinstance(known, Tensor):
             assert known.shape == (len(rows), len(self._network.last_norm))
-            hidden = self._check(known)
+            hidden, own_counts = self._check(known), None
         else:
-            counts = _address(known.counts, np.int32)
+            sequences[3], own_counts = known.counts, counts
             if known.features is not None and known.feature_index is not None:
                 features, index = self._check(known.features), _address(known.feature_index, np.int64)
         library().quire_draft(
             ctypes.addressof(self._native), ctypes.addressof(self._rows[1]), dtype_codes()[self._dtype], len(rows),
-            _address(rows, np.int32), _address(lens, np.int32), _address(limits, np.int32), counts, features, index,
-            hidden, torch.get_num_threads(),
+            row_ids, own_lens, own_limits, own_counts, features, index, hidden, torch.get_num_threads(),
         )  # fmt: skip
 
     def _check(self, states: Tensor) -> int:

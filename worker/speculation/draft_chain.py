@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..device_rows import DeviceRows
 from ..memory.host_to_device import to_device
 from ..sampling.sampler import Sampler
 
 # Rows, positions of their newest drafted tokens, and hidden states before these |-> hidden states at them.
-Advance = Callable[[IntArray, IntArray, Tensor], Tensor]
+Advance = Callable[[RowArray, IntArray, Tensor], Tensor]
 
 
 def sample_drafts(
     rows: DeviceRows,
     sampler: Sampler,
-    drafting: IntArray,
+    drafting: RowArray,
     limits: IntArray,
     hidden: Tensor,
     logits: Callable[[Tensor], Tensor],

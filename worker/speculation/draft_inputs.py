@@ -36,7 +36,7 @@ class DraftInputs(NamedTuple):
 
 def gather_draft_inputs(
     rows: DeviceRows,
-    row_ids: IntArray,
+    row_ids: RowArray,
     starts: IntArray,
     counts: IntArray,
     block_size: int,

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..attention import LayerCache
 from ..device_rows import DeviceRows
 from ..memory.host_to_device import to_device
@@ -51,10 +51,10 @@ class DraftModelProposer:
         # Tokens whose KV the draft model has, if those that were drafted are accepted.
         self._num_computed: IntArray = np.zeros_like(rows.lens)
 
-    def forget(self, rows: IntArray) -> None:
+    def forget(self, rows: RowArray) -> None:
         self._num_computed[rows] = 0
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         lens = self._rows.lens[rows]
         starts = np.minimum(self._num_computed[rows], lens - 1)
         # Each row catches up with what the rows before it leave of the limit.
@@ -76,7 +76,7 @@ class DraftModelProposer:
         drafted: IntArray = np.where(has_some & (starts + counts == lens), max_lens, 0).astype(np.int32)
         return drafted
 
-    def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
+    def _draft(self, rows: RowArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest token of each row."""
         if self._fused is not None and rows.size:
             self._fused.continue_from(rows, limits, hidden)
@@ -84,12 +84,12 @@ class DraftModelProposer:
         else:
             sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._model.logits, self._advance)
 
-    def _advance(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> Tensor:
+    def _advance(self, rows: RowArray, positions: IntArray, hidden: Tensor) -> Tensor:
         hidden = self._forward(rows, positions, np.ones_like(positions))
         self._num_computed[rows] = positions + 1
         return hidden
 
-    def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray) -> Tensor:
+    def _forward(self, rows: RowArray, starts: IntArray, counts: IntArray) -> Tensor:
         """Compute tokens of rows; return the hidden states of each row's last one, [n, E]."""
         inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size)
         hidden = self._model.forward(inputs.token_ids, inputs.positions, self._layers(), inputs.attention)

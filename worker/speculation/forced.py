@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ..device_rows import DeviceRows
 from .proposer import DraftProposer
 
@@ -24,11 +24,11 @@ class ForcedProposer:
         self._other = other
         self._rows = rows
 
-    def forget(self, rows: IntArray) -> None:
+    def forget(self, rows: RowArray) -> None:
         if self._other is not None:
             self._other.forget(rows)
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         forced = [
             self._rows.logits_processors.forced_ids(row, max_len)
             for row, max_len in zip(rows.tolist(), max_lens.tolist(), strict=True)

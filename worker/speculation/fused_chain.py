@@ -38,7 +38,7 @@ class FusedChain:
         self._token_offset = np.int32(token_offset)
         self._caches: list[LayerCache] | None = None
 
-    def continue_from(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
+    def continue_from(self, rows: RowArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft tokens of rows whose known tokens are computed.
 
         Args:
@@ -49,7 +49,7 @@ class FusedChain:
 
     def compute_and_draft(
         self,
-        rows: IntArray,
+        rows: RowArray,
         ends: IntArray,
         counts: IntArray,
         limits: IntArray,
@@ -67,11 +67,11 @@ class FusedChain:
         known = KnownTokens(counts, features, feature_index)
         self._draft(rows, ends + self._token_offset, limits, known)
 
-    def _draft(self, rows: IntArray, lens: IntArray, limits: IntArray, known: KnownTokens | Tensor) -> None:
+    def _draft(self, rows: RowArray, lens: IntArray, limits: IntArray, known: KnownTokens | Tensor) -> None:
         caches = self._layers()
         if caches is not self._caches:
             self._bind(caches)
-        self._chain.draft(rows.astype(np.int32, copy=False), lens, limits.astype(np.int32, copy=False), known)
+        self._chain.draft(rows, lens, limits, known)
 
     def _bind(self, caches: list[LayerCache]) -> None:
         rows, sampling = self._rows, self._rows.sampling

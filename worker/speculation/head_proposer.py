@@ -11,11 +11,11 @@ their place. Either makes drafts less likely to be accepted, and changes no outp
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,45 +39,28 @@ MAX_IDLE_STEPS, MAX_IDLE_TOKENS = 16, 1024
 # a target of 60M parameters, whose output layer is most of it, and 46 instead of 53 us for the demo model.
 NARROWS = True
 _UNKNOWN = -1
-_NO_ROW = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Pairs:
-    """Pairs to compute.
+    """Pairs of one step to compute.
 
     Attributes:
-        rows: [t], of their first tokens; _NO_ROW for sequences that have ended.
-        positions: [t], of their first tokens.
+        rows: [n], distinct.
+        counts: [n] int32, pairs of each row, which follow its earlier ones.
         features: [T, F], hidden states of the step's tokens.
-        index: [t], those of the pairs among the T.
+        index: [sum of counts], those of the pairs among the T; those of a row are adjacent.
     """
 
-    rows: IntArray
-    positions: RowArray
-    features: Tensor
-    index: RowArray
-
-    @property
-    def num_bytes(self) -> int:
-        return self.features.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownPairs:
-    """Pairs of n distinct rows that follow those in the head's cache.
-
-    Attributes:
-        rows, starts, counts: [n] int32, ascending rows, positions of their first pairs, and numbers of pairs.
-        features: [T, F], with their hidden states.
-        index: [sum of counts], those of the pairs among the T.
-    """
-
-    rows: IntArray
-    starts: IntArray
+    rows: RowArray
     counts: IntArray
     features: Tensor
     index: RowArray
+
+    def select(self, is_chosen: npt.NDArray[np.bool_]) -> _Pairs:
+        """Return the pairs of some of the rows."""
+        index = self.index[np.repeat(is_chosen, self.counts)]
+        return _Pairs(self.rows[is_chosen], self.counts[is_chosen], self.features, index)
 
 
 class HeadProposer:
@@ -100,11 +83,10 @@ class HeadProposer:
         self._fused = plan_fused_chain(rows, head, layers, token_offset=1, narrows=NARROWS)
         # Pairs of each row that are in the head's cache, or are missing; _UNKNOWN until hidden states are kept.
         self._num_computed: IntArray = np.full_like(rows.lens, _UNKNOWN)
-        self._pending: deque[_Pairs] = deque()
-        # Pairs of the last steps, which are not in `_pending` yet; their rows are the steps' own.
-        self._recorded: list[_Pairs] = []
-        self._num_pending = self._pending_bytes = 0  # of both
-        self._all_tokens: RowArray = np.arange(1)  # 0, 1, ..., for steps whose tokens are all known
+        self._pending: list[_Pairs] = []
+        self._num_pending = self._pending_bytes = 0
+        self._all_rows: RowArray = np.arange(rows.lens.size)
+        self._all_tokens: RowArray = np.arange(1)  # for steps whose tokens are all known
         self._num_idle_steps = 0
         self._is_paused = False
 
@@ -113,11 +95,9 @@ class HeadProposer:
         """Return whether the next step is to keep the hidden states that the head reads."""
         return not self._is_paused
 
-    def forget(self, rows: IntArray) -> None:
-        self._add_recorded()
+    def forget(self, rows: RowArray) -> None:
         self._num_computed[rows] = _UNKNOWN
-        if self._pending:
-            self._drop(self._chosen(rows))
+        self._take(rows)
 
     def record(self, batch: Batch, features: Tensor | None) -> None:
         """Keep the hidden states of a step, whose sampled tokens the rows have.
@@ -127,121 +107,118 @@ class HeadProposer:
         """
         self._num_idle_steps += 1
         if features is None:
-            self._recorded.clear()
             self._num_computed.fill(_UNKNOWN)
-            self._drop([])
+            self._take(self._all_rows)
             return
-        rows, positions = batch.token_rows, batch.token_positions
-        if batch.has_drafts:
-            index = np.flatnonzero(positions < self._rows.lens[rows] - 1)
-            rows, positions = rows[index], positions[index]
-        else:
-            index = self._all_tokens[: rows.size]
-            if index.size < rows.size:
-                index = self._all_tokens = np.arange(rows.size)
-        # Adding the pairs of each step here took 8.8 us instead of 2.4 us; steps that do not draft need none of them.
-        self._recorded.append(_Pairs(rows, positions, features, index))
-        self._num_pending += rows.size
+        is_new = self._num_computed[batch.row_ids] == _UNKNOWN
+        if np.count_nonzero(is_new):
+            self._num_computed[batch.row_ids[is_new]] = batch.row_starts[is_new]
+        pairs = self._pairs_of(batch, features)
+        self._pending.append(pairs)
+        self._num_pending += pairs.index.size
         self._pending_bytes += features.nbytes
         self._is_paused = self._num_idle_steps > MAX_IDLE_STEPS and self._num_pending > MAX_IDLE_TOKENS
         if self._pending_bytes > MAX_PENDING_BYTES:
-            known = self._take_known(np.arange(self._rows.lens.size, dtype=np.int32))
-            if known is not None:
-                self._compute(known)
+            known = _join(self._take(self._all_rows))
+            self._compute(known, self._advance_rows(known))
 
-    def _add_recorded(self) -> None:
-        """Add the pairs of the steps since the last call, in order."""
-        for pairs in self._recorded:
-            is_new = self._num_computed[pairs.rows] == _UNKNOWN
-            if is_new.any():
-                # The last assignment counts: the first token's.
-                self._num_computed[pairs.rows[is_new][::-1]] = pairs.positions[is_new][::-1]
-            self._pending.append(_Pairs(pairs.rows.copy(), pairs.positions, pairs.features, pairs.index))
-        self._recorded.clear()
+    def _pairs_of(self, batch: Batch, features: Tensor) -> _Pairs:
+        """Return the pairs of a step: a token whose next one is known is the first of a pair."""
+        rows, known_lens = batch.row_ids, self._rows.lens
+        if not batch.has_drafts:
+            num_tokens = batch.token_rows.size
+            if self._all_tokens.size < num_tokens:
+                self._all_tokens = np.arange(num_tokens)
+            return _Pairs(rows, batch.row_lens, features, self._all_tokens[:num_tokens])
+        is_known = batch.token_positions < known_lens[batch.token_rows] - 1
+        counts = np.minimum(batch.row_lens, known_lens[rows] - 1 - batch.row_starts)
+        return _Pairs(rows, counts, features, is_known.nonzero()[0])
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         self._num_idle_steps = 0
         self._is_paused = False
-        known = self._take_known(rows)
-        if known is None:
-            return np.zeros(rows.size, np.int32)
-        limit_of = np.zeros_like(self._rows.lens)
-        limit_of[rows] = max_lens
-        limits, ends = limit_of[known.rows], self._num_computed[known.rows]
-        limits[ends != self._rows.lens[known.rows] - 1] = 0
-        if self._fused is not None and limits.any() and known.counts.max() <= MAX_DECODED_TOKENS:
+        taken, lens = self._take(rows), np.zeros(rows.size, np.int32)
+        if not taken:
+            return lens
+        known = _join(taken)
+        starts = self._advance_rows(known)
+        ends = starts + known.counts
+        # As a rule all of `rows` have pairs.
+        places = slice(None) if known.rows.size == rows.size else np.searchsorted(rows, known.rows)
+        limits = np.where(ends == self._rows.lens[known.rows] - 1, max_lens[places], 0)
+        lens[places] = limits
+        is_short = max(known.counts.tolist()) <= MAX_DECODED_TOKENS
+        if self._fused is not None and is_short and np.count_nonzero(limits):
             self._fused.compute_and_draft(known.rows, ends, known.counts, limits, known.features, known.index)
         else:
-            drafting = np.flatnonzero(limits)
-            self._draft(known.rows[drafting], limits[drafting], _select(self._compute(known), drafting))
-        limit_of[rows] = 0
-        limit_of[known.rows] = limits
-        return limit_of[rows]
+            hidden, drafting = self._compute(known, starts), np.flatnonzero(limits)
+            self._draft(known.rows[drafting], limits[drafting], _select(hidden, drafting))
+        return lens
 
-    def _draft(self, rows: IntArray, limits: IntArray, hidden: Tensor) -> None:
+    def _draft(self, rows: RowArray, limits: IntArray, hidden: Tensor) -> None:
         """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest pair of each row."""
         if self._fused is not None and rows.size:
             self._fused.continue_from(rows, limits, hidden)
         else:
             sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._head.logits, self._advance)
 
-    def _advance(self, rows: IntArray, positions: IntArray, hidden: Tensor) -> Tensor:
+    def _advance(self, rows: RowArray, positions: IntArray, hidden: Tensor) -> Tensor:
         """Compute the pairs of drafted tokens and the head's own hidden states."""
         return self._forward(rows, positions - 1, np.ones_like(positions), hidden)
 
-    def _compute(self, known: _KnownPairs) -> Tensor:
-        """Compute pairs; return the head's hidden states of each row's last one, [n, E]."""
+    def _compute(self, known: _Pairs, starts: IntArray) -> Tensor:
+        """Compute pairs; return the head's hidden states of each row's last one, [n, E].
+
+        Args:
+            starts: [n], positions of each row's first pair.
+        """
         features = _select(known.features, known.index)
-        hidden = self._forward(known.rows, known.starts, known.counts, self._head.combine(features))
+        hidden = self._forward(known.rows, starts, known.counts, self._head.combine(features))
         return _select(hidden, np.cumsum(known.counts, dtype=np.int64) - 1)
 
-    def _take_known(self, rows: IntArray) -> _KnownPairs | None:
-        """Remove the pending pairs of rows, to be computed now. Returns None if there are none."""
-        self._add_recorded()
-        if not self._pending:
-            return None
-        chosen = self._chosen(rows)
-        pairs, own = self._pending[0], chosen[0]
-        token_rows, features, index = pairs.rows[own], pairs.features, pairs.index[own]
-        if len(chosen) > 1:
-            parts = list(zip(self._pending, chosen, strict=True))
-            token_rows = np.concatenate([pairs.rows[own] for pairs, own in parts])
-            features = torch.cat([_select(pairs.features, pairs.index[own]) for pairs, own in parts])
-            index = np.arange(token_rows.size)
-        self._drop(chosen)
-        if token_rows.size == 0:
-            return None
-        if np.count_nonzero(token_rows[1:] < token_rows[:-1]):
-            order = np.argsort(token_rows, kind="stable")
-            token_rows, index = token_rows[order], index[order]
-        firsts, counts = runs_of(token_rows)
-        own_rows = token_rows[firsts]
-        starts = self._num_computed[own_rows]
-        self._num_computed[own_rows] = starts + counts
-        return _KnownPairs(own_rows, starts, counts.astype(np.int32), features, index)
+    def _advance_rows(self, known: _Pairs) -> IntArray:
+        """Count pairs as computed; return the positions of each row's first one."""
+        starts = self._num_computed[known.rows]
+        self._num_computed[known.rows] = starts + known.counts
+        return starts
 
-    def _chosen(self, rows: IntArray) -> list[RowArray]:
-        """Return the indices of the pairs of rows in each of the pending ones."""
-        wanted = np.zeros(self._rows.lens.size + 1, np.bool_)  # the last one is that of _NO_ROW
-        wanted[rows] = True
-        return [np.flatnonzero(wanted[pairs.rows]) for pairs in self._pending]
+    def _take(self, rows: RowArray) -> list[_Pairs]:
+        """Remove the pending pairs of distinct rows, and return them by step."""
+        taken, self._pending = self._pending, []
+        # After a step with drafts there is one, of the same rows.
+        if len(taken) > 1 or (taken and not _are_same(taken[0].rows, rows)):
+            wanted = np.zeros(self._rows.lens.size, np.bool_)
+            wanted[rows] = True
+            self._pending = [part for pairs in taken if (part := pairs.select(~wanted[pairs.rows])).rows.size]
+            taken = [part for pairs in taken if (part := pairs.select(wanted[pairs.rows])).rows.size]
+        self._num_pending = sum(pairs.index.size for pairs in self._pending)
+        self._pending_bytes = sum(pairs.features.nbytes for pairs in self._pending)
+        return taken
 
-    def _drop(self, chosen: list[RowArray]) -> None:
-        """Remove some of the pending pairs; all of them if `chosen` is empty."""
-        kept: deque[_Pairs] = deque()
-        for pairs, own in zip(self._pending, chosen, strict=bool(chosen)):
-            pairs.rows[own] = _NO_ROW
-            if (pairs.rows != _NO_ROW).any():
-                kept.append(pairs)
-        self._pending = kept
-        self._num_pending = sum(pairs.rows.size for pairs in kept)
-        self._pending_bytes = sum(pairs.num_bytes for pairs in kept)
-
-    def _forward(self, rows: IntArray, starts: IntArray, counts: IntArray, hidden: Tensor) -> Tensor:
+    def _forward(self, rows: RowArray, starts: IntArray, counts: IntArray, hidden: Tensor) -> Tensor:
         inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size, token_offset=1)
         return self._head.forward(
             inputs.token_ids, inputs.positions, hidden, self._layers(), inputs.attention
         )
+
+
+def _join(parts: list[_Pairs]) -> _Pairs:
+    """Return the pairs of one or more steps together, by ascending row; the steps are in their order."""
+    if len(parts) == 1 and np.count_nonzero(parts[0].rows[1:] < parts[0].rows[:-1]) == 0:
+        return parts[0]
+    token_rows = np.concatenate([np.repeat(pairs.rows, pairs.counts) for pairs in parts])
+    features, index = parts[0].features, parts[0].index
+    if len(parts) > 1:
+        features = torch.cat([_select(pairs.features, pairs.index) for pairs in parts])
+        index = np.arange(token_rows.size)
+    order = np.argsort(token_rows, kind="stable")
+    token_rows, index = token_rows[order], index[order]
+    firsts, counts = runs_of(token_rows)
+    return _Pairs(token_rows[firsts], counts.astype(np.int32), features, index)
+
+
+def _are_same(rows: RowArray, others: RowArray) -> bool:
+    return rows.size == others.size and not np.count_nonzero(rows != others)
 
 
 def _select(x: Tensor, index: RowArray) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...kernels.suffix_automaton import SuffixIndex, make_suffix_index
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import SpeculativeConfig
 from ..device_rows import DeviceRows
 
@@ -25,12 +25,12 @@ class NgramProposer:
         self._indices: dict[int, SuffixIndex] = {}  # row |-> index of its tokens
         self._num_indexed: IntArray = np.zeros_like(rows.lens)
 
-    def forget(self, rows: IntArray) -> None:
+    def forget(self, rows: RowArray) -> None:
         for row in rows.tolist():
             self._indices.pop(row, None)
         self._num_indexed[rows] = 0
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         news = self._rows.read_tokens(rows, self._num_indexed[rows], self._rows.lens[rows])
         self._num_indexed[rows] = self._rows.lens[rows]
         drafts = [

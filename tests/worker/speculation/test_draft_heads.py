@@ -31,7 +31,7 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.kernels.native.library import is_available
-from quire.proto.block_tables import IntArray
+from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import LoraConfig, SpeculativeConfig
 from quire.proto.lora import LoraReference
 from quire.worker.speculation import head_proposer
@@ -120,11 +120,11 @@ class Recorder(HeadProposer):
     drafts: ClassVar[list[tuple[list[int], list[int]]]] = []
     of_contexts: ClassVar[dict[tuple[tuple[int, ...], int], list[int]]] = {}
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         lens = super().propose(rows, max_lens)
         table, drafted = self._rows, lens > 0
         starts = table.lens[rows]
-        texts = table.read_tokens(rows, np.zeros_like(rows), starts + lens)
+        texts = table.read_tokens(rows, np.zeros_like(starts), starts + lens)
         rng = np.random.default_rng(int(starts.sum()))  # the same on all ranks
         for row, length, start, text, is_drafted in zip(rows, lens, starts, texts, drafted, strict=True):
             if not is_drafted:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ranked_driver import RankedDriver
 
-from quire.proto.block_tables import IntArray
+from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
@@ -54,11 +54,12 @@ class OracleProposer:
         self._rows = rows
         self._rng = np.random.default_rng(0)  # the same on all ranks
 
-    def forget(self, rows: IntArray) -> None:
+    def forget(self, rows: RowArray) -> None:
         """Nothing is kept."""
 
-    def propose(self, rows: IntArray, max_lens: IntArray) -> IntArray:
-        texts = self._rows.read_tokens(rows, np.zeros_like(rows), self._rows.lens[rows])
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        lens = self._rows.lens[rows]
+        texts = self._rows.read_tokens(rows, np.zeros_like(lens), lens)
         drafts = [self._continue(text.tolist(), most) for text, most in zip(texts, max_lens, strict=True)]
         lens = np.array([len(each) for each in drafts], np.int32)
         self._rows.write_drafts(rows, lens, np.concatenate(drafts))

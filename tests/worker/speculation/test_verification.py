@@ -11,7 +11,7 @@ from quire.worker.speculation.verification import verify
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=8))
 def test_samples_are_kept_up_to_the_first_miss(runs: list[list[bool]]) -> None:
-    rows = np.repeat(np.arange(len(runs), dtype=np.int32) * 3, [len(run) for run in runs])
+    rows = np.repeat(np.arange(len(runs)) * 3, [len(run) for run in runs])
     verdict = verify(rows, np.array([is_match for run in runs for is_match in run]))
     kept: list[int] = []
     start = 0
