@@ -363,13 +363,15 @@ class EngineConfig:
 
     @property
     def max_decode_tokens(self) -> int:
-        """Return the tokens of the largest step that only decodes, without speculative decoding.
+        """Return the tokens of the largest step that only decodes, drafted ones included.
 
-        Forced text has room beside all rows, also if there is one.
+        Forced text has room beside all rows, also if there is one. Drafts have up to half of the room that rows leave.
         """
-        limits = self.scheduler
-        num_forced = MAX_FORCED_TOKENS if self.drafts_forced_text else 0
-        return max(limits.max_num_seqs, min(limits.max_num_seqs + num_forced, limits.max_num_batched_tokens))
+        num_rows, num_left = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
+        num_left = max(0, num_left - num_rows)
+        if self.speculative is not None:
+            return num_rows + min(num_rows * self.speculative.num_speculative_tokens, num_left // 2)
+        return num_rows + (min(MAX_FORCED_TOKENS, num_left) if self.drafts_forced_text else 0)
 
     @property
     def speculative_draft(self) -> ModelConfig | None:

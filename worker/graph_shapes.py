@@ -50,7 +50,7 @@ def decode_shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
     """Return the shapes of steps of decodes, the smallest first; padding is at most a third of more than 8 rows.
 
     Args:
-        max_num_tokens: of the rows together, with forced ones.
+        max_num_tokens: of the rows together, with drafted ones.
     """
     powers = [1 << exponent for exponent in range(max_num_tokens.bit_length())]
     midpoints = [power + power // 2 for power in powers if power >= 16]

@@ -44,7 +44,7 @@ class LargestSteps:
         logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
         # Sampling from the whole vocabulary has the largest intermediate tensors, and truncated sampling of several
         # ranks, which gather the logits.
-        rows %= self._config.scheduler.max_num_seqs  # forced tokens repeat their rows
+        rows %= self._config.scheduler.max_num_seqs  # drafted tokens repeat their rows
         truncated = SamplingTable(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         for row in rows:
             truncated.put(int(row), RowSampling(top_k=2, top_p=0.9))

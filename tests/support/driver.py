@@ -95,8 +95,18 @@ class Driver:
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
+            self._check_size(plan.step_id)
             self.group.broadcast(plan)
         return plan
+
+    def _check_size(self, step_id: int) -> None:
+        """Check that a step is no larger than those by which ranks size their memory."""
+        step = self.scheduler._state.in_flight.find(step_id)
+        assert step is not None
+        num_tokens = step.num_tokens + (0 if step.draft_lens is None else int(step.draft_lens.sum()))
+        scheduler = self.config.scheduler
+        most = scheduler.max_num_batched_tokens if step.num_prompt_tokens else self.config.max_decode_tokens
+        assert num_tokens <= most
 
     def apply_result(self) -> None:
         """Execute the oldest step in flight and apply its result."""

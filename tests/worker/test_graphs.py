@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire.kernels import latent_attention, linear, lora, paged_attention
 from quire.kernels.native import ops as cpu
-from quire.proto.config import LoraConfig, PoolingConfig
+from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.lora import NO_SLOT
 from quire.proto.pooling import PoolingParams
 from quire.proto.step import PromptScoring, RowSampling, StepPlan
@@ -203,6 +203,12 @@ def test_all_graphs_are_recorded_before_the_first_step(
     engine.generate(sequences)
     assert backend.num_recorded == 7 + 3
     assert backend.num_replays == 9  # all steps
+
+
+def test_graphs_hold_all_drafts_of_a_step(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 4, "speculative": SpeculativeConfig("ngram", 3)}
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, **settings)
+    assert max(shape.num_decodes for shape in engine.runners[0]._graphs.shapes) == 4 + 4 * 3
 
 
 @pytest.mark.parametrize(
