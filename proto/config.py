@@ -365,7 +365,8 @@ class EngineConfig:
     def max_decode_tokens(self) -> int:
         """Return the tokens of the largest step that only decodes, drafted ones included.
 
-        Forced text has room beside all rows, also if there is one. Drafts have up to half of the room that rows leave.
+        Forced text has room beside all rows, also if there is one. Drafts have up to half of what rows
+        leave of a step.
         """
         num_rows, num_left = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
         num_left = max(0, num_left - num_rows)

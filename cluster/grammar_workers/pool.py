@@ -52,7 +52,7 @@ class GrammarWorkers:
         self._close = weakref.finalize(self, _close, slots)
 
     def compile(self, params: StructuredOutputsParams) -> bytes:
-        """Raises InvalidRequest if the limits do not suffice, Overloaded if no worker is free in time."""
+        """Raises InvalidRequest if the limits do not suffice, Overloaded if no worker is free or answers in time."""
         spec = grammar_spec(params)
         key = json.dumps(spec, sort_keys=True)
         answer = self._cache.get(key)
@@ -76,7 +76,10 @@ class GrammarWorkers:
         try:
             answer = slot.run(task, TASK_TIMEOUT_S)
         except TimeoutError:
-            return f"was not compiled within {TASK_TIMEOUT_S:g} s; use a simpler one"
+            # It had less processor time than it may use, or its process would have ended: the machine is busy.
+            raise Overloaded(
+                f"the process that compiles the grammar has not answered for {TASK_TIMEOUT_S:g} s"
+            ) from None
         finally:
             self._idle.put(slot)
         if answer is None:

@@ -14,6 +14,7 @@ from quire.cluster.config.resolve import resolve
 from quire.cluster.grammar_workers import __main__, pool
 from quire.cluster.grammar_workers.pool import GrammarWorkers
 from quire.cluster.requests.grammar_compiler import LocalGrammarCompiler
+from quire.cluster.text_workers.worker_process import WorkerProcess
 from quire.proto.config import EngineConfig
 from quire.proto.errors import InvalidRequest, Overloaded
 from quire.proto.structured_outputs import StructuredOutputsParams
@@ -107,6 +108,21 @@ def test_without_a_free_worker_the_request_may_come_back(
     monkeypatch.setattr(pool, "QUEUE_TIMEOUT_S", 0.01)
     with pytest.raises(Overloaded, match="no process was free"):
         GrammarWorkers(config, 0).compile(StructuredOutputsParams(choice=["a"]))
+
+
+def test_late_answer_of_a_busy_machine_is_not_kept(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(process: WorkerProcess, task: object, timeout_s: float) -> object:
+        raise TimeoutError
+
+    workers, params = GrammarWorkers(config), StructuredOutputsParams(choice=["a"])
+    monkeypatch.setattr(WorkerProcess, "run", run)
+    with pytest.raises(Overloaded, match="has not answered for"):
+        workers.compile(params)
+    monkeypatch.setattr(WorkerProcess, "run", lambda *_: {"compiled": b"compiled"})
+    assert workers.compile(params) == b"compiled"
+    workers.close()
 
 
 def test_grammar_that_ranks_read_for_long_is_refused(
