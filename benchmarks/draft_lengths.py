@@ -22,7 +22,8 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
     most_per_row = count
 
     def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
-        return np.minimum(limits, most_per_row).astype(np.int32) if most_per_row and limits.any() else None
+        lens = np.minimum(limits, min(most_per_row, most // rows.size)).astype(np.int32)
+        return lens if lens.any() else None
 
     with (
         patch.object(DraftLengths, "is_due", lambda *_: True),
