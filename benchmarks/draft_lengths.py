@@ -22,7 +22,7 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
     most_per_row = count
 
     def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
-        lens = np.minimum(limits, min(most_per_row, most // rows.size)).astype(np.int32)
+        lens = np.minimum(limits, min(most_per_row, lengths._max_len, most // rows.size)).astype(np.int32)
         return lens if lens.any() else None
 
     with (

@@ -13,6 +13,7 @@ from draft_heads import add_mtp, write_eagle3
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
+from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
@@ -118,7 +119,8 @@ def test_drafts_go_on_with_the_new_weights(
     driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
     for handle, prompt in enumerate(PROMPTS):
         driver.add(handle, 2 * prompt, max_tokens=20, ignore_eos=True)
-    lengths = run_through_commands(driver, second, 20)
+    with fixed_lengths(2):
+        lengths = run_through_commands(driver, second, 20)
     for handle, prompt in enumerate(PROMPTS):
         output, length = driver.outputs[handle], lengths[handle]
         Reference(first).check_greedy(2 * prompt, output[:length])

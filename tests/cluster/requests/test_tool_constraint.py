@@ -157,7 +157,7 @@ def test_forced_call_excludes_another_form() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"tool_choice": "must"}, "must be auto, none, required or the name of a function"),
+        ({"tool_choice": "must"}, "must be auto, none, required, the name of a function or allowed_tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "names 'f', which is not among"),
         ({"tools": ()}, "there are no tools"),
         (

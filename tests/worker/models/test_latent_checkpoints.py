@@ -15,6 +15,7 @@ from quantized_models import Scheme, write_quantized
 from reference import Reference, prompts_of
 from safetensors.torch import load_file, save_file
 
+from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_source import describe_files
 from quire.cluster.offline.llm import LLM
@@ -115,7 +116,8 @@ def test_head_of_multi_token_prediction_drafts_with_latents(
     drafts = {"method": "mtp", "num_speculative_tokens": 2}
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=64, speculative_config=drafts) as llm:
-        results = llm.generate(prompts_of([5, 30], seed=2), params)
+        with fixed_lengths(2):
+            results = llm.generate(prompts_of([5, 30], seed=2), params)
         assert llm._engine.scheduler.stats.num_draft_tokens > 0  # type: ignore[attr-defined]
     reference = Reference(source)
     for result in results:

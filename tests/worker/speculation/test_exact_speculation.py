@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from ranked_driver import RankedDriver
 
-from benchmarks.draft_lengths import fixed_lengths
 from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
@@ -88,13 +87,6 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
             block_size=4,
             speculative=SPECULATIVE,
         )
-
-
-@pytest.fixture(autouse=True)
-def fixed() -> Iterator[None]:
-    """All steps draft, whatever this machine's times say."""
-    with fixed_lengths(NUM_SPECULATIVE_TOKENS):
-        yield
 
 
 def run(engine: Any, num_blocks: int, speculative: SpeculativeConfig | None, depth: int) -> RankedDriver:
