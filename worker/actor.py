@@ -58,12 +58,14 @@ class RankProcess:
         host: host name.
         stderr: path of the file that its standard error goes to, on that host; empty if it is no file.
         raylet_pid: of its parent, the manager of its Ray node; 0 if unknown.
+        is_loaded: it has the weights and the KV cache of its rank, so that it can `rejoin`.
     """
 
     pid: int
     host: str
     stderr: str = ""
     raylet_pid: int = 0
+    is_loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class WorkerActor:
         self._group: ReplaceableGroup | None = None  # None for a single rank
         self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
+        self._is_loaded = False
         self._has_no_run = threading.Event()
         self._has_no_run.set()
         self._waits_for_device = False  # for the tokens of a launched step
@@ -200,7 +203,7 @@ class WorkerActor:
         """Return the process of the rank."""
         target = os.readlink("/proc/self/fd/2")
         stderr = target if target.startswith("/") else ""
-        return RankProcess(os.getpid(), socket.gethostname(), stderr, os.getppid())
+        return RankProcess(os.getpid(), socket.gethostname(), stderr, os.getppid(), self._is_loaded)
 
     def cause(self, fault: Fault) -> None:
         """Cause a fault in this rank: does not return if it ends or stops the process."""
@@ -228,7 +231,9 @@ class WorkerActor:
         """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
         assert self._runner is not None
         with self._start_log.recording(), on_device(self._device):
-            return self._runner.allocate_cache(num_blocks)
+            rate = self._runner.allocate_cache(num_blocks)
+        self._is_loaded = True
+        return rate
 
     def take_start_log(self) -> tuple[StartRecord, ...]:
         """Return what this rank has logged while it loaded, profiled and allocated; empty from the second call on."""
@@ -250,6 +255,7 @@ class WorkerActor:
         assert self._runner is not None
         with on_device(self._device):
             self._runner.allocate_cache(num_blocks, touches_pages=False, inherited=inherited)
+        self._is_loaded = True
         return self._runner.kv_segment
 
     def kv_segment(self) -> SegmentAddress | None:

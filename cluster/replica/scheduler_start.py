@@ -120,7 +120,7 @@ def _find_rank(starter: ProcessStarter, rank: int) -> ActorHandle | None:
 def _rank_handles(
     replica: Replica, starter: ProcessStarter, workers: list[ActorHandle | None]
 ) -> RankHandles:
-    """Return the ranks; those that do not answer count as ended."""
+    """Return the ranks; those that do not answer, or that the last scheduler was starting, count as ended."""
     with ThreadPoolExecutor(len(workers)) as pool:
         found = list(pool.map(_ask, range(len(workers)), workers))
     assert replica.config.cache.num_blocks is not None
@@ -135,13 +135,14 @@ def _rank_handles(
 
 
 def _ask(rank: int, worker: ActorHandle | None) -> tuple[RankStatus, RankProcess]:
-    """Return a rank's status and process; those of no process if it does not answer."""
+    """Return a rank's status and process; those of no process if it does not answer, or was replacing another one."""
     if worker is not None:
         with suppress(RayError):
             status, process = ray.get(
                 [worker.status.remote(), worker.process.remote()], timeout=_ANSWER_TIMEOUT_S
             )
-            return status, process
+            if process.is_loaded:
+                return status, process
         with suppress(RayError, ValueError):
             ray.kill(worker)
     return RankStatus(rank, 0, "", "", "ended"), RankProcess(0, "")
