@@ -228,3 +228,27 @@ def test_streams_continue_after_the_scheduler_was_killed(
     after = status_of(client)
     assert scheduler_pid(server) != pid
     assert [each.pid for each in after.ranks] == [each.pid for each in before.ranks]  # with their weights
+
+
+def test_streams_continue_after_the_scheduler_was_killed_amid_a_recovery(
+    client: Client,
+    server: ServerProcess,
+    undisturbed: Any,
+    scheduler_pid: Callable[[ServerProcess], int],
+) -> None:
+    """The next scheduler finds the process that was to replace a rank, which has no weights yet."""
+    before, pid = status_of(client), scheduler_pid(server)
+
+    def fault() -> None:
+        os.kill(before.ranks[1].pid, signal.SIGKILL)
+        deadline = time.monotonic() + DEADLINE_S
+        while status_of(client).activity != "recovering":
+            assert time.monotonic() < deadline, "the fault was not noticed"
+        os.kill(pid, signal.SIGKILL)
+
+    disturb(client, undisturbed, fault)
+    after = status_of(client)
+    assert after.ready
+    assert scheduler_pid(server) != pid
+    assert after.ranks[0].pid == before.ranks[0].pid  # with its weights
+    assert after.ranks[1].pid != before.ranks[1].pid
