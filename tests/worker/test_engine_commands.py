@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def run_through_commands(driver: RankedDriver, second: Path, num_tokens: int) ->
     """Change the weights and sleep amid the requests, which run to their end; return the tokens of each before."""
     while min(len(driver.outputs[handle]) for handle in range(2)) < 4:
         driver.step(depth=2)
+        if not all(driver.outputs[handle] for handle in range(2)):
+            time.sleep(0.05)  # an adapter is read meanwhile
     for action in (Action.UPDATE_WEIGHTS, Action.SLEEP, Action.WAKE_UP):
         driver.scheduler.control.order(EngineCommand(action, path=str(second), version="v"), CALLER)
     while driver.scheduler.num_in_flight:
