@@ -1,9 +1,5 @@
 #include "thread_pool.h"
 
-#if defined(__linux__)
-#include <sched.h>
-#endif
-
 #include <system_error>
 
 namespace {
@@ -19,32 +15,6 @@ void wait_until_changed(std::atomic<uint32_t>& word, uint32_t seen, std::atomic<
   while (word.load() == seen) sleep_until_changed(word, seen, MAX_SLEEP);
   num_sleeping.fetch_sub(1);
 }
-
-// The processors of a worker thread. Linux tends to wake a thread on the processor of the waking thread, where it
-// waits until that thread rests. The pool's caller does not rest, so a worker on the caller's processor moves.
-class Affinity {
-#if defined(__linux__)
- public:
-  Affinity() { is_known_ = sched_getaffinity(0, sizeof all_, &all_) == 0; }
-
-  static int processor() { return sched_getcpu(); }
-
-  void avoid(int processor) {
-    if (!is_known_ || processor != Affinity::processor()) return;
-    cpu_set_t others = all_;
-    CPU_CLR(processor, &others);
-    if (CPU_COUNT(&others)) sched_setaffinity(0, sizeof others, &others);
-  }
-
- private:
-  cpu_set_t all_;
-  bool is_known_;
-#else
- public:
-  static int processor() { return -1; }
-  void avoid(int) {}
-#endif
-};
 
 // A forked process has the memory of its parent's pools, but not their threads.
 std::atomic<int> num_forks{0};
@@ -64,6 +34,9 @@ struct LocalPool {
 }  // namespace
 
 ThreadPool::ThreadPool(int size) {
+#if defined(__linux__)
+  if (sched_getaffinity(0, sizeof processors_, &processors_)) CPU_ZERO(&processors_);
+#endif
   try {
     while (int(workers_.size()) < size - 1) workers_.emplace_back([this] { work(); });
   } catch (const std::system_error&) {
@@ -79,14 +52,12 @@ ThreadPool::~ThreadPool() {
 }
 
 void ThreadPool::work() {
-  Affinity affinity;
   for (uint32_t last = 0; !is_stopping_.load();) {
     const uint32_t epoch = epoch_.load();
     if (epoch % 2 == 0 || epoch == last) {
       wait_until_changed(epoch_, epoch, num_sleeping_);
       continue;
     }
-    affinity.avoid(caller_processor_.load());
     // The caller closes the epoch before it reads num_busy_, so an epoch that is open here lasts until this is done.
     num_busy_.fetch_add(1);
     if (epoch_.load() == epoch && !is_stopping_.load()) call_(argument_);
@@ -97,9 +68,23 @@ void ThreadPool::work() {
 }
 
 void ThreadPool::open() {
-  caller_processor_.store(Affinity::processor());
+  leave_processor_to_caller();
   epoch_.fetch_add(1);
   if (num_sleeping_.load()) wake_all(epoch_);
+}
+
+// Linux tends to wake a thread on the processor of the waking thread, where it waits until that thread rests. The caller
+// does not rest, and a worker that waits there cannot move itself.
+void ThreadPool::leave_processor_to_caller() {
+#if defined(__linux__)
+  const int processor = sched_getcpu();
+  if (processor == caller_processor_) return;
+  caller_processor_ = processor;
+  cpu_set_t others = processors_;
+  CPU_CLR(processor, &others);
+  if (!CPU_COUNT(&others)) return;
+  for (auto& worker : workers_) pthread_setaffinity_np(worker.native_handle(), sizeof others, &others);
+#endif
 }
 
 void ThreadPool::close() {

@@ -7,6 +7,9 @@
 #pragma once
 
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <memory>
@@ -36,12 +39,16 @@ class ThreadPool {
   void work();
   void open();
   void close();
+  void leave_processor_to_caller();
 
   std::vector<std::thread> workers_;
   void (*call_)(const void*) = nullptr;
   const void* argument_ = nullptr;
   std::atomic<bool> is_stopping_{false};
-  std::atomic<int> caller_processor_{-1};
+#if defined(__linux__)
+  cpu_set_t processors_;       // of the process; none if they are not known
+  int caller_processor_ = -1;  // in the last task
+#endif
   alignas(64) std::atomic<uint32_t> epoch_{0};     // of tasks; odd while workers may join
   std::atomic<int> num_sleeping_{0};               // workers that sleep until the next epoch
   alignas(64) std::atomic<uint32_t> num_busy_{0};  // workers that have joined the task

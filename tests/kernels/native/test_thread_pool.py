@@ -85,6 +85,11 @@ def test_idle_workers_sleep() -> None:
     run_alone(idle_workers_sleep)
 
 
+@pytest.mark.skipif(not TASKS.exists(), reason="needs /proc")
+def test_workers_leave_the_processor_of_a_caller_that_moves() -> None:
+    run_alone(workers_leave_the_processor_of_a_caller_that_moves)
+
+
 def run_alone(function: Callable[[], None]) -> None:
     """Run a function in a new process, undisturbed by threads of other tests."""
     subprocess.run([sys.executable, __file__, function.__name__], check=True, timeout=240)
@@ -109,6 +114,19 @@ def workers_end_with_their_caller() -> None:
     while len(list(TASKS.iterdir())) > before and time.monotonic() < deadline:
         time.sleep(0.01)  # the kernel removes a joined thread with a delay
     assert len(list(TASKS.iterdir())) == before
+
+
+def workers_leave_the_processor_of_a_caller_that_moves() -> None:
+    """A worker that sleeps there would not get to run before the op has ended."""
+    work, before, processors = Work(), {*os.listdir(TASKS)}, os.sched_getaffinity(0)
+    assert work.is_right()
+    workers = [int(task) for task in {*os.listdir(TASKS)} - before]
+    assert workers
+    for processor in processors:
+        os.sched_setaffinity(0, {processor})
+        assert work.is_right()
+        others = processors - {processor} or processors
+        assert [os.sched_getaffinity(worker) for worker in workers] == [others] * len(workers)
 
 
 def idle_workers_sleep() -> None:
