@@ -26,6 +26,8 @@ _REAP_INTERVAL_S = 0.005
 MAX_STDERR_BYTES = 4096
 MAX_STDERR_LINES = 4
 MAX_STDERR_CHARS = 400
+# Lines by which Ray's log monitor tells whose output follows.
+_RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 
 
 class ProcessExit:
@@ -113,12 +115,16 @@ def describe_status(status: int) -> str:
 
 
 def last_lines(path: str) -> str:
-    """Return the last lines of a file in one line; empty if it is empty or cannot be read."""
+    """Return the last lines of a file in one line, without Ray's markers; empty if it is empty or cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_STDERR_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    lines = [
+        " ".join(line.split())
+        for line in text.splitlines()
+        if line.strip() and not line.startswith(_RAY_MARKERS)
+    ]
     return " | ".join(lines[-MAX_STDERR_LINES:])[-MAX_STDERR_CHARS:]

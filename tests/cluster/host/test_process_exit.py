@@ -56,3 +56,9 @@ def test_last_lines_of_a_file(tmp_path: Path) -> None:
     path.write_text("first\n\n" + "".join(f"line   {number}\n" for number in range(MAX_STDERR_LINES)))
     assert last_lines(str(path)) == " | ".join(f"line {number}" for number in range(MAX_STDERR_LINES))
     assert last_lines(str(tmp_path / "missing")) == ""
+
+
+def test_last_lines_have_none_of_rays_markers(tmp_path: Path) -> None:
+    path = tmp_path / "stderr"
+    path.write_text(":job_id:01000000\n:actor_name:RankActor\nCUDA error: out of memory\n")
+    assert last_lines(str(path)) == "CUDA error: out of memory"
