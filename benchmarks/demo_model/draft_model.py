@@ -3,9 +3,9 @@
     python -m benchmarks.demo_model.draft_model --text DIR --out cluster/demo/draft_model [--minutes 19]
 
 It is one layer of half the width, with the demo model's vocabulary. Its embedding begins with the directions in which
-the demo model's varies most. The texts are those of the demo model; the loss is the cross-entropy to the demo model's
-probabilities, because a draft must agree with the model and not with the books. The budget is time, as for the demo
-model.
+the demo model's varies most. Half of the texts are those of the demo model, and half are written by that model. The
+loss is the cross-entropy to the demo model's probabilities, because a draft must agree with the model and not with
+the books. The budget is time, as for the demo model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from quire import LLM
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_DIM = 128, 352, 4, 32
-NUM_TEST_PROMPTS = 64
+NUM_SEQUENCES, NUM_TEST_PROMPTS = 6000, 64
+BATCH_SIZE = 8  # sequences
 
 
 def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -65,6 +66,13 @@ def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
+def mixed_batches(texts: Iterator[Tensor], written: Tensor) -> Iterator[Tensor]:
+    """Yield batches of token ids: of texts, and in turn of what the demo model has written, [N, S]."""
+    for batch in texts:
+        yield batch
+        yield written[torch.randint(len(written), (BATCH_SIZE,))]
+
+
 def loss_of(model: LlamaForCausalLM, target: LlamaForCausalLM, rows: Tensor) -> Tensor:
     """Return the cross-entropy in nats to the probabilities that the target gives after each token of `rows`."""
     with torch.no_grad():
@@ -77,7 +85,7 @@ def train(model: LlamaForCausalLM, target: LlamaForCausalLM, source: Iterator[Te
     """Train until `minutes` have passed; return the number of steps."""
     optimizers, num_steps = new_optimizers(model), 0
     for num_steps, share in timed_steps(minutes):
-        loss_of_rows = partial(loss_of, model, target, next(source)[:, :-1])
+        loss_of_rows = partial(loss_of, model, target, next(source))
         loss = train_step(model, optimizers, loss_of_rows, learning_rate(share))
         if num_steps % 100 == 0:
             print(f"step {num_steps}  {share:.0%}  loss {loss:.3f}", flush=True)
@@ -114,8 +122,10 @@ def main() -> None:
         tokenizer = llm.get_tokenizer()
     passages, tested = encode_works(tokenizer, arguments.text, rng)
     test = write_sequences(cut_prompts(tested, rng, NUM_TEST_PROMPTS))
+    written = write_sequences(cut_prompts(passages, rng, NUM_SEQUENCES))
     model = new_draft(target)
-    num_steps = train(model, target.eval(), batches(passages, SHORT_LEN, rng), arguments.minutes)
+    source = mixed_batches(batches(passages, SHORT_LEN, rng), written)
+    num_steps = train(model, target.eval(), source, arguments.minutes)
     save(model, arguments.out)
     half = len(test) // 2
     report(
