@@ -16,7 +16,7 @@ _MIN_INTERVAL_STEPS, _MAX_INTERVAL_STEPS = 64, 512
 # Steps without drafts that take longer than usual after one with drafts, until caches hold their data again.
 _SETTLING_STEPS = 3
 # Factor of the weight of the times without drafts when more of them are measured.
-_PLAIN_FADE = 0.8
+_PLAIN_FADE = 0.4
 # What a run of steps with drafts may lose from its best moment on, in steps without drafts: at first, and after it
 # has saved more than the difference.
 _STAKE, _MOST_STAKE = 2.0, 6.0
