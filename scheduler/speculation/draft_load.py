@@ -15,8 +15,9 @@ _FIRST_PLAIN_STEPS, _PLAIN_STEPS = 8, 6
 _MIN_INTERVAL_STEPS, _MAX_INTERVAL_STEPS = 64, 512
 # Steps without drafts that take longer than usual after one with drafts, until caches hold their data again.
 _SETTLING_STEPS = 3
-# Factor of the weight of the times without drafts when more of them are measured.
-_PLAIN_FADE = 0.4
+# Factor of the weight of the times without drafts when more of them are measured: at first, since the first steps of
+# an engine are slow, and later.
+_FIRST_PLAIN_FADE, _PLAIN_FADE = 0.1, 0.4
 # What a run of steps with drafts may lose from its best moment on, in steps without drafts: at first, and after it
 # has saved more than the difference.
 _STAKE, _MOST_STAKE = 2.0, 6.0
@@ -102,8 +103,9 @@ class DraftLoad:
             self._num_drafted_steps += 1
             if self._num_drafted_steps >= self._interval:
                 self._num_drafted_steps, self._num_plain_steps = 0, _PLAIN_STEPS
+                is_first = self._interval == _MIN_INTERVAL_STEPS
+                self._plain_times.fade(_FIRST_PLAIN_FADE if is_first else _PLAIN_FADE)
                 self._interval = min(2 * self._interval, _MAX_INTERVAL_STEPS)
-                self._plain_times.fade(_PLAIN_FADE)
         elif self._num_plain_steps:
             self._num_plain_steps -= 1
         elif not self._is_running:  # no row has room

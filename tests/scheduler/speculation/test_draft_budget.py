@@ -31,7 +31,7 @@ def test_what_drafts_saved_may_be_lost_again() -> None:
 def test_savings_are_bounded() -> None:
     budget = DraftBudget()
     budget.add(1000.0)
-    assert num_runs(budget, 2.0, 20) == 4
+    assert num_runs(budget, 2.0, 20) == 8
 
 
 def test_more_is_lost_than_there_was_credit_for() -> None:

@@ -61,7 +61,7 @@ def test_drafts_that_do_not_pay_end_after_their_stake(steps: Steps) -> None:
 
 def test_drafts_that_cease_to_pay_end_soon(steps: Steps) -> None:
     steps.run(200, 3)
-    assert steps.run(200, 1) < 16
+    assert steps.run(200, 1) < 20
 
 
 def test_new_sequences_draft_first(steps: Steps) -> None:
