@@ -300,6 +300,11 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     draft: ModelConfig | None = None
 
+    @property
+    def has_head(self) -> bool:
+        """Return whether drafts need the hidden states of the target model."""
+        return self.method in ("eagle3", "mtp")
+
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:

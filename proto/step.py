@@ -189,6 +189,7 @@ class StepPlan:
         lora_loads: adapters to read into host memory, which takes a while.
         lora_drops: [n] ids of adapters to drop from host memory.
         lora_slots: [n, 2] slot, id of the adapter in host memory that it receives.
+        keeps_states: a draft head is to get the hidden states of the step.
     """
 
     step_id: int
@@ -214,6 +215,7 @@ class StepPlan:
     lora_drops: IntArray = field(default_factory=lambda: NO_INTS)
     lora_slots: IntArray = field(default_factory=lambda: NO_PAIRS)
     command: EngineCommand | None = None
+    keeps_states: bool = True
 
     def encode(self) -> bytes:
         return _codec.encode(
@@ -242,13 +244,13 @@ class StepPlan:
         )
 
     def _pack_orders(self) -> tuple[Any, ...]:
-        """Return the command, and what the plan orders for adapters; nothing in most plans."""
+        """Return the command, and what the plan orders for adapters and draft heads; nothing in most plans."""
         has_lora = self.lora_loads or self.lora_drops.size or self.lora_slots.size
-        if not has_lora and self.command is None:
+        if not has_lora and self.command is None and self.keeps_states:
             return ()
         loads = [field_values(load) for load in self.lora_loads]
         command = None if self.command is None else field_values(self.command)
-        return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots), command
+        return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots), command, self.keeps_states
 
     @staticmethod
     def decode(frame: bytes) -> StepPlan:
@@ -459,7 +461,7 @@ def _decode_plan(fields: Any) -> StepPlan:
     arrays = map(unpack_ints, others[:num_arrays])
     trimmed_rows, trimmed_lens, rows, ids, copies, swap_out, swap_in, *more = arrays
     chosen_rows, chosen_ids, held, chunk_rows, chunk_lens, draft_rows, draft_lens = more
-    loads, drops, slots, command = others[num_arrays:] or ((), b"", b"", None)
+    loads, drops, slots, command, *keeps_states = others[num_arrays:] or ((), b"", b"", None)
     return StepPlan(
         step_id=step_id,
         epoch=epoch,
@@ -484,6 +486,7 @@ def _decode_plan(fields: Any) -> StepPlan:
         lora_drops=unpack_ints(drops),
         lora_slots=_pairs(unpack_ints(slots)),
         command=EngineCommand.unpack(command),
+        keeps_states=all(keeps_states),
     )
 
 

@@ -335,7 +335,9 @@ class ModelRunner:
             self._kv_cache.wait_for_swaps()
             num_drafted = speculator.draft(plan)
         if self._tap is not None:
-            self._tap.is_open = speculator.wants_features
+            if not plan.keeps_states:
+                speculator.end_pause()
+            self._tap.is_open = plan.keeps_states and speculator.wants_features
         return num_drafted
 
     # Commands

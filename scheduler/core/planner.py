@@ -473,6 +473,7 @@ class Planner:
         tables = state.blocks.tables
         num_slots = tables.num_blocks // tables.num_groups * state.blocks.block_size
         state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
+        lengths = state.draft_lengths
         return StepPlan(
             step_id=draft.step_id,
             epoch=self.epoch,
@@ -496,6 +497,7 @@ class Planner:
             lora_loads=loads,
             lora_drops=drops,
             lora_slots=slots,
+            keeps_states=lengths is None or lengths.keeps_states(draft.step_id, rows.num_started),
         )
 
     def _held_rows(self, advancing: RowArray) -> IntArray:

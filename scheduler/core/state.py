@@ -108,7 +108,12 @@ class SchedulerState:
         self.draft_lengths: Final = (
             None
             if speculative is None
-            else DraftLengths(limits.max_num_seqs, speculative.num_speculative_tokens, most_rows)
+            else DraftLengths(
+                limits.max_num_seqs,
+                speculative.num_speculative_tokens,
+                most_rows,
+                needs_states=speculative.has_head,
+            )
         )
         self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None
         self.lora: Final = (

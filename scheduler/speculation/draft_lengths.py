@@ -38,13 +38,19 @@ class DraftLengths:
         num_rows: rows (batch slots).
         max_len: most drafted tokens per row and step.
         most_rows: steps of more rows have no drafts; None for no limit.
+        needs_states: drafts of a row need the hidden states of all of its steps; see `keeps_states`.
     """
 
-    def __init__(self, num_rows: int, max_len: int, most_rows: int | None = None) -> None:
+    def __init__(
+        self, num_rows: int, max_len: int, most_rows: int | None = None, *, needs_states: bool = False
+    ) -> None:
         self._max_len = max_len
         self._most_rows = num_rows if most_rows is None else most_rows
         self._loads: dict[int, DraftLoad] = {}
         self._budget = DraftBudget()
+        self._needs_states, self._keeps_states = needs_states, True
+        self._kept_since = 0  # step from which on hidden states are kept
+        self._num_started = 0  # sequences at the last plan
         self._choice: IntArray | None = None  # for the rows and sequences of `_choice_key`
         self._choice_key = b"", b""
         self._num_choice_steps = self._choice_interval = 0  # steps left, and of the whole choice
@@ -60,6 +66,26 @@ class DraftLengths:
         self._count_outcomes()
         return self._accepted.of(rows)
 
+    def keeps_states(self, step_id: int, num_started: int) -> bool:
+        """Return whether the ranks are to keep the hidden states of a step for a draft head; called once per plan.
+
+        While there is no credit for a run, they are not kept, which would take 3 to 5 % of a step of the demo model.
+        They are kept again from a step on that starts a sequence, since the others lack their earlier ones.
+
+        Args:
+            num_started: sequences that have got a row so far, those of the plan included.
+        """
+        starts_some = num_started != self._num_started
+        self._num_started = num_started
+        if not self._needs_states:
+            return True
+        is_near = not self._loads or any(load.is_near for load in self._loads.values())
+        if not is_near:
+            self._keeps_states = False
+        elif starts_some and not self._keeps_states:
+            self._keeps_states, self._kept_since = True, step_id
+        return self._keeps_states
+
     def is_due(self, num_rows: int, num_started: int) -> bool:
         """Return whether `choose` is to be called for the next step without prompts, of this many rows.
 
@@ -69,7 +95,8 @@ class DraftLengths:
             num_started: sequences that have got a row so far.
         """
         self._num_undecayed_steps += 1
-        return num_rows <= self._most_rows and self._load(num_rows).is_due(num_started)
+        is_possible = self._keeps_states and num_rows <= self._most_rows
+        return is_possible and self._load(num_rows).is_due(num_started)
 
     def _load(self, num_rows: int) -> DraftLoad:
         key = num_rows.bit_length()
@@ -90,6 +117,8 @@ class DraftLengths:
             most: drafted tokens of all rows together.
         """
         load, chosen = self._load(rows.size), None
+        if self._kept_since:
+            limits = np.where(first_steps >= self._kept_since, limits, 0)
         if most > 0 and load.may_draft:
             chosen = self._held_choice(rows, first_steps, limits, most)
             if chosen is None:

@@ -81,6 +81,11 @@ class DraftLoad:
         return self._budget.allows(_STAKE if self._has_new_text else _STAKE + _RESERVE)
 
     @property
+    def is_near(self) -> bool:
+        """Return whether steps draft, or may do so with the next new sequence."""
+        return self._is_running or self._budget.allows(_STAKE)
+
+    @property
     def may_draft(self) -> bool:
         """Return whether the next step may draft: not if steps without drafts are to be measured."""
         return self._num_plain_steps == 0

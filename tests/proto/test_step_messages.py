@@ -164,3 +164,8 @@ def test_random_bytes_raise_only_protocol_errors(garbage: bytes) -> None:
 
 def test_steady_decode_plan_is_small() -> None:
     assert len(StepPlan(123_456, 1, 2**64 - 1).encode()) < 64
+
+
+def test_plan_that_keeps_no_hidden_states_round_trips() -> None:
+    assert StepPlan.decode(StepPlan(1, 1, 0).encode()).keeps_states
+    assert not StepPlan.decode(StepPlan(1, 1, 0, keeps_states=False).encode()).keeps_states

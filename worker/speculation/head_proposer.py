@@ -64,6 +64,10 @@ class HeadProposer:
         """Return whether the next step is to keep the hidden states that the head reads."""
         return not self._is_paused
 
+    def end_pause(self) -> None:
+        """Forget how long nothing was drafted."""
+        self._num_idle_steps, self._is_paused = 0, False
+
     def forget(self, rows: RowArray) -> None:
         self._pending.forget(rows)
 
@@ -96,8 +100,7 @@ class HeadProposer:
         return Pairs(rows, starts, counts, features, is_known.nonzero()[0])
 
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
-        self._num_idle_steps = 0
-        self._is_paused = False
+        self.end_pause()
         known, lens = self._pending.take(rows), np.zeros(rows.size, np.int32)
         if known is None:
             return lens

@@ -199,3 +199,38 @@ def test_choice_holds_while_rows_and_limits_stay() -> None:
 def test_steps_of_too_many_rows_have_no_drafts() -> None:
     lengths = DraftLengths(8, NUM_DRAFTED, most_rows=2)
     assert [lengths.is_due(num_rows, 1) for num_rows in (1, 2, 3, 8)] == [True, True, False, False]
+
+
+def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None:
+    lengths, rows = DraftLengths(2, NUM_DRAFTED, needs_states=True), np.array([0, 1])
+    limits = np.full(2, 9, np.int32)
+    for _ in range(20):  # the text of the first sequence does not pay
+        assert lengths.keeps_states(1, 1)
+        chosen = lengths.choose(rows[:1], np.array([1]), limits[:1], 100) if lengths.is_due(1, 1) else None
+        drafted = 0 if chosen is None else int(chosen.sum())
+        lengths.observe_step(1, 1, 1.0 + drafted, 0.1, drafted, drafted, has_drafts=chosen is not None)
+        if not lengths._load(1).is_near:
+            break
+    assert not lengths.keeps_states(2, 1)
+    while not lengths._load(1).is_near:
+        assert not lengths.keeps_states(3, 1)
+        assert not lengths.is_due(1, 1)
+        lengths.observe_step(1, 1, 1.0, has_drafts=False)
+    assert not lengths.keeps_states(4, 1)  # the sequence lacks its earlier ones
+    assert lengths.keeps_states(5, 2)
+    assert lengths.is_due(2, 2)
+    for _ in range(20):
+        chosen = lengths.choose(rows, np.array([1, 5]), limits, 100)
+        lengths.observe_step(2, 2, 1.0, has_drafts=False)
+        if chosen is not None:
+            break
+    assert chosen is not None
+    assert chosen[0] == 0 < chosen[1]
+
+
+def test_states_are_always_kept_for_other_drafts() -> None:
+    lengths = DraftLengths(1, NUM_DRAFTED)
+    for _ in range(3):
+        lengths._budget.add(-1000.0)
+        lengths.observe_step(1, 1, 1.0, has_drafts=False)
+        assert lengths.keeps_states(1, 1)

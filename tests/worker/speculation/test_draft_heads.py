@@ -323,6 +323,28 @@ def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
     assert sum(run(engine, NUM_BLOCKS, engine.config.speculative).scheduler.stats.num_accepted) > 0
 
 
+def test_plans_without_hidden_states_keep_none(make_recording_engine: Any) -> None:
+    engine, _, _ = make_recording_engine("eagle3", 1)
+    (runner,) = engine.runners
+    driver = RankedDriver(replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=None), engine.step)
+    driver.add(0, PROMPTS[0], max_tokens=12, ignore_eos=True, temperature=0.0)
+    broadcast, keeps = driver.group.broadcast, True
+    driver.group.broadcast = lambda plan: broadcast(replace(plan, keeps_states=keeps))  # type: ignore[method-assign]
+    pending = runner._speculator._head._pending
+    driver.step(1)
+    driver.step(1)
+    assert pending.num_tokens > 0
+    keeps = False
+    driver.step(1)
+    assert pending.num_tokens == 0
+    assert not runner._tap.is_open
+    keeps = True
+    driver.step(1)
+    assert pending.num_tokens == 1
+    driver.run(1)
+    driver.empty_ranks()
+
+
 def test_pause_keeps_hidden_states_of_few_tokens(
     make_recording_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
