@@ -207,11 +207,17 @@ SECTIONS = (
         engines,
     ),
     Section(
+        "Offline throughput, a shape of 0.5B parameters on two tensor-parallel ranks",
+        "offline_m_tp2",
+        "The shape of Qwen2.5-0.5B, float32, on two ranks of one core each.",
+        engines,
+    ),
+    Section(
         "Offline throughput with AVX2",
         "offline_peers_avx2",
         "The 60M-parameter shape with the instruction sets that a processor without AVX-512 has: QUIRE_CPU_ISA=avx2, "
-        "ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for all engines. llama.cpp, compiled for this machine, "
-        "heeds none of them and uses AVX-512; llama.cpp-avx2 is compiled without it.",
+        "ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 for all engines. llama.cpp heeds none of them; "
+        "llama.cpp-avx2 is compiled without AVX-512.",
         engines,
     ),
     Section(
@@ -247,6 +253,18 @@ SECTIONS = (
         "time_spent",
         "The 60M-parameter shape in float32. Arithmetic and memory are the least time of linear layers and attention "
         "on this machine; two ranks execute the plans of one rank again, without a scheduler.",
+        time_spent,
+    ),
+    Section(
+        "Where the time goes with AVX2",
+        "time_spent_avx2",
+        "The same with QUIRE_CPU_ISA=avx2, ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2.",
+        time_spent,
+    ),
+    Section(
+        "Where the time goes with AVX2, a shape of 0.5B parameters",
+        "time_spent_m_avx2",
+        "The shape of Qwen2.5-0.5B, float32, with the same three variables.",
         time_spent,
     ),
     Section(

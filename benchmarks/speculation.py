@@ -35,8 +35,8 @@ PASSAGE_LEN, REPEATED_LEN, NUM_TOKENS = 280, 40, 200  # tokens
 BATCH_SIZES = 1, 16
 METHODS: dict[str, dict[str, object]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 6},
-    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5},
-    "draft_model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 4},
+    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 6},
+    "draft_model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 6},
 }
 
 Prompts = list[list[int]]
