@@ -23,7 +23,7 @@ from benchmarks.gpu.sizes import Sizes
 
 # Load, record graphs, measure.
 METHOD_S = 25.0
-# Tokens of the prompts. Outputs have no others, so that prompt lookup finds each of them.
+# Tokens of the prompts, as many as they are long. Outputs have no others, so that prompt lookup finds each of them.
 PROMPT_TOKENS = range(1, 65)
 
 
@@ -49,7 +49,7 @@ def measure_method(record: Record, model: Path, sizes: Sizes, method: str, setti
 
 def measure_drafts(record: Record, server: Server, sizes: Sizes, case: str, rows: int, length: int) -> None:
     prompts = [np.resize(PROMPT_TOKENS, length // 2 + index) for index in range(rows)]
-    sampling = replace(GREEDY, allowed_token_ids=tuple(PROMPT_TOKENS))
+    sampling = replace(GREEDY, allowed_token_ids=tuple(PROMPT_TOKENS[: length // 2]))
     num_steps = max(1, sizes.num_timed // (1 + sizes.num_drafts))
     # Enough that no row ends, if every drafted token is accepted.
     num_tokens = (1 + NUM_WARM_UP + num_steps) * (1 + sizes.num_drafts) + 1

@@ -98,7 +98,9 @@ def index_scores_case(sizes: Sizes, rows: int, length: int) -> OpCase:
         weights = torch.rand(rows, INDEX_HEADS, device=sizes.device)
         sequences = torch.arange(rows, device=sizes.device)
         lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
-        return lambda: index_scores(q, weights, keys, tables, sequences, lens, min(TOP_K, length // 2))
+        top_k = min(TOP_K, length // 2)
+        # Scores past the length are undefined.
+        return lambda: index_scores(q, weights, keys, tables, sequences, lens, top_k)[:, :length]
 
     num_bytes = rows * length * INDEX_DIM * getattr(torch, sizes.dtype).itemsize
     flops = 2 * rows * length * INDEX_HEADS * INDEX_DIM
