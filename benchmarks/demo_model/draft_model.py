@@ -2,6 +2,8 @@
 
     python -m benchmarks.demo_model.draft_model --text DIR --out cluster/demo/draft_model [--minutes 19]
 
+The bundled one was made so in 17 minutes on one core of an EPYC (AVX-512): 6,107 steps.
+
 It is one layer of half the width, with the demo model's vocabulary. Its embedding begins with the directions in which
 the demo model's varies most. Half of the texts are those of the demo model, and half are written by that model. The
 loss is the cross-entropy to the demo model's probabilities, because a draft must agree with the model and not with
