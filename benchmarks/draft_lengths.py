@@ -27,6 +27,7 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
 
     with (
         patch.object(DraftLengths, "is_due", lambda *_: True),
+        patch.object(DraftLengths, "keeps_states", lambda *_: True),
         patch.object(DraftLengths, "choose", choose),
     ):
         yield

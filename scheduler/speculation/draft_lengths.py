@@ -79,10 +79,10 @@ class DraftLengths:
         self._num_started = num_started
         if not self._needs_states:
             return True
-        is_near = not self._loads or any(load.is_near for load in self._loads.values())
-        if not is_near:
-            self._keeps_states = False
-        elif starts_some and not self._keeps_states:
+        loads = self._loads.values()
+        if self._keeps_states:
+            self._keeps_states = not loads or any(load.may_run_soon for load in loads)
+        elif starts_some and any(load.may_run for load in loads):
             self._keeps_states, self._kept_since = True, step_id
         return self._keeps_states
 

@@ -81,9 +81,14 @@ class DraftLoad:
         return self._budget.allows(_STAKE if self._has_new_text else _STAKE + _RESERVE)
 
     @property
-    def is_near(self) -> bool:
+    def may_run(self) -> bool:
         """Return whether steps draft, or may do so with the next new sequence."""
         return self._is_running or self._budget.allows(_STAKE)
+
+    @property
+    def may_run_soon(self) -> bool:
+        """Return whether there is at least half of the credit for a run: slow first steps of an engine cost some."""
+        return self._is_running or self._budget.allows(_STAKE / 2)
 
     @property
     def may_draft(self) -> bool:

@@ -24,7 +24,8 @@ def test_drafts_for_the_demo_model_are_accepted(
     method: str, model: str, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Steps draft, whatever this machine's times say.
-    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
+    for decision in ("is_due", "keeps_states"):
+        monkeypatch.setattr(DraftLengths, decision, lambda *_: True)
     monkeypatch.setattr(DraftLengths, "_best", lambda self, load, rows, limits, most: limits.clip(0, 2))
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     config = {"method": method, "model": model, "num_speculative_tokens": 2}

@@ -209,10 +209,10 @@ def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None
         chosen = lengths.choose(rows[:1], np.array([1]), limits[:1], 100) if lengths.is_due(1, 1) else None
         drafted = 0 if chosen is None else int(chosen.sum())
         lengths.observe_step(1, 1, 1.0 + drafted, 0.1, drafted, drafted, has_drafts=chosen is not None)
-        if not lengths._load(1).is_near:
+        if not lengths._load(1).may_run_soon:
             break
     assert not lengths.keeps_states(2, 1)
-    while not lengths._load(1).is_near:
+    while not lengths._load(1).may_run:
         assert not lengths.keeps_states(3, 1)
         assert not lengths.is_due(1, 1)
         lengths.observe_step(1, 1, 1.0, has_drafts=False)
