@@ -46,7 +46,7 @@ class ThreadPool {
   const void* argument_ = nullptr;
   std::atomic<bool> is_stopping_{false};
 #if defined(__linux__)
-  cpu_set_t processors_;       // of the process; none if they are not known
+  cpu_set_t processors_;       // that the thread which made the pool may use; none if they are not known
   int caller_processor_ = -1;  // in the last task
 #endif
   alignas(64) std::atomic<uint32_t> epoch_{0};     // of tasks; odd while workers may join
