@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import Figure, make_parser, report
-from benchmarks.demo_model.draft_head import PROMPT_LEN, cut_prompts, write_sequences
+from benchmarks.demo_model.draft_head import BATCH_SIZE, PROMPT_LEN, cut_prompts, write_sequences
 from benchmarks.demo_model.training import (
     SEED,
     SHORT_LEN,
@@ -39,7 +39,6 @@ from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_DIM = 128, 352, 4, 32
 NUM_SEQUENCES, NUM_TEST_PROMPTS = 6000, 64
-BATCH_SIZE = 8  # sequences
 
 
 def new_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
