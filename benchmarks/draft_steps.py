@@ -17,6 +17,7 @@ from benchmarks.speculation import WORKLOADS, engine, passages, time_batch
 from quire.proto.step import StepResult
 from quire.scheduler.core.in_flight import InFlightStep
 from quire.scheduler.core.result_processor import ResultProcessor
+from quire.scheduler.speculation.draft_lengths import DraftLengths
 
 # Method, workload and numbers of drafted tokens.
 CASES = [
@@ -35,12 +36,14 @@ def recording(steps: list[Step]) -> Iterator[None]:
     observe = ResultProcessor._observe_drafting
 
     def record(self: ResultProcessor, step: InFlightStep, result: StepResult, seconds: float) -> None:
-        if not step.num_prompt_tokens:
-            times = round(1e6 * seconds), round(1e6 * result.stage_times.get("draft", 0.0))
-            steps.append((result.token_ids.size, int(result.num_drafted.sum()), *times))
+        times = round(1e6 * seconds), round(1e6 * result.stage_times.get("draft", 0.0))
+        steps.append((result.token_ids.size, int(result.num_drafted.sum()), *times))
         observe(self, step, result, seconds)
 
-    with patch.object(ResultProcessor, "_observe_drafting", record):
+    with (
+        patch.object(DraftLengths, "is_measured", lambda *_: True),
+        patch.object(ResultProcessor, "_observe_drafting", record),
+    ):
         yield
 
 

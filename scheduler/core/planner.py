@@ -13,6 +13,7 @@ from ...proto.lora import NO_SLOT
 from ...proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
 from ..kv.prefix_lookup import Prefix
 from ..sequences.sequence import Sequence
+from ..speculation.repeated_text import ends_repeated
 from .forecast import Forecast
 from .in_flight import InFlightStep
 from .placement import Place, Placement
@@ -134,11 +135,31 @@ class Planner:
         if lengths is None:
             draft.num_drafted = self._room_for_forced_text(draft, advancing)
         elif lengths.is_due(advancing.size, rows.num_started):
-            limits = rows.room_for_drafts(advancing)
+            limits = self._room_for_drafts(advancing)
+            if limits is None:
+                lengths.skip(advancing.size)
+                return
             first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
             draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)
         if draft.num_drafted is not None:
             draft.num_tokens_left -= sum(draft.num_drafted.tolist())
+
+    def _room_for_drafts(self, rows: RowArray) -> IntArray | None:
+        """Return the most drafted tokens of each row. Returns None if the ranks would find nothing to draft."""
+        state = self._state
+        if not state.min_repeated_len:
+            return state.rows.room_for_drafts(rows)
+        is_repeated = [self._has_text_to_continue(row) for row in rows.tolist()]
+        return np.where(is_repeated, state.rows.room_for_drafts(rows), 0) if any(is_repeated) else None
+
+    def _has_text_to_continue(self, row: int) -> bool:
+        """Return whether n-grams or a grammar, which may force text, have tokens to draft."""
+        state = self._state
+        sequence = state.running[row]
+        if sequence.has_grammar:
+            return True
+        text = state.rows.known_bytes(row, sequence)
+        return ends_repeated(text, state.min_repeated_len)
 
     def _room_for_forced_text(self, draft: StepDraft, advancing: RowArray) -> IntArray | None:
         """Return the most forced tokens of each row.

@@ -29,7 +29,7 @@ class ResultProcessor:
         self._state = state
         self.epoch = epoch
         self._is_fair = state.config.scheduler.policy == "fair"
-        # When the result of the last step came, if it had no prompts: rows went on decoding at once.
+        # When the result of the last step was applied, if it had no prompts: rows went on decoding at once.
         self._decoded_at: float | None = None
         self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
@@ -63,8 +63,9 @@ class ResultProcessor:
         if state.quarantine.is_active:
             self._clear_suspects(step)
         self._observe_cost(step, result)
-        if state.draft_lengths is not None or (state.forced_text is not None and state.forced_text.num_rows):
-            self._observe_drafting(step, result, self._time_per_step(step, seconds, now))
+        since, self._decoded_at = self._decoded_at, None if step.chunk_rows else now
+        if self._shows_drafting(step):
+            self._observe_drafting(step, result, seconds if since is None else now - since)
         if step.draft_lens is not None:
             self._apply_drafts(step, step.draft_lens, result)
         self._fail_rows(step, result)
@@ -113,34 +114,32 @@ class ResultProcessor:
             seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
             costs.observe(step.num_tokens, seconds, is_done=step.has_results)
 
-    def _time_per_step(self, step: InFlightStep, seconds: float, now: float) -> float:
-        """Return the time since the result of the step before, if neither step has prompts.
-
-        It includes what the step's own time, `seconds`, leaves out: applying the result before, and sending its
-        tokens. A step without drafts does this once per token.
-        """
-        since = self._decoded_at
-        self._decoded_at = None if step.num_prompt_tokens else now
-        return seconds if since is None or step.num_prompt_tokens else now - since
+    def _shows_drafting(self, step: InFlightStep) -> bool:
+        """Return whether the time of a step helps to decide when rows draft; one with prompts takes longer."""
+        lengths, forced_text = self._state.draft_lengths, self._state.forced_text
+        if step.chunk_rows or not step.rows.size:
+            return False
+        if lengths is not None:
+            return step.draft_lens is not None or lengths.is_measured(step.step_id)
+        return forced_text is not None and forced_text.num_rows > 0
 
     def _observe_drafting(self, step: InFlightStep, result: StepResult, seconds: float) -> None:
-        """Learn from the time of a step without prompts."""
-        lengths, forced_text, has_drafts = (
-            self._state.draft_lengths, self._state.forced_text, step.draft_lens is not None
-        )  # fmt: skip
-        num_rows, num_tokens = step.rows.size, result.token_ids.size
-        if step.num_prompt_tokens or not num_rows:
-            return
+        """Learn from the time of a step without prompts.
+
+        Args:
+            seconds: since the result of the step before, if that had no prompts either. This includes what the step's
+                own time leaves out: applying the result before, and sending its tokens. A step without drafts does
+                so once per token.
+        """
+        lengths, forced_text = self._state.draft_lengths, self._state.forced_text
+        has_drafts, num_rows, num_tokens = step.draft_lens is not None, step.rows.size, result.token_ids.size
         if forced_text is not None:
             forced_text.observe_step(num_rows, num_tokens, seconds, has_room=has_drafts)
-        if lengths is not None:
-            if not has_drafts:
-                lengths.observe_step(num_rows, num_tokens, seconds, has_drafts=False)
-                return
+        elif lengths is not None:
             drafted, draft_s = result.num_drafted.tolist(), result.stage_times.get("draft", 0.0)
             num_drafted, most_drafted = sum(drafted), max(drafted, default=0)
             lengths.observe_step(
-                num_rows, num_tokens, seconds, draft_s, num_drafted, most_drafted, has_drafts=True
+                num_rows, num_tokens, seconds, draft_s, num_drafted, most_drafted, has_drafts=has_drafts
             )
 
     def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:

@@ -207,6 +207,12 @@ class RowState:
         count = int(self._num_tokens[row] - self._num_flushed[row])
         return self._tail[row, :count].copy()
 
+    def known_bytes(self, row: int, sequence: Sequence) -> bytes:
+        """Return the known tokens of a row's sequence, int32."""
+        num_flushed = int(self._num_flushed[row])
+        tail = self._tail[row, : int(self._num_tokens[row]) - num_flushed]
+        return sequence.token_ids.tobytes()[: num_flushed * tail.itemsize] + tail.tobytes()
+
     def check_integrity(self) -> None:
         """Recount what is counted along. Raises AssertionError at the first inconsistency."""
         assert self.num_scheduled_tokens == self._num_scheduled.sum(), "scheduled tokens are miscounted"

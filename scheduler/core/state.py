@@ -30,6 +30,7 @@ from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
 from ..speculation.draft_lengths import MOST_ROWS_ON_CPU, DraftLengths
 from ..speculation.forced_text import ForcedText
+from ..speculation.repeated_text import min_repeated_len
 from .deadlines import DeadlineQueue
 from .in_flight import InFlightStep, InFlightSteps
 from .lora_adapters import LoraAdapters
@@ -73,6 +74,7 @@ class SchedulerState:
         alive: seq_id |-> sequence, for all that have not ended.
         detectors: row |-> detector of repetitions, for running sequences that have one.
         draft_lengths: None without speculative decoding.
+        min_repeated_len: newest tokens of a sequence that occur before, where it may have drafts; 0 for none.
         forced_text: of grammars, without speculative decoding; None with it, and where steps have no drafts.
         lora: None without adapters.
     """
@@ -115,6 +117,7 @@ class SchedulerState:
                 needs_states=speculative.has_head,
             )
         )
+        self.min_repeated_len: Final = 0 if speculative is None else min_repeated_len(speculative)
         self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None
         self.lora: Final = (
             None

@@ -23,9 +23,9 @@ class DraftBudget:
         """Return whether a run may lose so many steps without drafts."""
         return self._credit >= num_steps
 
-    def add_plain_step(self) -> None:
-        """Count a step without drafts."""
-        self.add(_SHARE)
+    def add_plain_steps(self, count: int) -> None:
+        """Count steps without drafts."""
+        self.add(_SHARE * count)
 
     def add(self, num_saved: float) -> None:
         """Count what drafts saved, in steps without drafts; negative if they cost more."""

@@ -22,6 +22,11 @@ MOST_ROWS_ON_CPU = 8
 # Most steps for which a choice holds while the rows stay: a choice takes 50 us, a step of the demo model 0.6 ms. A
 # new choice holds for one step, and then for twice as many as before while it stays the same.
 _MAX_CHOICE_STEPS = 8
+# Steps without drafts that are all measured, at first and after each step with drafts, and then one in so many: a
+# measurement takes 1 % of a step of the demo model.
+_MEASURED_STEPS, _MEASURED_INTERVAL = 12, 4
+# Steps after which credit that was lacking is looked for again.
+_CREDIT_INTERVAL = 4
 
 
 class DraftLengths:
@@ -55,6 +60,8 @@ class DraftLengths:
         self._choice_key = b"", b""
         self._num_choice_steps = self._choice_interval = 0  # steps left, and of the whole choice
         self._num_undecayed_steps = 0
+        self._num_unchecked_steps = 0  # left of those for which drafts are not considered
+        self._num_measured_steps = _MEASURED_STEPS  # left of those that are all measured
         self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
         self._accepted = RowShares(num_rows, INITIAL_ACCEPTANCE)
         self._proposed = RowShares(num_rows, _INITIAL_PROPOSALS)
@@ -95,8 +102,15 @@ class DraftLengths:
             num_started: sequences that have got a row so far.
         """
         self._num_undecayed_steps += 1
-        is_possible = self._keeps_states and num_rows <= self._most_rows
-        return is_possible and self._load(num_rows).is_due(num_started)
+        if self._num_unchecked_steps:
+            self._num_unchecked_steps -= 1
+            return False
+        if not self._keeps_states or num_rows > self._most_rows:
+            return False
+        load = self._load(num_rows)
+        if not load.may_run:
+            self._num_unchecked_steps = _CREDIT_INTERVAL
+        return load.is_due(num_started)
 
     def _load(self, num_rows: int) -> DraftLoad:
         key = num_rows.bit_length()
@@ -104,6 +118,10 @@ class DraftLengths:
         if load is None:
             load = self._loads[key] = DraftLoad(self._budget)
         return load
+
+    def skip(self, num_rows: int) -> None:
+        """Count a step for which `is_due` was true, and for which there is nothing to draft."""
+        self._num_unchecked_steps = self._load(num_rows).on_choice(has_drafts=False)
 
     def choose(
         self, rows: RowArray, first_steps: npt.NDArray[np.int64], limits: IntArray, most: int
@@ -119,7 +137,7 @@ class DraftLengths:
         load, chosen = self._load(rows.size), None
         if self._kept_since:
             limits = np.where(first_steps >= self._kept_since, limits, 0)
-        if most > 0 and load.may_draft:
+        if most > 0 and load.may_draft and limits.any():
             chosen = self._held_choice(rows, first_steps, limits, most)
             if chosen is None:
                 self._count_outcomes()
@@ -127,7 +145,7 @@ class DraftLengths:
                 self._decay()
                 chosen = self._best(load, rows, limits, most)
                 self._hold(chosen, (rows.tobytes(), first_steps.tobytes()), can_last=load.knows_drafts)
-        load.on_choice(has_drafts=chosen is not None)
+        self._num_unchecked_steps = load.on_choice(has_drafts=chosen is not None)
         return chosen
 
     def _hold(self, chosen: IntArray | None, key: tuple[bytes, bytes], *, can_last: bool) -> None:
@@ -159,8 +177,6 @@ class DraftLengths:
 
     def _best(self, load: DraftLoad, rows: RowArray, limits: IntArray, most: int) -> IntArray | None:
         """Return the most drafted tokens of each row by the estimates. Returns None if none pays."""
-        if not limits.any():
-            return None
         acceptance, proposed = self.acceptance(rows), self._proposed.of(rows)
         if not load.knows_drafts:
             limits = np.minimum(limits, 1)
@@ -213,6 +229,10 @@ class DraftLengths:
         self._accepted.add(rows, num_accepted, np.minimum(num_accepted + 1, num_drafted))
         self._proposed.add(rows, (num_drafted > 0).astype(np.int32), np.ones_like(num_drafted))
 
+    def is_measured(self, step_id: int) -> bool:
+        """Return whether `observe_step` is to be called for a step without drafts."""
+        return self._num_measured_steps > 0 or step_id % _MEASURED_INTERVAL == 0
+
     def observe_step(
         self,
         num_rows: int,
@@ -224,7 +244,7 @@ class DraftLengths:
         *,
         has_drafts: bool,
     ) -> None:
-        """Record the time of a step without prompts.
+        """Record the time of a step without prompts, if it has drafts or `is_measured`.
 
         Args:
             num_sampled: tokens that the rows gained.
@@ -233,11 +253,14 @@ class DraftLengths:
             num_drafted: tokens that they drafted for all rows.
             has_drafts: the plan let ranks draft, whether or not they did.
         """
-        load = self._load(num_rows)
         if has_drafts:
+            load = self._load(num_rows)
             load.observe_drafted(num_rows, num_drafted, num_rounds, num_sampled, seconds, draft_s)
-        else:
-            load.observe_plain(num_rows, seconds)
+            self._num_measured_steps = _MEASURED_STEPS
+        elif num_rows <= self._most_rows:
+            num_steps = 1 if self._num_measured_steps else _MEASURED_INTERVAL
+            self._load(num_rows).observe_plain(num_rows, seconds, num_steps)
+            self._num_measured_steps = max(0, self._num_measured_steps - 1)
 
     def _reset_changed(self, rows: RowArray, first_steps: npt.NDArray[np.int64]) -> None:
         """Forget the outcomes of rows that have another sequence now."""

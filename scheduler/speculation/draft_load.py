@@ -15,6 +15,10 @@ _FIRST_PLAIN_STEPS, _PLAIN_STEPS = 8, 6
 _MIN_INTERVAL_STEPS, _MAX_INTERVAL_STEPS = 64, 512
 # Steps without drafts that take longer than usual after one with drafts, until caches hold their data again.
 _SETTLING_STEPS = 3
+# Factor of the weight of earlier measurements of steps without drafts: half after 34 of them.
+_PLAIN_DECAY = 0.98
+# Most steps between choices while there is nothing to draft: 1 at first, and then one more each time.
+_MOST_IDLE_STEPS = 16
 # Factor of the weight of the times without drafts when more of them are measured: at first, since the first steps of
 # an engine are slow, and later.
 _FIRST_PLAIN_FADE, _PLAIN_FADE = 0.1, 0.4
@@ -50,12 +54,13 @@ class DraftLoad:
 
     def __init__(self, budget: DraftBudget) -> None:
         # By tokens, without the time of drafting.
-        self._plain_times, self._drafted_times = StepTimes(), StepTimes()
+        self._plain_times, self._drafted_times = StepTimes(_PLAIN_DECAY), StepTimes()
         self._draft_times = StepTimes()  # time that the ranks take to draft, by tokens of a row
         self._budget = budget
         self._num_plain_steps = _FIRST_PLAIN_STEPS  # to be measured before the next step with drafts
         self._num_drafted_steps, self._interval = 0, _MIN_INTERVAL_STEPS  # planned since then, and at most
         self._num_pause_steps = 0  # left
+        self._num_idle_steps = 1  # after the next choice that finds nothing to draft
         self._num_started = 0  # sequences when a run was last considered
         self._has_new_text = False  # sequences have started since the last run
         self._is_running = False
@@ -104,11 +109,12 @@ class DraftLoad:
         """Return whether the next step is one of the first of a run, or may begin one."""
         return self._num_run_steps < _TRIAL_STEPS
 
-    def on_choice(self, *, has_drafts: bool) -> None:
-        """Count a step for which drafts were considered."""
+    def on_choice(self, *, has_drafts: bool) -> int:
+        """Count a step for which drafts were considered; return the number of steps for which they need not be."""
         if has_drafts:
             if not self._is_running:
                 self._begin_run()
+            self._num_idle_steps = 1
             self._num_run_steps += 1
             self._num_drafted_steps += 1
             if self._num_drafted_steps >= self._interval:
@@ -118,8 +124,11 @@ class DraftLoad:
                 self._interval = min(2 * self._interval, _MAX_INTERVAL_STEPS)
         elif self._num_plain_steps:
             self._num_plain_steps -= 1
-        elif not self._is_running:  # no row has room
-            self._num_pause_steps = _MIN_PAUSE_STEPS
+        else:
+            num_idle_steps = self._num_idle_steps
+            self._num_idle_steps = min(num_idle_steps + 1, _MOST_IDLE_STEPS)
+            return num_idle_steps
+        return 0
 
     def _begin_run(self) -> None:
         self._is_running, self._has_new_text = True, False
@@ -134,6 +143,10 @@ class DraftLoad:
         saved = self._saved - self._debt
         self._budget.add(saved)
         self._num_pause_steps = max(_MIN_PAUSE_STEPS, int(-_PAUSE * saved))
+
+    def _add_to_run(self, saved: float) -> None:
+        self._saved += saved
+        self._stake = min(self._stake + saved, _MOST_STAKE)
 
     def relative_times(self, num_rows: int, counts: FloatArray, rounds: npt.NDArray[np.int64]) -> FloatArray:
         """Return the expected times of steps with some numbers of drafted tokens, relative to a step without.
@@ -152,16 +165,24 @@ class DraftLoad:
             seconds = seconds + self._draft_times.seconds(rounds)
         return seconds / plain_s
 
-    def observe_plain(self, num_rows: int, seconds: float) -> None:
-        """Record a step that was planned without drafts."""
+    def observe_plain(self, num_rows: int, seconds: float, num_steps: int = 1) -> None:
+        """Record a step that was planned without drafts.
+
+        Args:
+            num_steps: that it stands for; only some are measured where drafts are off.
+        """
         self._was_drafting = False
         if not self._num_settling_steps or not self._plain_times.is_known:
             self._plain_times.observe(num_rows, seconds)
-            self._budget.add_plain_step()
+            self._budget.add_plain_steps(num_steps)
             return
         self._num_settling_steps -= 1
-        lost = seconds / self._plain_times.at(num_rows) - 1.0
-        self._budget.add(-min(max(lost, -_MOST_LOST), _MOST_LOST))
+        saved = 1.0 - seconds / self._plain_times.at(num_rows)
+        saved = min(max(saved, -_MOST_LOST), _MOST_LOST)
+        if self._is_running:
+            self._add_to_run(saved)
+        else:
+            self._budget.add(saved)
 
     def observe_drafted(
         self,
@@ -186,8 +207,7 @@ class DraftLoad:
         elif num_rounds:
             counted_s += self._draft_times.observe(num_rounds, draft_s)
         saved = max(num_sampled / num_rows - counted_s / plain_s, -_MOST_LOST)
-        self._saved += saved
-        self._stake = min(self._stake + saved, _MOST_STAKE)
+        self._add_to_run(saved)
         has_nothing_to_try = not num_drafted and self._stake <= _STAKE
         if self._is_running and (self._stake <= 0.0 or has_nothing_to_try):
             self._end_run()

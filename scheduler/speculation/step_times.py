@@ -7,8 +7,6 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Factor of the weight of all earlier measurements per step: half after 140 steps.
-_DECAY = 0.995
 # A measurement counts at most as this many times the expected time, per token: other processes delay single steps.
 _MAX_RATIO = 1.5
 # Weight, in tokens^2, of the prior slope: without another, further tokens take no time, so that more are tried.
@@ -21,9 +19,13 @@ class StepTimes:
     """A line through the measured times, by weighted least squares: time = start + slope * tokens.
 
     Single measurements vary more than the slope is worth, so means by number of tokens would not show it.
+
+    Args:
+        decay: factor of the weight of all earlier measurements per step; half after 140 steps with 0.995.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = 0.995) -> None:
+        self._decay = decay
         self._weight = self._tokens = self._seconds = 0.0  # weighted means, except the weight
         self._variance = self._covariance = 0.0  # weighted sums around the means
 
@@ -61,12 +63,12 @@ class StepTimes:
             seconds = min(seconds, _MAX_RATIO * ratio * expected)
             if expected > _MAX_RATIO * seconds:  # then those before were delayed
                 self._seconds += _MAX_RATIO * seconds - expected
-        self._weight = _DECAY * self._weight + 1.0
+        self._weight = self._decay * self._weight + 1.0
         share, to_tokens, to_seconds = 1.0 / self._weight, num_tokens - self._tokens, seconds - self._seconds
         self._tokens += share * to_tokens
         self._seconds += share * to_seconds
-        self._variance = _DECAY * self._variance + to_tokens * (num_tokens - self._tokens)
-        self._covariance = _DECAY * self._covariance + to_tokens * (seconds - self._seconds)
+        self._variance = self._decay * self._variance + to_tokens * (num_tokens - self._tokens)
+        self._covariance = self._decay * self._covariance + to_tokens * (seconds - self._seconds)
         return seconds
 
     def at(self, num_tokens: int) -> float:

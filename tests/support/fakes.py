@@ -76,7 +76,7 @@ def small_config(
         parallel = replace(config.parallel, tensor_parallel_size=num_kv_partitions, enable_dp_attention=True)
         config = replace(config, parallel=parallel)
     if num_speculative_tokens:
-        config = replace(config, speculative=SpeculativeConfig("ngram", num_speculative_tokens))
+        config = replace(config, speculative=SpeculativeConfig("draft_model", num_speculative_tokens))
     return config
 
 

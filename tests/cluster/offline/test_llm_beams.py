@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from narrowing import not_none
 
+from benchmarks.draft_lengths import fixed_lengths
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 from quire.cluster.requests.grammar_compiler import grammar_spec
 from quire.cluster.requests.outputs import CompletionOutput
 from quire.proto.errors import InvalidRequest
-from quire.scheduler.speculation.draft_lengths import DraftLengths
 from quire.worker.structured.compilation import AUTO, GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec, num_words
 
@@ -186,22 +186,20 @@ def test_preemption_does_not_change_beams(model_dir: Path, reference: Any, num_h
         assert scheduler.blocks.num_held_blocks == 0
 
 
-def test_beams_beside_rows_that_draft_are_the_same(
-    model_dir: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beams_beside_rows_that_draft_are_the_same(model_dir: Path, llm: LLM) -> None:
     """Beams have no drafts; the other rows of their steps do."""
-    monkeypatch.setattr(
-        DraftLengths, "choose", lambda self, rows, steps, limits, most: limits.clip(0, 3).astype(np.int32)
-    )
     settings = [
         SamplingParams(max_tokens=24, stop_token_ids=STOPS[:3], beam_width=4, n=3),
         SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
     ]
     expected = llm.generate(PROMPTS, settings)
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
-    with LLM(
-        str(model_dir), device="cpu", block_size=4, num_kv_blocks=256, speculative_config=drafts
-    ) as drafting:
+    with (
+        fixed_lengths(3),
+        LLM(
+            str(model_dir), device="cpu", block_size=4, num_kv_blocks=256, speculative_config=drafts
+        ) as drafting,
+    ):
         found = drafting.generate(PROMPTS, settings)
         assert drafting._engine.scheduler.stats.num_draft_tokens > 0  # type: ignore[attr-defined]
     for output, other in zip(found, expected, strict=True):

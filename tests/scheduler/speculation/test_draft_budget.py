@@ -12,7 +12,7 @@ def num_runs(budget: DraftBudget, num_lost: float, num_steps: int) -> int:
         if budget.allows(num_lost):
             budget.add(-num_lost)
             count += 1
-        budget.add_plain_step()
+        budget.add_plain_steps(1)
     return count
 
 

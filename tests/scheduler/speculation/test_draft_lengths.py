@@ -53,7 +53,7 @@ def simulate(
     lengths, rows = DraftLengths(num_rows, NUM_DRAFTED), np.arange(num_rows)
     limits, first_steps = np.full(num_rows, 100, np.int32), np.ones(num_rows, np.int64)
     rng, num_tokens, seconds, num_stalls = np.random.default_rng(0), 0, 0.0, 3
-    for _ in range(num_steps):
+    for step_id in range(num_steps):
         chosen = None
         if lengths.is_due(num_rows, 1):
             chosen = lengths.choose(rows, first_steps, limits, 1000)
@@ -69,7 +69,8 @@ def simulate(
             num_stalls -= 1
             noisy, own_draft_s = noisy + stall_s, own_draft_s + stall_s
         if chosen is None:
-            lengths.observe_step(num_rows, num_rows, noisy, has_drafts=False)
+            if lengths.is_measured(step_id):
+                lengths.observe_step(num_rows, num_rows, noisy, has_drafts=False)
         else:
             num_drafted = int(drafted.sum())
             lengths.observe_step(

@@ -8,9 +8,9 @@ place of the text. Of a step that other work delayed, at most twice the median c
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections.abc import Iterator
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -33,7 +33,7 @@ class Recording:
     def __init__(self, case: str) -> None:
         self._steps = {int(length): steps for length, steps in RECORDED[case].items()}
         self._starts = {
-            length: list(accumulate((step[0] for step in steps), initial=0))
+            length: list(itertools.accumulate((step[0] for step in steps), initial=0))
             for length, steps in self._steps.items()
         }
         self._medians = {length: median(step[2] for step in steps) for length, steps in self._steps.items()}
@@ -68,13 +68,16 @@ class Recording:
 def replay(recording: Recording, lengths: DraftLengths, sequence: int) -> float:
     """Return the tokens per microsecond of a sequence with chosen numbers of drafted tokens."""
     row, first_steps, position, spent = np.zeros(1, np.intp), np.array([sequence]), 0, 0.0
+    step_ids = itertools.count()
     while position < recording.num_tokens:
         limits = np.array([recording.num_tokens - position - 1], np.int32)
         chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1, sequence) else None
         num_planned = 0 if chosen is None else int(chosen[0])
         (num_sampled, num_drafted, step_us, draft_us), counted_us = recording.step_at(position, num_planned)
+        is_measured = lengths.is_measured(next(step_ids))
         if chosen is None:
-            lengths.observe_step(1, num_sampled, 1e-6 * step_us, has_drafts=False)
+            if is_measured:
+                lengths.observe_step(1, num_sampled, 1e-6 * step_us, has_drafts=False)
         else:
             lengths.observe_step(
                 1, num_sampled, 1e-6 * step_us, 1e-6 * draft_us, num_drafted, num_drafted, has_drafts=True
