@@ -21,7 +21,9 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
         return
     most_per_row = count
 
-    def choose(lengths: DraftLengths, rows: RowArray, first_steps: Any, limits: IntArray, most: int) -> Any:
+    def choose(
+        lengths: DraftLengths, rows: RowArray, first_steps: Any, num_tokens: Any, limits: IntArray, most: int
+    ) -> Any:
         lens = np.minimum(limits, min(most_per_row, lengths._max_len, most // rows.size)).astype(np.int32)
         return lens if lens.any() else None
 

@@ -6,13 +6,14 @@ Workloads, greedy unless noted:
 
 - `quote`: a passage, and its beginning again, as for edits and summaries, which repeat what the prompt contains;
 - `prose`: the beginning of a passage, which the model continues;
-- `sampled`: as prose, at temperature 1, where little repeats.
+- `sampled`: as prose, at temperature 1, where little repeats;
+- `mixed`: quotes and prose at random, whose drafts are worth different things.
 
 With --fixed N, every step drafts N tokens per sequence, whatever it costs.
 
 Each runs with 1 and with 16 sequences at once. One engine decodes with drafts and one without; they take turns, batch
-by batch, so that both see the same machine. Ratios are medians over these pairs. Outputs are compared: they must be
-the same.
+by batch, so that both see the same machine. Ratios are medians over these pairs, of several engines: two of the same
+kind differ by 4 % and more, by where their memory is. Outputs are compared: they must be the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import Figure, make_parser, median, names_from, report
@@ -62,8 +63,12 @@ def prose(passage: list[int]) -> list[int]:
     return passage[:REPEATED_LEN]
 
 
+def mixed(passage: list[int]) -> list[int]:
+    return quote(passage) if passage[0] % 2 else prose(passage)
+
+
 # name |-> prompt of a passage, and temperature
-WORKLOADS = {"quote": (quote, 0.0), "prose": (prose, 0.0), "sampled": (prose, 1.0)}
+WORKLOADS = {"quote": (quote, 0.0), "prose": (prose, 0.0), "sampled": (prose, 1.0), "mixed": (mixed, 0.0)}
 
 
 @contextmanager
@@ -83,17 +88,44 @@ def time_batch(llm: LLM, prompts: Prompts, temperature: float) -> tuple[float, l
     return time.perf_counter() - started, [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counters of an engine."""
+@dataclass(slots=True)
+class Measured:
+    """What pairs of batches have shown, over all engines.
 
-    num_draft_tokens: int
-    num_accepted: int
+    Attributes:
+        ratios: the time without drafts over that with drafts, of each pair.
+        rates: tokens/s with drafts.
+        num_tokens, num_drafted, num_accepted: with drafts.
+    """
 
-    @staticmethod
-    def of(llm: LLM) -> Counts:
-        stats = engine_of(llm).scheduler.stats
-        return Counts(stats.num_draft_tokens, sum(stats.num_accepted))
+    ratios: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def add(self, plain_s: float, drafted_s: float, num_tokens: int) -> None:
+        self.ratios.append(plain_s / drafted_s)
+        self.rates.append(num_tokens / drafted_s)
+        self.num_tokens += num_tokens
+
+    def figures(self) -> dict[str, Figure]:
+        spread = f"{len(self.ratios)} pairs, {min(self.ratios):.2f} to {max(self.ratios):.2f}"
+        acceptance = self.num_accepted / max(1, self.num_drafted)
+        return {
+            "speedup": Figure(median(self.ratios), "", spread),
+            "tokens_per_s": Figure(median(self.rates), "tokens/s", "with drafts"),
+            "acceptance": Figure(acceptance, "", f"of {self.num_drafted} drafted tokens"),
+            "tokens_per_step": Figure(
+                self.num_tokens / (self.num_tokens - self.num_accepted), "tokens", "per sequence"
+            ),
+        }
+
+
+def num_drafts(llm: LLM) -> tuple[int, int]:
+    """Return the drafted tokens of an engine so far, and the accepted ones."""
+    stats = engine_of(llm).scheduler.stats
+    return stats.num_draft_tokens, sum(stats.num_accepted)
 
 
 def engine_of(llm: LLM) -> InProcessEngine:
@@ -102,36 +134,50 @@ def engine_of(llm: LLM) -> InProcessEngine:
     return engine
 
 
-def measure(plain: LLM, drafted: LLM, workload: str, batch_size: int, num_pairs: int) -> dict[str, Figure]:
-    """Run pairs of batches, after one that warms up."""
+def run_pairs(
+    plain: LLM,
+    drafted: LLM,
+    case: tuple[str, int],
+    source: Iterator[list[int]],
+    num_pairs: int,
+    measured: Measured,
+) -> None:
+    """Run pairs of batches of a case, after one that warms up, and add them to what was measured."""
+    workload, batch_size = case
     make_prompt, temperature = WORKLOADS[workload]
-    source, ratios, rates = passages(plain), list[float](), list[float]()
-    before = Counts.of(drafted)
+    before = num_drafts(drafted)
     for pair in range(num_pairs + 1):
         prompts = [make_prompt(next(source)) for _ in range(batch_size)]
         order = (plain, drafted) if pair % 2 else (drafted, plain)
         runs = {llm is drafted: time_batch(llm, prompts, temperature) for llm in order}
         assert runs[True][1] == runs[False][1], "outputs with and without drafts differ"
         if pair == 0:
-            before = Counts.of(drafted)
-            continue
-        ratios.append(runs[False][0] / runs[True][0])
-        rates.append(batch_size * NUM_TOKENS / runs[True][0])
-    return figures(before, Counts.of(drafted), ratios, rates, num_pairs * batch_size * NUM_TOKENS)
+            before = num_drafts(drafted)
+        else:
+            measured.add(runs[False][0], runs[True][0], batch_size * NUM_TOKENS)
+    after = num_drafts(drafted)
+    measured.num_drafted += after[0] - before[0]
+    measured.num_accepted += after[1] - before[1]
 
 
-def figures(
-    before: Counts, after: Counts, ratios: list[float], rates: list[float], num_tokens: int
-) -> dict[str, Figure]:
-    num_drafted = after.num_draft_tokens - before.num_draft_tokens
-    num_accepted = after.num_accepted - before.num_accepted
-    spread = f"{len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}"
-    return {
-        "speedup": Figure(median(ratios), "", spread),
-        "tokens_per_s": Figure(median(rates), "tokens/s", "with drafts"),
-        "acceptance": Figure(num_accepted / max(1, num_drafted), "", f"of {num_drafted} drafted tokens"),
-        "tokens_per_step": Figure(num_tokens / (num_tokens - num_accepted), "tokens", "per sequence"),
-    }
+def measure(
+    model: str, method: str, workload: str, num_pairs: int, num_engines: int
+) -> Iterator[tuple[int, Measured]]:
+    """Measure as many engines with a method as without, new ones for each workload; yield batch sizes and results."""
+    found = {batch_size: Measured() for batch_size in BATCH_SIZES}
+    source: Iterator[list[int]] | None = None
+    for number in range(num_engines):
+        with ExitStack() as stack:
+            # Each is loaded first by turns.
+            engines = {
+                name: stack.enter_context(engine(model, name))
+                for name in ((None, method) if number % 2 else (method, None))
+            }
+            source = source or passages(engines[None])
+            for batch_size, measured in found.items():
+                case = workload, batch_size
+                run_pairs(engines[None], engines[method], case, source, num_pairs // num_engines, measured)
+    yield from found.items()
 
 
 def main() -> None:
@@ -139,19 +185,20 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="model directory (default: the demo model)")
     parser.add_argument("--methods", type=names_from(METHODS), default=[*METHODS], metavar="NAME,...")
     parser.add_argument("--workloads", type=names_from(WORKLOADS), default=[*WORKLOADS], metavar="NAME,...")
-    parser.add_argument("--pairs", type=int, default=8, help="of batches (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=8, help="of batches, of all engines (default: %(default)s)"
+    )
+    parser.add_argument("--engines", type=int, default=4, help="of each kind (default: %(default)s)")
     parser.add_argument("--fixed", type=int, metavar="N", help="drafted tokens of every step and sequence")
     arguments = parser.parse_args()
     found: dict[str, Figure] = {}
-    with ExitStack() as stack:
-        stack.enter_context(fixed_lengths(arguments.fixed))
-        plain = stack.enter_context(engine(arguments.model, None))
-        for method in arguments.methods:
-            with engine(arguments.model, method) as drafted:
-                for workload, size in itertools.product(arguments.workloads, BATCH_SIZES):
-                    name = f"speculation.{method}.{workload}.{size}"
-                    measured = measure(plain, drafted, workload, size, arguments.pairs)
-                    found |= {f"{name}.{key}": figure for key, figure in measured.items()}
+    with fixed_lengths(arguments.fixed):
+        for method, workload in itertools.product(arguments.methods, arguments.workloads):
+            for size, measured in measure(
+                arguments.model, method, workload, arguments.pairs, arguments.engines
+            ):
+                name = f"speculation.{method}.{workload}.{size}"
+                found |= {f"{name}.{key}": figure for key, figure in measured.figures().items()}
     report(found, arguments.json)
 
 

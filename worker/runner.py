@@ -148,6 +148,7 @@ class ModelRunner:
             assert speculative.draft is not None
             speculative = replace(speculative, draft=replace(speculative.draft, path=model.path))
         proposer, self._tap = self._make_proposer(speculative)
+        self._keeps_states = True  # of the last plan
         self._speculator = Speculator(self._rows, proposer)
 
     def _make_proposer(self, speculative: SpeculativeConfig) -> tuple[DraftProposer, FeatureTap | None]:
@@ -334,10 +335,11 @@ class ModelRunner:
             self._stages.begin("draft")
             self._kv_cache.wait_for_swaps()
             num_drafted = speculator.draft(plan)
-        if self._tap is not None:
+        if self._tap is not None and (plan.keeps_states or self._keeps_states):
             if not plan.keeps_states:
-                speculator.end_pause()
+                speculator.drop_states()
             self._tap.is_open = plan.keeps_states and speculator.wants_features
+            self._keeps_states = plan.keeps_states
         return num_drafted
 
     # Commands

@@ -76,7 +76,7 @@ class StepExecutor:
             self.stages.begin("sample")
             self._sample(batch, logits, step)
         self.stages.begin(IDLE)
-        if self.tap is not None and self.speculator is not None:
+        if self.tap is not None and self.tap.is_open and self.speculator is not None:
             # Without a stage of its own: 3 us in most steps.
             features = self.tap.take(batch, None if replayed is None else replayed.num_decodes)
             self.speculator.record(batch, features)

@@ -139,8 +139,9 @@ class Planner:
             if limits is None:
                 lengths.skip(advancing.size)
                 return
-            first_steps, most = rows.entered_at_step[advancing], draft.num_tokens_left // 2
-            draft.num_drafted = lengths.choose(advancing, first_steps, limits, most)
+            first_steps, num_tokens = rows.entered_at_step[advancing], rows.num_tokens[advancing]
+            most = draft.num_tokens_left // 2
+            draft.num_drafted = lengths.choose(advancing, first_steps, num_tokens, limits, most)
         if draft.num_drafted is not None:
             draft.num_tokens_left -= sum(draft.num_drafted.tolist())
 
@@ -518,7 +519,9 @@ class Planner:
             lora_loads=loads,
             lora_drops=drops,
             lora_slots=slots,
-            keeps_states=lengths is None or lengths.keeps_states(draft.step_id, rows.num_started),
+            keeps_states=lengths is None
+            or not lengths.needs_states
+            or lengths.keeps_states(draft.step_id, [len(new.token_ids) for new in draft.new]),
         )
 
     def _held_rows(self, advancing: RowArray) -> IntArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 # Part of the time of steps without drafts that drafts may cost.
 _SHARE = 0.0075
 # Credit at first and at most, in steps without drafts.
-_START, _MOST = 2.0, 16.0
+_START, _MOST = 4.0, 16.0
 
 
 class DraftBudget:

@@ -16,6 +16,8 @@ FloatArray = npt.NDArray[np.float64]
 INITIAL_ACCEPTANCE, _INITIAL_PROPOSALS = 0.7, 1.0
 # Expected speed over that without drafts below which the first steps of a run do not trust the estimates of its text.
 _MIN_GAIN = 1.02
+# Most drafted tokens of a row in the first steps of a run that is not expected to pay: six cost twice as much.
+_TRIAL_LEN = 3
 # Most rows of a step with drafts on a CPU. The linear layers of more rows are bound by arithmetic (8 rows of float32
 # with AVX2, at 240 GFLOP/s and 57 GB/s), so a drafted token costs as much as one of another sequence.
 MOST_ROWS_ON_CPU = 8
@@ -24,9 +26,9 @@ MOST_ROWS_ON_CPU = 8
 _MAX_CHOICE_STEPS = 8
 # Steps without drafts that are all measured, at first and after each step with drafts, and then one in so many: a
 # measurement takes 1 % of a step of the demo model.
-_MEASURED_STEPS, _MEASURED_INTERVAL = 12, 4
-# Steps after which credit that was lacking is looked for again.
-_CREDIT_INTERVAL = 4
+_MEASURED_STEPS, _MEASURED_INTERVAL = 40, 4
+# Steps after which a run that was not to begin yet is considered again.
+_CHECK_INTERVAL = 4
 
 
 class DraftLengths:
@@ -44,6 +46,9 @@ class DraftLengths:
         max_len: most drafted tokens per row and step.
         most_rows: steps of more rows have no drafts; None for no limit.
         needs_states: drafts of a row need the hidden states of all of its steps; see `keeps_states`.
+
+    Attributes:
+        needs_states: as given; read-only.
     """
 
     def __init__(
@@ -53,9 +58,8 @@ class DraftLengths:
         self._most_rows = num_rows if most_rows is None else most_rows
         self._loads: dict[int, DraftLoad] = {}
         self._budget = DraftBudget()
-        self._needs_states, self._keeps_states = needs_states, True
+        self.needs_states, self._keeps_states = needs_states, True
         self._kept_since = 0  # step from which on hidden states are kept
-        self._num_started = 0  # sequences at the last plan
         self._choice: IntArray | None = None  # for the rows and sequences of `_choice_key`
         self._choice_key = b"", b""
         self._num_choice_steps = self._choice_interval = 0  # steps left, and of the whole choice
@@ -63,6 +67,7 @@ class DraftLengths:
         self._num_unchecked_steps = 0  # left of those for which drafts are not considered
         self._num_measured_steps = _MEASURED_STEPS  # left of those that are all measured
         self._sequences = np.zeros(num_rows, np.int64)  # first step of the sequence that the counts are of
+        self._num_computed = np.zeros(num_rows, np.int32)  # tokens of each row when it drafted last
         self._accepted = RowShares(num_rows, INITIAL_ACCEPTANCE)
         self._proposed = RowShares(num_rows, _INITIAL_PROPOSALS)
         # Rows, drafted and accepted tokens of the steps that are not counted yet.
@@ -73,23 +78,19 @@ class DraftLengths:
         self._count_outcomes()
         return self._accepted.of(rows)
 
-    def keeps_states(self, step_id: int, num_started: int) -> bool:
-        """Return whether the ranks are to keep the hidden states of a step for a draft head; called once per plan.
+    def keeps_states(self, step_id: int, new_lens: list[int]) -> bool:
+        """Return whether the ranks are to keep the hidden states of a step; called once per plan if `needs_states`.
 
         While there is no credit for a run, they are not kept, which would take 3 to 5 % of a step of the demo model.
         They are kept again from a step on that starts a sequence, since the others lack their earlier ones.
 
         Args:
-            num_started: sequences that have got a row so far, those of the plan included.
+            new_lens: known tokens of the sequences that it starts.
         """
-        starts_some = num_started != self._num_started
-        self._num_started = num_started
-        if not self._needs_states:
-            return True
         loads = self._loads.values()
         if self._keeps_states:
             self._keeps_states = not loads or any(load.may_run_soon for load in loads)
-        elif starts_some and any(load.may_run for load in loads):
+        elif new_lens and any(load.may_compute(sum(new_lens)) for load in loads):
             self._keeps_states, self._kept_since = True, step_id
         return self._keeps_states
 
@@ -107,10 +108,10 @@ class DraftLengths:
             return False
         if not self._keeps_states or num_rows > self._most_rows:
             return False
-        load = self._load(num_rows)
-        if not load.may_run:
-            self._num_unchecked_steps = _CREDIT_INTERVAL
-        return load.is_due(num_started)
+        is_due = self._load(num_rows).is_due(num_started)
+        if not is_due:
+            self._num_unchecked_steps = _CHECK_INTERVAL - 1
+        return is_due
 
     def _load(self, num_rows: int) -> DraftLoad:
         key = num_rows.bit_length()
@@ -124,17 +125,23 @@ class DraftLengths:
         self._num_unchecked_steps = self._load(num_rows).on_choice(has_drafts=False)
 
     def choose(
-        self, rows: RowArray, first_steps: npt.NDArray[np.int64], limits: IntArray, most: int
+        self,
+        rows: RowArray,
+        first_steps: npt.NDArray[np.int64],
+        num_tokens: IntArray,
+        limits: IntArray,
+        most: int,
     ) -> IntArray | None:
         """Return the most drafted tokens of each row of a step without prompts. Returns None if none has any.
 
         Args:
             rows: [n], rows that decode in the step.
             first_steps: [n], first step of each row's sequence.
+            num_tokens: [n], known tokens of each row.
             limits: [n], most drafted tokens that each row has room for.
             most: drafted tokens of all rows together.
         """
-        load, chosen = self._load(rows.size), None
+        load, chosen, num_pending = self._load(rows.size), None, 0
         if self._kept_since:
             limits = np.where(first_steps >= self._kept_since, limits, 0)
         if most > 0 and load.may_draft and limits.any():
@@ -143,9 +150,13 @@ class DraftLengths:
                 self._count_outcomes()
                 self._reset_changed(rows, first_steps)
                 self._decay()
-                chosen = self._best(load, rows, limits, most)
+                num_pending = int((num_tokens - self._num_computed[rows])[limits > 0].sum())
+                if load.may_compute(num_pending):
+                    chosen = self._best(load, rows, limits, most)
                 self._hold(chosen, (rows.tobytes(), first_steps.tobytes()), can_last=load.knows_drafts)
-        self._num_unchecked_steps = load.on_choice(has_drafts=chosen is not None)
+        if chosen is not None:
+            self._num_computed[rows] = num_tokens
+        self._num_unchecked_steps = load.on_choice(has_drafts=chosen is not None, num_pending=num_pending)
         return chosen
 
     def _hold(self, chosen: IntArray | None, key: tuple[bytes, bytes], *, can_last: bool) -> None:
@@ -182,8 +193,9 @@ class DraftLengths:
             limits = np.minimum(limits, 1)
         chosen, gain = self._fastest(load, acceptance, proposed, limits, most)
         if gain < _MIN_GAIN and load.is_trial:
-            # The text may have changed for the better. Fewer tokens would show less, and save little time.
+            # The text may have changed for the better.
             least = int(np.count_nonzero(limits))
+            limits = np.minimum(limits, _TRIAL_LEN)
             chosen, _ = self._fastest(load, (1.0 + acceptance) / 2, (1.0 + proposed) / 2, limits, most, least)
         return chosen if chosen.any() else None
 
@@ -257,10 +269,13 @@ class DraftLengths:
             load = self._load(num_rows)
             load.observe_drafted(num_rows, num_drafted, num_rounds, num_sampled, seconds, draft_s)
             self._num_measured_steps = _MEASURED_STEPS
-        elif num_rows <= self._most_rows:
-            num_steps = 1 if self._num_measured_steps else _MEASURED_INTERVAL
+            return
+        num_steps = 1 if self._num_measured_steps else _MEASURED_INTERVAL
+        self._num_measured_steps = max(0, self._num_measured_steps - 1)
+        if num_rows <= self._most_rows:
             self._load(num_rows).observe_plain(num_rows, seconds, num_steps)
-            self._num_measured_steps = max(0, self._num_measured_steps - 1)
+        else:
+            self._budget.add_plain_steps(num_steps)
 
     def _reset_changed(self, rows: RowArray, first_steps: npt.NDArray[np.int64]) -> None:
         """Forget the outcomes of rows that have another sequence now."""
@@ -268,4 +283,5 @@ class DraftLengths:
         if changed.size:
             self._accepted.forget(changed)
             self._proposed.forget(changed)
+            self._num_computed[changed] = 0
             self._sequences[rows] = first_steps

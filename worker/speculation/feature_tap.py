@@ -51,16 +51,15 @@ class FeatureTap:
         self._buffer[: len(self._features)].copy_(self._features)
         return hidden
 
-    def take(self, batch: Batch, num_replayed_decodes: int | None) -> Tensor | None:
-        """Return the hidden states of the step's tokens, [T, F], or None if the tap is closed.
+    def take(self, batch: Batch, num_replayed_decodes: int | None) -> Tensor:
+        """Return the hidden states of the step's tokens, [T, F]; only if the tap is open.
 
         Args:
             num_replayed_decodes: decodes of the graph that computed the step, with padding; None if it was not
                 replayed.
         """
-        if not self.is_open:
-            return None
         if num_replayed_decodes is None:
+            assert self._features is not None
             return self._features
         assert self._buffer is not None
         num_decodes = batch.num_decodes

@@ -64,26 +64,25 @@ class HeadProposer:
         """Return whether the next step is to keep the hidden states that the head reads."""
         return not self._is_paused
 
-    def end_pause(self) -> None:
-        """Forget how long nothing was drafted."""
+    def drop_states(self) -> None:
+        """Forget all hidden states, and how long nothing was drafted."""
+        self._pending.clear()
+        self._end_pause()
+
+    def _end_pause(self) -> None:
         self._num_idle_steps, self._is_paused = 0, False
 
     def forget(self, rows: RowArray) -> None:
         self._pending.forget(rows)
 
-    def record(self, batch: Batch, features: Tensor | None) -> None:
-        """Keep the hidden states of a step, whose sampled tokens the rows have.
-
-        Args:
-            features: [T, F], or None if they were not kept.
-        """
+    def record(self, batch: Batch, features: Tensor) -> None:
+        """Keep the hidden states of a step, [T, F], whose sampled tokens the rows have."""
         self._num_idle_steps += 1
         pending = self._pending
-        if features is None:
-            pending.clear()
-            return
         pending.add(self._pairs_of(batch, features))
-        self._is_paused = self._num_idle_steps > MAX_IDLE_STEPS and pending.num_tokens > MAX_IDLE_TOKENS
+        if self._num_idle_steps > MAX_IDLE_STEPS and pending.num_tokens > MAX_IDLE_TOKENS:
+            self._is_paused = True
+            pending.clear()
         if pending.num_bytes > MAX_PENDING_BYTES:
             known = pending.take_all()
             assert known is not None, "the step was added"
@@ -100,7 +99,7 @@ class HeadProposer:
         return Pairs(rows, starts, counts, features, is_known.nonzero()[0])
 
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
-        self.end_pause()
+        self._end_pause()
         known, lens = self._pending.take(rows), np.zeros(rows.size, np.int32)
         if known is None:
             return lens

@@ -35,12 +35,12 @@ class Speculator:
         """Return whether a draft head is to get the hidden states of the next step."""
         return self._head is not None and self._head.wants_features
 
-    def end_pause(self) -> None:
-        """Let a draft head get hidden states again when the scheduler has them kept; see HeadProposer.end_pause."""
+    def drop_states(self) -> None:
+        """Let a draft head forget hidden states; it gets those of later steps that have them kept."""
         if self._head is not None:
-            self._head.end_pause()
+            self._head.drop_states()
 
-    def record(self, batch: Batch, features: Tensor | None) -> None:
+    def record(self, batch: Batch, features: Tensor) -> None:
         """Give a draft head the hidden states of a step, whose sampled tokens the rows have; see HeadProposer."""
         if self._head is not None:
             self._head.record(batch, features)

@@ -212,7 +212,9 @@ def test_budget_of_a_model_that_does_not_reason_is_refused(llm: LLM, prompt: str
     assert texts(llm.generate([prompt], settings))
 
 
-def _most_drafts(lengths: DraftLengths, rows: Any, first_steps: Any, limits: Any, most: int) -> Any:
+def _most_drafts(
+    lengths: DraftLengths, rows: Any, first_steps: Any, num_tokens: Any, limits: Any, most: int
+) -> Any:
     return np.minimum(limits, 4).astype(np.int32) if limits.any() else None
 
 

@@ -12,6 +12,7 @@ from quire.scheduler.speculation.draft_lengths import DraftLengths
 from quire.scheduler.speculation.step_times import StepTimes
 
 NUM_DRAFTED = 4
+NUM_TOKENS = np.full(64, 10, np.int32)  # of each row
 StepTime = Callable[[int], float]
 
 
@@ -27,8 +28,8 @@ def measured(num_rows: int) -> DraftLengths:
     """Return lengths that have measured steps of a second, with and without drafts."""
     lengths, rows = DraftLengths(8, NUM_DRAFTED), np.arange(num_rows)
     first_steps, limits = np.ones(num_rows, np.int64), np.full(num_rows, 9, np.int32)
-    for _ in range(20):
-        chosen = lengths.choose(rows, first_steps, limits, 100)
+    for _ in range(60):
+        chosen = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
         if chosen is None:
             lengths.observe_step(num_rows, num_rows, 1.0, has_drafts=False)
         else:
@@ -56,7 +57,7 @@ def simulate(
     for step_id in range(num_steps):
         chosen = None
         if lengths.is_due(num_rows, 1):
-            chosen = lengths.choose(rows, first_steps, limits, 1000)
+            chosen = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 1000)
         drafted: IntArray = np.zeros(num_rows, np.int32) if chosen is None else chosen
         hits = rng.random((num_rows, NUM_DRAFTED)) < acceptance
         accepted = np.minimum(np.cumprod(hits, axis=1).sum(axis=1), drafted).astype(np.int32)
@@ -110,30 +111,32 @@ def test_stalled_drafts_do_not_end_drafts_for_good() -> None:
 def test_no_row_drafts_beyond_its_limit_or_the_budget() -> None:
     rows, first_steps, limits = np.arange(3), np.ones(3, np.int64), np.array([0, 2, 9], np.int32)
     # No step was measured.
-    assert DraftLengths(8, NUM_DRAFTED).choose(rows, first_steps, limits, 100) is None
+    assert DraftLengths(8, NUM_DRAFTED).choose(rows, first_steps, NUM_TOKENS[:3], limits, 100) is None
     lengths = measured(3)
-    chosen = lengths.choose(rows, first_steps, limits, 100)
+    chosen = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
     assert chosen is not None
     assert chosen.tolist() == [0, 2, 4]
-    few = lengths.choose(rows, first_steps, limits, 3)
+    few = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 3)
     assert few is not None
     assert few.sum() == 3
-    assert lengths.choose(rows, first_steps, limits, 0) is None
+    assert lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 0) is None
 
 
 def test_rows_without_room_for_drafts_have_none() -> None:
     lengths = measured(2)
-    assert lengths.choose(np.arange(2), np.ones(2, np.int64), np.zeros(2, np.int32), 100) is None
+    assert (
+        lengths.choose(np.arange(2), np.ones(2, np.int64), NUM_TOKENS[:2], np.zeros(2, np.int32), 100) is None
+    )
 
 
 def test_row_with_another_sequence_starts_anew() -> None:
     lengths, row = measured(1), np.array([1])
     first = lengths.acceptance(row).item()
-    lengths.choose(row, np.array([1]), np.array([9], np.int32), 100)
+    lengths.choose(row, np.array([1]), NUM_TOKENS[:1], np.array([9], np.int32), 100)
     for _ in range(20):
         lengths.observe(row, np.array([4], np.int32), np.array([0], np.int32))
     assert lengths.acceptance(row).item() < 0.1
-    lengths.choose(row, np.array([2]), np.array([9], np.int32), 100)
+    lengths.choose(row, np.array([2]), NUM_TOKENS[:1], np.array([9], np.int32), 100)
     assert 0.1 < lengths.acceptance(row).item() < first  # that of all sequences so far
 
 
@@ -164,7 +167,9 @@ def test_work_around_drafts_does_not_shorten_them() -> None:
     first_steps, limits = np.ones(1, np.int64), np.array([100], np.int32)
     rng, chosen_lens = np.random.default_rng(0), []
     for _ in range(400):
-        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1, 1) else None
+        chosen = (
+            lengths.choose(row, first_steps, NUM_TOKENS[:1], limits, 100) if lengths.is_due(1, 1) else None
+        )
         num_drafted = 0 if chosen is None else int(chosen.sum())
         seconds = rng.uniform(0.9, 1.1) * (1.6e-3 + 3e-5 * num_drafted if num_drafted else 1e-3)
         num_accepted = min(num_drafted, int(rng.geometric(0.25)) - 1)
@@ -184,15 +189,15 @@ def test_choice_holds_while_rows_and_limits_stay() -> None:
     lengths, rows = measured(3), np.arange(3)
     first_steps, limits = np.ones(3, np.int64), np.full(3, 9, np.int32)
     for _ in range(4):
-        chosen = lengths.choose(rows, first_steps, limits, 100)
+        chosen = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
         assert chosen is not None
         lengths.observe_step(3, 12, 1.0, 0.01, 12, 4, has_drafts=True)
-    held = lengths.choose(rows, first_steps, limits, 100)
-    assert lengths.choose(rows, first_steps, limits, 100) is held
-    fewer = lengths.choose(rows, first_steps, np.array([9, 1, 9], np.int32), 100)
+    held = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
+    assert lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100) is held
+    fewer = lengths.choose(rows, first_steps, NUM_TOKENS[:3], np.array([9, 1, 9], np.int32), 100)
     assert fewer is not None
     assert fewer.tolist() == [4, 1, 4]
-    other = lengths.choose(rows[:2], first_steps[:2], limits[:2], 100)
+    other = lengths.choose(rows[:2], first_steps[:2], NUM_TOKENS[:2], limits[:2], 100)
     assert other is not None
     assert other.tolist() == [4, 4]
 
@@ -205,33 +210,29 @@ def test_steps_of_too_many_rows_have_no_drafts() -> None:
 def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None:
     lengths, rows = DraftLengths(2, NUM_DRAFTED, needs_states=True), np.array([0, 1])
     limits = np.full(2, 9, np.int32)
-    for _ in range(20):  # the text of the first sequence does not pay
-        assert lengths.keeps_states(1, 1)
-        chosen = lengths.choose(rows[:1], np.array([1]), limits[:1], 100) if lengths.is_due(1, 1) else None
+    for _ in range(400):  # the text of the first sequence does not pay
+        assert lengths.keeps_states(1, [])
+        chosen = (
+            lengths.choose(rows[:1], np.array([1]), NUM_TOKENS[:1], limits[:1], 100)
+            if lengths.is_due(1, 1)
+            else None
+        )
         drafted = 0 if chosen is None else int(chosen.sum())
         lengths.observe_step(1, 1, 1.0 + drafted, 0.1, drafted, drafted, has_drafts=chosen is not None)
         if not lengths._load(1).may_run_soon:
             break
-    assert not lengths.keeps_states(2, 1)
-    while not lengths._load(1).may_run:
-        assert not lengths.keeps_states(3, 1)
+    assert not lengths.keeps_states(2, [])
+    while not lengths._load(1).may_compute(10):
+        assert not lengths.keeps_states(3, [])
         assert not lengths.is_due(1, 1)
         lengths.observe_step(1, 1, 1.0, has_drafts=False)
-    assert not lengths.keeps_states(4, 1)  # the sequence lacks its earlier ones
-    assert lengths.keeps_states(5, 2)
-    assert lengths.is_due(2, 2)
-    for _ in range(20):
-        chosen = lengths.choose(rows, np.array([1, 5]), limits, 100)
+    assert not lengths.keeps_states(4, [])  # the sequence lacks its earlier ones
+    assert lengths.keeps_states(5, [10])
+    assert any(lengths.is_due(2, 2) for _ in range(8))
+    for _ in range(60):
+        chosen = lengths.choose(rows, np.array([1, 5]), NUM_TOKENS[:2], limits, 100)
         lengths.observe_step(2, 2, 1.0, has_drafts=False)
         if chosen is not None:
             break
     assert chosen is not None
     assert chosen[0] == 0 < chosen[1]
-
-
-def test_states_are_always_kept_for_other_drafts() -> None:
-    lengths = DraftLengths(1, NUM_DRAFTED)
-    for _ in range(3):
-        lengths._budget.add(-1000.0)
-        lengths.observe_step(1, 1, 1.0, has_drafts=False)
-        assert lengths.keeps_states(1, 1)

@@ -47,7 +47,9 @@ class Steps:
 @pytest.fixture
 def steps() -> Steps:
     steps = Steps()
-    assert steps.run(8, 1) == 0  # measures steps without drafts
+    assert steps.run(32, 1) == 0  # measures steps without drafts
+    steps.load._num_cold_drafts = 0
+    steps.budget.add(2.0 - steps.budget._credit)  # for one run
     return steps
 
 
@@ -66,7 +68,7 @@ def test_drafts_that_cease_to_pay_end_soon(steps: Steps) -> None:
 
 def test_new_sequences_draft_first(steps: Steps) -> None:
     steps.run(100, 1)
-    assert steps.run(350, 3) == 0  # credit is kept for them
+    assert steps.run(480, 3) == 0  # credit is kept for them
     steps.num_started += 1
     assert steps.run(10, 3) == 10
 
@@ -105,3 +107,39 @@ def test_tokens_of_a_pause_count_in_runs_that_do_not_pay(steps: Steps) -> None:
     steps.run(4, 1)
     steps.num_started += 1
     assert steps.run(600, 3) == 0
+
+
+def test_steps_in_flight_when_a_run_ends_are_charged(steps: Steps) -> None:
+    steps.run(10, 1)
+    before = steps.budget._credit
+    steps.load.observe_drafted(1, 3, 3, 1, 2 * PLAIN_S, DRAFT_S)
+    assert steps.budget._credit == pytest.approx(before - 1.0, abs=0.2)
+
+
+def test_first_drafts_of_an_engine_are_not_charged() -> None:
+    steps = Steps()
+    steps.run(32, 1)
+    before = steps.budget._credit
+    assert steps.run(4, 1, cost=9.0) == 4
+    assert steps.budget._credit == before
+    assert steps.run(10, 3) == 10
+
+
+def test_slow_first_steps_of_a_run_do_not_end_it(steps: Steps) -> None:
+    """Caches do not hold the code and the data of drafts yet."""
+    steps.run(200, 3)
+    steps.run(20, 1)
+    steps.num_started += 1
+    assert steps.run(3, 2, cost=3.0) == 3
+    assert steps.run(50, 3) == 50
+
+
+def test_runs_that_compute_much_first_wait_for_more_credit(steps: Steps) -> None:
+    steps.load.on_choice(has_drafts=True, num_pending=300)
+    steps.load.observe_drafted(1, 3, 3, 1, 5 * PLAIN_S, 4 * PLAIN_S)
+    steps.run(20, 1)
+    steps.budget.add(3.5 - steps.budget._credit)
+    assert steps.load.may_compute(0)
+    assert not steps.load.may_compute(300)
+    steps.budget.add(3.0)
+    assert steps.load.may_compute(300)

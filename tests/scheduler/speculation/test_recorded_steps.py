@@ -19,6 +19,8 @@ import pytest
 
 from quire.scheduler.speculation.draft_lengths import DraftLengths
 
+PROMPT_LEN = 40
+
 # Tokens that a step sampled, tokens that it drafted, and microseconds: of the step, and of drafting.
 Step = list[int]
 
@@ -71,7 +73,10 @@ def replay(recording: Recording, lengths: DraftLengths, sequence: int) -> float:
     step_ids = itertools.count()
     while position < recording.num_tokens:
         limits = np.array([recording.num_tokens - position - 1], np.int32)
-        chosen = lengths.choose(row, first_steps, limits, 100) if lengths.is_due(1, sequence) else None
+        num_tokens = np.array([PROMPT_LEN + position], np.int32)
+        chosen = None
+        if lengths.is_due(1, sequence):
+            chosen = lengths.choose(row, first_steps, num_tokens, limits, 100)
         num_planned = 0 if chosen is None else int(chosen[0])
         (num_sampled, num_drafted, step_us, draft_us), counted_us = recording.step_at(position, num_planned)
         is_measured = lengths.is_measured(next(step_ids))

@@ -49,7 +49,9 @@ def test_length_is_that_of_the_shortest_match_and_at_least_four() -> None:
     assert min_repeated_len(replace(NGRAM, method="draft_model")) == 0
 
 
-def most_drafts(lengths: DraftLengths, rows: Any, first_steps: Any, limits: Any, most: int) -> Any:
+def most_drafts(
+    lengths: DraftLengths, rows: Any, first_steps: Any, num_tokens: Any, limits: Any, most: int
+) -> Any:
     return np.minimum(limits, 3).astype(np.int32) if limits.any() else None
 
 
@@ -66,6 +68,7 @@ def test_only_rows_that_repeat_text_draft_ngrams(monkeypatch: pytest.MonkeyPatch
     for place in range(20):
         plan = scheduler.schedule(float(place))
         assert plan is not None
+        assert plan.keeps_states  # as for all methods but heads
         drafting |= {(row, place) for row in plan.draft_rows.tolist()}
         token_ids = np.array([10 + place % 8, 20 + place], np.int32)
         scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, token_ids), float(place))
