@@ -495,7 +495,6 @@ class Planner:
         tables = state.blocks.tables
         num_slots = tables.num_blocks // tables.num_groups * state.blocks.block_size
         state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
-        lengths = state.draft_lengths
         return StepPlan(
             step_id=draft.step_id,
             epoch=self.epoch,
@@ -519,10 +518,15 @@ class Planner:
             lora_loads=loads,
             lora_drops=drops,
             lora_slots=slots,
-            keeps_states=lengths is None
-            or not lengths.needs_states
-            or lengths.keeps_states(draft.step_id, [len(new.token_ids) for new in draft.new]),
+            keeps_states=self._keeps_states(draft),
         )
+
+    def _keeps_states(self, draft: StepDraft) -> bool:
+        """Return whether a draft head is to get the hidden states of a step."""
+        lengths, num_rows = self._state.draft_lengths, len(self._state.running)
+        if lengths is None or not lengths.needs_states:
+            return True
+        return lengths.keeps_states(draft.step_id, num_rows, [len(new.token_ids) for new in draft.new])
 
     def _held_rows(self, advancing: RowArray) -> IntArray:
         """Return the decoding rows that are not in the step."""

@@ -78,19 +78,22 @@ class DraftLengths:
         self._count_outcomes()
         return self._accepted.of(rows)
 
-    def keeps_states(self, step_id: int, new_lens: list[int]) -> bool:
+    def keeps_states(self, step_id: int, num_rows: int, new_lens: list[int]) -> bool:
         """Return whether the ranks are to keep the hidden states of a step; called once per plan if `needs_states`.
 
         While there is no credit for a run, they are not kept, which would take 3 to 5 % of a step of the demo model.
         They are kept again from a step on that starts a sequence, since the others lack their earlier ones.
 
         Args:
+            num_rows: sequences that have rows.
             new_lens: known tokens of the sequences that it starts.
         """
         loads = self._loads.values()
-        if self._keeps_states:
+        if num_rows > self._most_rows:
+            self._keeps_states = False
+        elif self._keeps_states:
             self._keeps_states = not loads or any(load.may_run_soon for load in loads)
-        elif new_lens and any(load.may_compute(sum(new_lens)) for load in loads):
+        elif new_lens and (not loads or any(load.may_compute(sum(new_lens)) for load in loads)):
             self._keeps_states, self._kept_since = True, step_id
         return self._keeps_states
 

@@ -211,7 +211,7 @@ def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None
     lengths, rows = DraftLengths(2, NUM_DRAFTED, needs_states=True), np.array([0, 1])
     limits = np.full(2, 9, np.int32)
     for _ in range(400):  # the text of the first sequence does not pay
-        assert lengths.keeps_states(1, [])
+        assert lengths.keeps_states(1, 1, [])
         chosen = (
             lengths.choose(rows[:1], np.array([1]), NUM_TOKENS[:1], limits[:1], 100)
             if lengths.is_due(1, 1)
@@ -221,13 +221,13 @@ def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None
         lengths.observe_step(1, 1, 1.0 + drafted, 0.1, drafted, drafted, has_drafts=chosen is not None)
         if not lengths._load(1).may_run_soon:
             break
-    assert not lengths.keeps_states(2, [])
+    assert not lengths.keeps_states(2, 1, [])
     while not lengths._load(1).may_compute(10):
-        assert not lengths.keeps_states(3, [])
+        assert not lengths.keeps_states(3, 1, [])
         assert not lengths.is_due(1, 1)
         lengths.observe_step(1, 1, 1.0, has_drafts=False)
-    assert not lengths.keeps_states(4, [])  # the sequence lacks its earlier ones
-    assert lengths.keeps_states(5, [10])
+    assert not lengths.keeps_states(4, 1, [])  # the sequence lacks its earlier ones
+    assert lengths.keeps_states(5, 2, [10])
     assert any(lengths.is_due(2, 2) for _ in range(8))
     for _ in range(60):
         chosen = lengths.choose(rows, np.array([1, 5]), NUM_TOKENS[:2], limits, 100)
@@ -236,3 +236,11 @@ def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None
             break
     assert chosen is not None
     assert chosen[0] == 0 < chosen[1]
+
+
+def test_states_are_not_kept_for_more_rows_than_draft() -> None:
+    lengths = DraftLengths(8, NUM_DRAFTED, most_rows=2, needs_states=True)
+    assert lengths.keeps_states(1, 2, [10, 10])
+    assert not lengths.keeps_states(2, 3, [10])
+    assert not lengths.keeps_states(3, 2, [])  # the rows lack their earlier ones
+    assert lengths.keeps_states(4, 2, [10])
