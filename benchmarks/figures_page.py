@@ -286,9 +286,10 @@ SECTIONS = (
         "Speculative decoding",
         "speculation",
         "The demo model in float32 with repeated text (ngram), with its EAGLE-3 head and with a smaller model, "
-        "beside the same engine without drafts, in turns. Prompts of quote repeat their beginning; prose is "
-        "continued text, greedy; sampled is prose at temperature 1. Lengths by measurement; decision 20 has fixed "
-        "ones. C++ ops for AVX-512.",
+        "beside the same engine without drafts, in turns, with several new engines for each workload. Prompts of "
+        "quote repeat their beginning; prose is continued text, greedy; sampled is prose at temperature 1; mixed is "
+        "quotes and prose at random. Lengths by measurement; decision 20 has fixed ones. Steps of more than 8 "
+        "sequences have no drafts on a CPU, so the rows of 16 show how much two engines differ. C++ ops for AVX-512.",
         speculation,
     ),
     Section(

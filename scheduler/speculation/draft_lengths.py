@@ -150,17 +150,24 @@ class DraftLengths:
         if most > 0 and load.may_draft and limits.any():
             chosen = self._held_choice(rows, first_steps, limits, most)
             if chosen is None:
-                self._count_outcomes()
-                self._reset_changed(rows, first_steps)
-                self._decay()
-                num_pending = int((num_tokens - self._num_computed[rows])[limits > 0].sum())
+                num_pending = self._count_pending(
+                    rows[limits > 0], first_steps[limits > 0], num_tokens[limits > 0]
+                )
                 if load.may_compute(num_pending):
+                    self._count_outcomes()
+                    self._reset_changed(rows, first_steps)
+                    self._decay()
                     chosen = self._best(load, rows, limits, most)
                 self._hold(chosen, (rows.tobytes(), first_steps.tobytes()), can_last=load.knows_drafts)
         if chosen is not None:
             self._num_computed[rows] = num_tokens
         self._num_unchecked_steps = load.on_choice(has_drafts=chosen is not None, num_pending=num_pending)
         return chosen
+
+    def _count_pending(self, rows: RowArray, first_steps: npt.NDArray[np.int64], num_tokens: IntArray) -> int:
+        """Return the tokens that the ranks have to compute for the drafts of rows first."""
+        is_same = self._sequences[rows] == first_steps
+        return int(num_tokens.sum() - self._num_computed[rows[is_same]].sum())
 
     def _hold(self, chosen: IntArray | None, key: tuple[bytes, bytes], *, can_last: bool) -> None:
         """Keep a choice for the next steps."""
@@ -286,5 +293,4 @@ class DraftLengths:
         if changed.size:
             self._accepted.forget(changed)
             self._proposed.forget(changed)
-            self._num_computed[changed] = 0
             self._sequences[rows] = first_steps

@@ -27,9 +27,8 @@ _PLAIN_DECAY = 0.98
 _PENDING_BASE = 128
 # Most steps between choices while there is nothing to draft: 1 at first, and then one more each time.
 _MOST_IDLE_STEPS = 16
-# Factor of the weight of the times without drafts when more of them are measured: at first, since the first steps of
-# an engine are slow, and later.
-_FIRST_PLAIN_FADE, _PLAIN_FADE = 0.1, 0.4
+# Factor of the weight of the times without drafts when more of them are measured.
+_PLAIN_FADE = 0.4
 # Credit that is kept for sequences that have not drafted yet: their text is unknown.
 _RESERVE = 1.0
 # How often no run is considered after one, per step that it lost, and at least: credit is spent over some time.
@@ -124,8 +123,7 @@ class DraftLoad:
             self._num_drafted_steps += 1
             if self._num_drafted_steps >= self._interval:
                 self._num_drafted_steps, self._num_plain_steps = 0, _PLAIN_STEPS
-                is_first = self._interval == _MIN_INTERVAL_STEPS
-                self._plain_times.fade(_FIRST_PLAIN_FADE if is_first else _PLAIN_FADE)
+                self._plain_times.fade(_PLAIN_FADE)
                 self._interval = min(2 * self._interval, _MAX_INTERVAL_STEPS)
         elif self._num_plain_steps:
             self._num_plain_steps -= 1
