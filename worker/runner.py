@@ -315,7 +315,6 @@ class ModelRunner:
             num_drafted = None
             if self._speculator is not None:
                 num_drafted = self._draft(self._speculator, plan)
-                stages.begin("apply")
             batch = self._gather(plan, num_drafted)
             stages.begin(IDLE)
             result.lora_reports = self._take_lora_reports(is_idle=batch is None)
@@ -335,6 +334,7 @@ class ModelRunner:
             self._stages.begin("draft")
             self._kv_cache.wait_for_swaps()
             num_drafted = speculator.draft(plan)
+            self._stages.begin("apply")
         if self._tap is not None and (plan.keeps_states or self._keeps_states):
             if not plan.keeps_states:
                 speculator.drop_states()

@@ -93,7 +93,7 @@ class StepExecutor:
         if outputs is not None:
             hidden = self.model.forward(*step_inputs, outputs=outputs)
             sampled_index = outputs.sampled_index
-        elif self.tap is not None:
+        elif self.tap is not None and self.tap.is_open:
             hidden = self.tap.forward(*step_inputs)
         else:
             hidden = self.model.forward(*step_inputs)

@@ -135,12 +135,12 @@ class ResultProcessor:
         has_drafts, num_rows, num_tokens = step.draft_lens is not None, step.rows.size, result.token_ids.size
         if forced_text is not None:
             forced_text.observe_step(num_rows, num_tokens, seconds, has_room=has_drafts)
+        elif lengths is not None and not has_drafts:
+            lengths.observe_plain(num_rows, seconds)
         elif lengths is not None:
             drafted, draft_s = result.num_drafted.tolist(), result.stage_times.get("draft", 0.0)
-            num_drafted, most_drafted = sum(drafted), max(drafted, default=0)
-            lengths.observe_step(
-                num_rows, num_tokens, seconds, draft_s, num_drafted, most_drafted, has_drafts=has_drafts
-            )
+            num_rounds = max(drafted, default=0)
+            lengths.observe_drafted(num_rows, num_tokens, seconds, draft_s, sum(drafted), num_rounds)
 
     def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
         """Take back drafted tokens that were planned and rejected, and learn from the outcome."""

@@ -88,12 +88,14 @@ class DraftLengths:
             num_rows: sequences that have rows.
             new_lens: known tokens of the sequences that it starts.
         """
+        if not self._keeps_states and not new_lens:
+            return False
         loads = self._loads.values()
         if num_rows > self._most_rows:
             self._keeps_states = False
         elif self._keeps_states:
             self._keeps_states = not loads or any(load.may_run_soon for load in loads)
-        elif new_lens and (not loads or any(load.may_compute(sum(new_lens)) for load in loads)):
+        elif not loads or any(load.may_compute(sum(new_lens)) for load in loads):
             self._keeps_states, self._kept_since = True, step_id
         return self._keeps_states
 
@@ -252,40 +254,40 @@ class DraftLengths:
         self._proposed.add(rows, (num_drafted > 0).astype(np.int32), np.ones_like(num_drafted))
 
     def is_measured(self, step_id: int) -> bool:
-        """Return whether `observe_step` is to be called for a step without drafts."""
+        """Return whether `observe_plain` is to be called for a step without drafts."""
         return self._num_measured_steps > 0 or step_id % _MEASURED_INTERVAL == 0
 
-    def observe_step(
+    def observe_plain(self, num_rows: int, seconds: float) -> None:
+        """Record the time of a step without prompts and drafts that `is_measured`."""
+        num_steps = _MEASURED_INTERVAL
+        if self._num_measured_steps:
+            self._num_measured_steps -= 1
+            num_steps = 1
+        if num_rows <= self._most_rows:
+            self._load(num_rows).observe_plain(num_rows, seconds, num_steps)
+        else:
+            self._budget.add_plain_steps(num_steps)
+
+    def observe_drafted(
         self,
         num_rows: int,
         num_sampled: int,
         seconds: float,
-        draft_s: float = 0.0,
-        num_drafted: int = 0,
-        num_rounds: int = 0,
-        *,
-        has_drafts: bool,
+        draft_s: float,
+        num_drafted: int,
+        num_rounds: int,
     ) -> None:
-        """Record the time of a step without prompts, if it has drafts or `is_measured`.
+        """Record the time of a step without prompts whose plan let ranks draft, whether or not they did.
 
         Args:
             num_sampled: tokens that the rows gained.
             seconds: of the step as a whole.
             draft_s: part of it that the ranks took to draft `num_rounds` tokens per row, one after the other.
             num_drafted: tokens that they drafted for all rows.
-            has_drafts: the plan let ranks draft, whether or not they did.
         """
-        if has_drafts:
-            load = self._load(num_rows)
-            load.observe_drafted(num_rows, num_drafted, num_rounds, num_sampled, seconds, draft_s)
-            self._num_measured_steps = _MEASURED_STEPS
-            return
-        num_steps = 1 if self._num_measured_steps else _MEASURED_INTERVAL
-        self._num_measured_steps = max(0, self._num_measured_steps - 1)
-        if num_rows <= self._most_rows:
-            self._load(num_rows).observe_plain(num_rows, seconds, num_steps)
-        else:
-            self._budget.add_plain_steps(num_steps)
+        self._num_measured_steps = _MEASURED_STEPS
+        load = self._load(num_rows)
+        load.observe_drafted(num_rows, num_drafted, num_rounds, num_sampled, seconds, draft_s)
 
     def _reset_changed(self, rows: RowArray, first_steps: npt.NDArray[np.int64]) -> None:
         """Forget the outcomes of rows that have another sequence now."""

@@ -191,7 +191,7 @@ class DraftLoad:
         seconds: float,
         draft_s: float,
     ) -> None:
-        """Record a step that was planned with drafts; the arguments are those of DraftLengths.observe_step."""
+        """Record a step that was planned with drafts; the arguments are those of DraftLengths.observe_drafted."""
         is_first, self._was_drafting = not self._was_drafting, True
         self._num_settling_steps = _SETTLING_STEPS
         run = self._run or DraftRun(0)  # the run may have ended while the step was in flight

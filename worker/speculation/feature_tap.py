@@ -32,11 +32,10 @@ class FeatureTap:
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
     ) -> Tensor:
-        """Return the hidden states after the last norm, [T, E], as Model.forward does."""
-        aux = AuxStates(self._layers) if self._layers and self.is_open else None
+        """Return the hidden states after the last norm, [T, E], as Model.forward does; only if the tap is open."""
+        aux = AuxStates(self._layers) if self._layers else None
         hidden = self._model.forward(token_ids, positions, kv_caches, inputs, aux)
-        features = hidden if aux is None else aux.join()
-        self._features = features if self.is_open else None
+        self._features = hidden if aux is None else aux.join()
         return hidden
 
     def record(

@@ -31,10 +31,10 @@ def measured(num_rows: int) -> DraftLengths:
     for _ in range(60):
         chosen = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
         if chosen is None:
-            lengths.observe_step(num_rows, num_rows, 1.0, has_drafts=False)
+            lengths.observe_plain(num_rows, 1.0)
         else:
             num_drafted = int(chosen.sum())
-            lengths.observe_step(num_rows, num_rows + num_drafted, 1.0, 0.01, num_drafted, 1, has_drafts=True)
+            lengths.observe_drafted(num_rows, num_rows + num_drafted, 1.0, 0.01, num_drafted, 1)
     return lengths
 
 
@@ -71,12 +71,10 @@ def simulate(
             noisy, own_draft_s = noisy + stall_s, own_draft_s + stall_s
         if chosen is None:
             if lengths.is_measured(step_id):
-                lengths.observe_step(num_rows, num_rows, noisy, has_drafts=False)
+                lengths.observe_plain(num_rows, noisy)
         else:
             num_drafted = int(drafted.sum())
-            lengths.observe_step(
-                num_rows, num_gained, noisy, own_draft_s, num_drafted, rounds, has_drafts=True
-            )
+            lengths.observe_drafted(num_rows, num_gained, noisy, own_draft_s, num_drafted, rounds)
         has_some = drafted > 0
         lengths.observe(rows[has_some], drafted[has_some], accepted[has_some])
         num_tokens += num_rows + int(accepted.sum())
@@ -174,11 +172,9 @@ def test_work_around_drafts_does_not_shorten_them() -> None:
         seconds = rng.uniform(0.9, 1.1) * (1.6e-3 + 3e-5 * num_drafted if num_drafted else 1e-3)
         num_accepted = min(num_drafted, int(rng.geometric(0.25)) - 1)
         if not num_drafted:
-            lengths.observe_step(1, 1, seconds, has_drafts=False)
+            lengths.observe_plain(1, seconds)
         else:
-            lengths.observe_step(
-                1, 1 + num_accepted, seconds, 1e-4, num_drafted, num_drafted, has_drafts=True
-            )
+            lengths.observe_drafted(1, 1 + num_accepted, seconds, 1e-4, num_drafted, num_drafted)
             lengths.observe(row, np.array([num_drafted], np.int32), np.array([num_accepted], np.int32))
             chosen_lens.append(num_drafted)
     assert len(chosen_lens) > 250
@@ -191,7 +187,7 @@ def test_choice_holds_while_rows_and_limits_stay() -> None:
     for _ in range(4):
         chosen = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
         assert chosen is not None
-        lengths.observe_step(3, 12, 1.0, 0.01, 12, 4, has_drafts=True)
+        lengths.observe_drafted(3, 12, 1.0, 0.01, 12, 4)
     held = lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100)
     assert lengths.choose(rows, first_steps, NUM_TOKENS[: rows.size], limits, 100) is held
     fewer = lengths.choose(rows, first_steps, NUM_TOKENS[:3], np.array([9, 1, 9], np.int32), 100)
@@ -218,20 +214,23 @@ def test_states_are_kept_again_for_a_new_sequence_once_there_is_credit() -> None
             else None
         )
         drafted = 0 if chosen is None else int(chosen.sum())
-        lengths.observe_step(1, 1, 1.0 + drafted, 0.1, drafted, drafted, has_drafts=chosen is not None)
+        if chosen is None:
+            lengths.observe_plain(1, 1.0)
+        else:
+            lengths.observe_drafted(1, 1, 1.0 + drafted, 0.1, drafted, drafted)
         if not lengths._load(1).may_run_soon:
             break
     assert not lengths.keeps_states(2, 1, [])
     while not lengths._load(1).may_compute(10):
         assert not lengths.keeps_states(3, 1, [])
         assert not lengths.is_due(1, 1)
-        lengths.observe_step(1, 1, 1.0, has_drafts=False)
+        lengths.observe_plain(1, 1.0)
     assert not lengths.keeps_states(4, 1, [])  # the sequence lacks its earlier ones
     assert lengths.keeps_states(5, 2, [10])
     assert any(lengths.is_due(2, 2) for _ in range(8))
     for _ in range(60):
         chosen = lengths.choose(rows, np.array([1, 5]), NUM_TOKENS[:2], limits, 100)
-        lengths.observe_step(2, 2, 1.0, has_drafts=False)
+        lengths.observe_plain(2, 1.0)
         if chosen is not None:
             break
     assert chosen is not None

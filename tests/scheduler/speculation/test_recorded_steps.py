@@ -82,11 +82,9 @@ def replay(recording: Recording, lengths: DraftLengths, sequence: int) -> float:
         is_measured = lengths.is_measured(next(step_ids))
         if chosen is None:
             if is_measured:
-                lengths.observe_step(1, num_sampled, 1e-6 * step_us, has_drafts=False)
+                lengths.observe_plain(1, 1e-6 * step_us)
         else:
-            lengths.observe_step(
-                1, num_sampled, 1e-6 * step_us, 1e-6 * draft_us, num_drafted, num_drafted, has_drafts=True
-            )
+            lengths.observe_drafted(1, num_sampled, 1e-6 * step_us, 1e-6 * draft_us, num_drafted, num_drafted)
             accepted = np.array([num_sampled - 1], np.int32)
             lengths.observe(row, np.array([num_drafted], np.int32), accepted)
         position += num_sampled
