@@ -247,6 +247,7 @@ def test_drafted_tokens_leave_the_output_the_same(llm: LLM, monkeypatch: pytest.
     prompts = [*PROMPTS, "It was"]
     whole = llm.generate(prompts, settings)
     # As many drafts as there may be: by its measurements a busy machine would choose none.
+    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
     monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     with LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
@@ -337,6 +338,7 @@ def test_steps_that_fail_amid_drafts_leave_the_output_the_same(
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)
+    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
     monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     with LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
