@@ -102,6 +102,7 @@ class ModelRunner:
         self._attend_chunks = load_chunk_attention(config.parallel.attention_backend)
         self._adapters: RankAdapters | None = None
         self._tap: FeatureTap | None = None
+        self._keeps_states = True  # of the last plan
         self._speculator: Speculator | None = None
         with torch.inference_mode():
             self._models = RankModels(config, comm, self._dtype, self._device, inherited)
@@ -148,7 +149,6 @@ class ModelRunner:
             assert speculative.draft is not None
             speculative = replace(speculative, draft=replace(speculative.draft, path=model.path))
         proposer, self._tap = self._make_proposer(speculative)
-        self._keeps_states = True  # of the last plan
         self._speculator = Speculator(self._rows, proposer)
 
     def _make_proposer(self, speculative: SpeculativeConfig) -> tuple[DraftProposer, FeatureTap | None]:
@@ -410,6 +410,7 @@ class ModelRunner:
 
     def _clear_rows(self) -> None:
         self._rows.clear()
+        self._keeps_states = True  # recorded steps do, whatever the last plan said
         if self._speculator is not None:
             self._speculator.clear()
 

@@ -323,14 +323,22 @@ def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
     assert sum(run(engine, NUM_BLOCKS, engine.config.speculative).scheduler.stats.num_accepted) > 0
 
 
+def drive_without_drafts(engine: Any, keeps_states: Callable[[], bool]) -> RankedDriver:
+    """Return a driver with a sequence that never drafts, whose plans keep hidden states as told."""
+    driver = RankedDriver(replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=None), engine.step)
+    driver.add(0, PROMPTS[0], max_tokens=12, ignore_eos=True, temperature=0.0)
+    broadcast = driver.group.broadcast
+    driver.group.broadcast = lambda plan: broadcast(  # type: ignore[method-assign]
+        replace(plan, keeps_states=keeps_states())
+    )
+    return driver
+
+
 def test_plans_without_hidden_states_keep_none(make_recording_engine: Any) -> None:
     engine, _, _ = make_recording_engine("eagle3", 1)
     (runner,) = engine.runners
-    driver = RankedDriver(replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=None), engine.step)
-    driver.add(0, PROMPTS[0], max_tokens=12, ignore_eos=True, temperature=0.0)
-    broadcast, keeps = driver.group.broadcast, True
-    driver.group.broadcast = lambda plan: broadcast(replace(plan, keeps_states=keeps))  # type: ignore[method-assign]
-    pending = runner._speculator._head._pending
+    keeps = True
+    driver, pending = drive_without_drafts(engine, lambda: keeps), runner._speculator._head._pending
     driver.step(1)
     driver.step(1)
     assert pending.num_tokens > 0
@@ -343,6 +351,19 @@ def test_plans_without_hidden_states_keep_none(make_recording_engine: Any) -> No
     assert pending.num_tokens == 1
     driver.run(1)
     driver.empty_ranks()
+
+
+def test_steps_recorded_anew_keep_no_more_hidden_states_than_plans_want(make_recording_engine: Any) -> None:
+    engine, _, _ = make_recording_engine("eagle3", 1)
+    (runner,) = engine.runners
+    for _ in range(2):
+        driver = drive_without_drafts(engine, lambda: False)
+        driver.step(1)
+        assert not runner._tap.is_open
+        driver.run(1)
+        driver.empty_ranks()
+        runner.reset(has_new_ranks=False)
+        runner._tap.is_open = True  # as a recorded step leaves it
 
 
 def test_pause_keeps_hidden_states_of_few_tokens(
