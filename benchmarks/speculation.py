@@ -165,6 +165,7 @@ def measure(
 ) -> Iterator[tuple[int, Measured]]:
     """Measure as many engines with a method as without, new ones for each workload; yield batch sizes and results."""
     found = {batch_size: Measured() for batch_size in BATCH_SIZES}
+    num_own_pairs = max(1, num_pairs // num_engines)
     source: Iterator[list[int]] | None = None
     for number in range(num_engines):
         with ExitStack() as stack:
@@ -176,7 +177,7 @@ def measure(
             source = source or passages(engines[None])
             for batch_size, measured in found.items():
                 case = workload, batch_size
-                run_pairs(engines[None], engines[method], case, source, num_pairs // num_engines, measured)
+                run_pairs(engines[None], engines[method], case, source, num_own_pairs, measured)
     yield from found.items()
 
 

@@ -13,7 +13,7 @@ class DraftBudget:
 
     Each step without drafts adds a small part of itself, and each run of steps with drafts what it saved or lost. A
     run begins when there is credit for what it may lose, so drafts cost no more than this part and the first credit,
-    whatever the estimates say.
+    whatever the estimates say. The first drafts of an engine, whose memory is cold, are not charged.
     """
 
     def __init__(self) -> None:

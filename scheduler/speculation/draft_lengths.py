@@ -152,9 +152,8 @@ class DraftLengths:
         if most > 0 and load.may_draft and limits.any():
             chosen = self._held_choice(rows, first_steps, limits, most)
             if chosen is None:
-                num_pending = self._count_pending(
-                    rows[limits > 0], first_steps[limits > 0], num_tokens[limits > 0]
-                )
+                has_room = limits > 0
+                num_pending = self._count_pending(rows[has_room], first_steps[has_room], num_tokens[has_room])
                 if load.may_compute(num_pending):
                     self._count_outcomes()
                     self._reset_changed(rows, first_steps)
