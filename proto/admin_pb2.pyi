@@ -109,10 +109,12 @@ class SleepResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class WakeUpRequest(_message.Message):
-    __slots__ = ("model",)
+    __slots__ = ("model", "tags")
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    TAGS_FIELD_NUMBER: _ClassVar[int]
     model: str
-    def __init__(self, model: _Optional[str] = ...) -> None: ...
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WakeUpResponse(_message.Message):
     __slots__ = ()

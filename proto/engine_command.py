@@ -30,6 +30,20 @@ class PauseMode(StrEnum):
     ABORT = "abort"
 
 
+class SleepTag(StrEnum):
+    """Memory that a sleep frees, and that can be taken again one part after the other; the names are vLLM's.
+
+    WEIGHTS: those of the model, its adapters and its drafts.
+    KV_CACHE: the KV blocks.
+    """
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+
+
+ALL_TAGS = frozenset(SleepTag)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
     """A command.
@@ -37,10 +51,11 @@ class EngineCommand:
     Attributes:
         mode: see PauseMode; without effect on RESUME and WAKE_UP.
         level: of SLEEP. 1: WAKE_UP reads the same weights again. 2: the weights are discarded, and other ones must be
-            named by UPDATE_WEIGHTS before WAKE_UP.
+            named by UPDATE_WEIGHTS before all is awake.
         path: of UPDATE_WEIGHTS: a model directory with the same tensors, on every node of the replica.
         version: of UPDATE_WEIGHTS: the name of these weights, which outputs report.
         stamp: of UPDATE_WEIGHTS by a gateway: updates sort by stamp, and a replica carries out the latest one once.
+        tags: of WAKE_UP: what wakes; all if empty. Requests are refused until all is awake.
     """
 
     action: Action
@@ -49,11 +64,18 @@ class EngineCommand:
     path: str = ""
     version: str = ""
     stamp: str = ""
+    tags: tuple[SleepTag, ...] = ()
+
+    def pack(self) -> tuple[Any, ...]:
+        """Return the command as msgpack values. Schedulers of the release before do not know tags."""
+        values = self.action, self.mode, self.level, self.path, self.version, self.stamp
+        return (*values, self.tags) if self.tags else values
 
     @staticmethod
     def unpack(value: Any) -> EngineCommand | None:
         """Return the command of msgpack values; None for None."""
         if value is None:
             return None
-        action, mode, *others = value
-        return EngineCommand(Action(action), PauseMode(mode), *others)
+        action, mode, level, path, version, stamp, *later = value
+        tags = tuple(SleepTag(tag) for tag in (later[0] if later else ()))
+        return EngineCommand(Action(action), PauseMode(mode), level, path, version, stamp, tags)

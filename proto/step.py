@@ -249,7 +249,7 @@ class StepPlan:
         if not has_lora and self.command is None and self.keeps_states:
             return ()
         loads = [field_values(load) for load in self.lora_loads]
-        command = None if self.command is None else field_values(self.command)
+        command = None if self.command is None else self.command.pack()
         return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots), command, self.keeps_states
 
     @staticmethod

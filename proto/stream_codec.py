@@ -240,7 +240,7 @@ _ENCODERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     FlushCache: lambda message: ("flush",),
     LoadLora: lambda message: ("load lora", message.query_id, field_values(message.reference)),
     LoraLoaded: lambda message: ("lora", *astuple(message)),
-    ControlEngine: lambda message: ("control", message.query_id, field_values(message.command)),
+    ControlEngine: lambda message: ("control", message.query_id, message.command.pack()),
     EngineControlled: lambda message: ("controlled", *astuple(message)),
     Recall: lambda message: ("recall", *astuple(message)),
     Recalled: _encode_recalled,

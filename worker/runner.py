@@ -16,7 +16,7 @@ from ..kernels.native.instruction_sets import instruction_set
 from ..kernels.native.memory import keep_freed_memory
 from ..proto.block_tables import IntArray
 from ..proto.config import EngineConfig, SpeculativeConfig
-from ..proto.engine_command import Action, EngineCommand
+from ..proto.engine_command import ALL_TAGS, Action, EngineCommand, SleepTag
 from ..proto.errors import ConfigError, ModelLoadError, RankFailed, in_one_line
 from ..proto.lora import LoraReport
 from ..proto.step import StepPlan, StepResult
@@ -115,6 +115,8 @@ class ModelRunner:
             keep_freed_memory(KEPT_BYTES)
         self._cache: CacheEngine | None = None  # before `allocate_cache`, and in sleep
         self._kv_segment: KvSegment | None = None
+        self._awake = ALL_TAGS
+        self._has_discarded_weights = False  # by sleep at level 2, and not got others yet
         self._num_blocks_asleep = 0
         self._partition: KvPartition | None = None  # with data-parallel attention, as the cache
         self._graph_backend = graph_backend
@@ -208,6 +210,14 @@ class ModelRunner:
         Raises:
             ConfigError: there is not enough memory, or the model fails its self-check.
         """
+        is_inherited = self._allocate_cache(num_blocks, touches_pages, inherited)
+        self._prepare(num_blocks)
+        return 0.0 if is_inherited else self._kv_cache.measure_swap_rate()  # which writes host blocks
+
+    def _allocate_cache(
+        self, num_blocks: int, touches_pages: bool = True, inherited: SegmentAddress | None = None
+    ) -> bool:
+        """Allocate the KV cache; return whether its memory is that of the rank before. Raises ConfigError."""
         device_bytes, host_bytes = (
             count * bytes_per_block(self._config, self._dtype)
             for count in (num_blocks, self._config.cache.num_host_blocks)
@@ -234,8 +244,7 @@ class ModelRunner:
         if self._config.parallel.enable_dp_attention:
             num_host_blocks = self._config.cache.num_host_blocks + 1
             self._partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
-        self._prepare(num_blocks)
-        return 0.0 if is_inherited else self._cache.measure_swap_rate()  # which writes host blocks
+        return is_inherited
 
     def _open_kv_segment(self, num_blocks: int, inherited: SegmentAddress | None) -> KvSegment | None:
         """Return the segment for the KV cache: the present one, that of the rank before, or a new one.
@@ -259,7 +268,8 @@ class ModelRunner:
     def reset(self, *, has_new_ranks: bool) -> None:
         """Empty all rows after the group was joined anew, and prepare for steps as `allocate_cache` does.
 
-        The weights and the memory of the KV cache stay. A rank that sleeps has neither, and sleeps on.
+        The weights and the memory of the KV cache stay. A rank that sleeps wakes: new ranks are awake, and a new
+        scheduler does not know of the sleep.
 
         Args:
             has_new_ranks: these launch every kernel, with collectives that all ranks join and, on a GPU, in any
@@ -267,14 +277,15 @@ class ModelRunner:
         """
         self._stages.reset()
         self._clear_rows()
-        if self._cache is None:
-            return
         if self._adapters is not None:
             self._adapters.clear()
         # Graphs hold the collectives of the group that was left.
         self._graphs = self._executor = None
         free_unused_memory(self._device)
-        self._prepare(self._cache.num_blocks, warms_up=has_new_ranks)
+        self._has_discarded_weights = False
+        with torch.inference_mode():
+            self._take(ALL_TAGS)
+        self._prepare_if_awake(warms_up=has_new_ranks)
 
     def _prepare(self, num_blocks: int, *, warms_up: bool = True) -> None:
         """Check the model, record the graphs and launch every kernel once. The ranks' collectives meet here."""
@@ -361,24 +372,56 @@ class ModelRunner:
 
     def _sleep(self, command: EngineCommand) -> str:
         """Free the weights, those of adapters and drafts too, the KV cache and the graphs."""
-        if self._cache is not None:
-            self._num_blocks_asleep = self._cache.num_blocks
-            self._drop_weights()
-            self._cache = None
-            if self._kv_segment is not None:
-                self._kv_segment.clear()
-            free_unused_memory(self._device)
+        self._has_discarded_weights |= command.level == 2
+        self._free(ALL_TAGS)
         return ""
 
     def _wake_up(self, command: EngineCommand) -> str:
-        if self._cache is None:
-            self._load_model()
-            self._load_drafts()
-            self.allocate_cache(self._num_blocks_asleep)
+        """Take memory again on all ranks, or on none."""
+        tags, error = frozenset(command.tags) or ALL_TAGS, ""
+        asleep = tags - self._awake
+        try:
+            self._take(tags)
+        except (ConfigError, ModelLoadError) as problem:
+            error = str(problem)
+        if not self._all_ranks(not error):
+            self._free(asleep)
+            return error or "another rank lacks memory, or cannot read the weights"
+        self._prepare_if_awake()
         return ""
 
+    def _free(self, tags: frozenset[SleepTag]) -> None:
+        """Free the graphs and the memory that the tags name."""
+        self._awake -= tags
+        self._graphs = self._executor = None
+        if SleepTag.WEIGHTS in tags:
+            self._drop_weights()
+        if SleepTag.KV_CACHE in tags and self._cache is not None:
+            self._num_blocks_asleep, self._cache = self._cache.num_blocks, None
+            if self._kv_segment is not None:
+                self._kv_segment.clear()
+        free_unused_memory(self._device)
+
+    def _take(self, tags: frozenset[SleepTag]) -> None:
+        """Load and allocate what the tags name, but no weights that were discarded: others will be named.
+
+        Raises:
+            ConfigError: there is not enough memory.
+            ModelLoadError: the weights cannot be read.
+        """
+        self._awake |= tags
+        if SleepTag.WEIGHTS in tags and not self._has_model and not self._has_discarded_weights:
+            self._load_model()
+            self._load_drafts()
+        if SleepTag.KV_CACHE in tags and self._cache is None:
+            self._allocate_cache(self._num_blocks_asleep)
+
+    def _prepare_if_awake(self, *, warms_up: bool = True) -> None:
+        if self._awake == ALL_TAGS and self._executor is None:
+            self._prepare(self._kv_cache.num_blocks, warms_up=warms_up)
+
     def _update_weights(self, command: EngineCommand) -> str:
-        """Load the weights of another directory in place of the present ones; a sleeping rank does so later."""
+        """Load the weights of another directory in place of the present ones; if these sleep, when they wake."""
         error = ""
         # Trainers often store no heads that draft, and a tied output layer beside the embedding.
         model = self._config.model
@@ -390,12 +433,11 @@ class ModelRunner:
         if not self._all_ranks(not error):
             return error or "another rank cannot read the weights; its node may lack the files"
         self._model_in_use = replace(self._model_in_use, path=command.path)
-        if self._cache is not None:
-            self._drop_weights()
-            free_unused_memory(self._device)
-            self._load_model()
-            self._load_drafts()
-            self.reset(has_new_ranks=True)
+        self._has_discarded_weights = False
+        self._drop_weights()
+        free_unused_memory(self._device)
+        self._take(self._awake)
+        self._prepare_if_awake()
         return ""
 
     def _drop_weights(self) -> None:
@@ -406,7 +448,12 @@ class ModelRunner:
             self._adapters.close()
             self._adapters = None
         self._models.drop_segments()
-        del self._model
+        vars(self).pop("_model", None)
+
+    @property
+    def _has_model(self) -> bool:
+        """Return whether the weights are loaded; they are not in sleep."""
+        return "_model" in vars(self)
 
     def _clear_rows(self) -> None:
         self._rows.clear()
@@ -429,7 +476,7 @@ class ModelRunner:
             self._adapters.close()
             self._adapters = None
         self._models.drop_segments()
-        vars(self).pop("_model", None)  # absent in sleep
+        vars(self).pop("_model", None)
         del self._sampler, self._rows
         free_unused_memory(self._device)
 

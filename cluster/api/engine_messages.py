@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ...proto import admin_pb2
-from ...proto.engine_command import PauseMode
+from ...proto.engine_command import PauseMode, SleepTag
 from ...proto.errors import InvalidRequest
 
 _MODES: dict[int, PauseMode] = {
@@ -20,6 +22,17 @@ def read_mode(text: str) -> PauseMode:
         return PauseMode(text)
     except ValueError:
         raise InvalidRequest("mode", f"is {text!r}, must be one of {', '.join(PauseMode)}") from None
+
+
+def read_tags(texts: Iterable[str]) -> tuple[SleepTag, ...]:
+    """Return the parts of the memory that tags name. Raises InvalidRequest for an unknown one."""
+    tags = dict[SleepTag, None]()
+    for text in texts:
+        try:
+            tags[SleepTag(text)] = None
+        except ValueError:
+            raise InvalidRequest("tags", f"have {text!r}, must be of {', '.join(SleepTag)}") from None
+    return tuple(tags)
 
 
 def mode_from_message(number: int) -> PauseMode:

@@ -78,17 +78,21 @@ def sleep(
 @engine.command(cls=Command)
 def wake_up(
     model: Model = "",
+    tags: Annotated[
+        list[str] | None,
+        typer.Option(help="What wakes, weights or kv_cache; several may be given. All by default."),
+    ] = None,
     target: Target = DEFAULT_TARGET,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
-    """End a sleep.
+    """End a sleep. Requests are refused until weights and KV cache are awake.
 
     Example: `quire engine wake-up --target 127.0.0.1:50051`
     """
     with connect(target, token_file, tls_ca) as client:
-        client.wake_up(model=model)
-    print("awake")
+        client.wake_up(tags or (), model=model)
+    print(f"awake: {', '.join(tags)}" if tags else "awake")
 
 
 @engine.command(cls=Command)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -189,9 +189,11 @@ class AsyncClient:
         """See `Client.sleep`."""
         await self._wait(self._calls.sleep(level, mode, model, timeout_s))
 
-    async def wake_up(self, *, model: str = "", timeout_s: float | None = None) -> None:
+    async def wake_up(
+        self, tags: Iterable[str] = (), *, model: str = "", timeout_s: float | None = None
+    ) -> None:
         """See `Client.wake_up`."""
-        await self._wait(self._calls.wake_up(model, timeout_s))
+        await self._wait(self._calls.wake_up(tags, model, timeout_s))
 
     async def pause(self, *, mode: str = "keep", model: str = "", timeout_s: float | None = None) -> None:
         """See `Client.pause`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from ...proto.errors import ConfigError, QuireError, ServerUnreachable
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
 from ..api.deployment_messages import deployment_to_message
-from ..api.engine_messages import mode_to_message
+from ..api.engine_messages import mode_to_message, read_tags
 from ..api.grpc_status import from_grpc_error
 from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from ..api.response_messages import event_from_message, output_from_message
@@ -301,8 +301,8 @@ class Calls:
             request = admin_pb2.SleepRequest(model=model, level=level, mode=mode_to_message(mode))
         return Call(self._admin.Sleep, request, self._options(timeout_s), lambda response: None)
 
-    def wake_up(self, model: str, timeout_s: float | None) -> Call[None]:
-        request = admin_pb2.WakeUpRequest(model=model)
+    def wake_up(self, tags: Iterable[str], model: str, timeout_s: float | None) -> Call[None]:
+        request = admin_pb2.WakeUpRequest(model=model, tags=read_tags(tags))
         return Call(self._admin.WakeUp, request, self._options(timeout_s), lambda response: None)
 
     def pause(self, mode: str, model: str, timeout_s: float | None) -> Call[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -233,13 +233,21 @@ class Client:
             model: not needed if the server serves one.
 
         Raises:
-            InvalidRequest: the engine has adapters or a draft model, or a value is not allowed.
+            InvalidRequest: a value is not allowed.
         """
         self._wait(self._calls.sleep(level, mode, model, timeout_s))
 
-    def wake_up(self, *, model: str = "", timeout_s: float | None = None) -> None:
-        """End `sleep`. Raises InvalidRequest if the weights were discarded."""
-        self._wait(self._calls.wake_up(model, timeout_s))
+    def wake_up(self, tags: Iterable[str] = (), *, model: str = "", timeout_s: float | None = None) -> None:
+        """End `sleep`.
+
+        Args:
+            tags: what wakes, of ``weights`` and ``kv_cache``; all if there are none. Requests are refused until all
+                is awake. Weights that were discarded are loaded by `update_weights`.
+
+        Raises:
+            InvalidRequest: a tag is unknown, the weights were discarded, or a rank lacks memory; it sleeps on.
+        """
+        self._wait(self._calls.wake_up(tags, model, timeout_s))
 
     def pause(self, *, mode: str = "keep", model: str = "", timeout_s: float | None = None) -> None:
         """Hold the steps of all replicas of a model; new requests wait until `resume`. `mode` is that of `sleep`."""

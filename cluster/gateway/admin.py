@@ -13,7 +13,7 @@ from ...proto.stream import FlushCache
 from ..api.deployment_messages import deployment_from_message
 from ..api.engine_messages import mode_from_message
 from ..api.status_messages import block_map_to_message
-from .engine_control import control_replicas, sleep_command, update_command
+from .engine_control import control_replicas, sleep_command, update_command, wake_up_command
 from .fault_injection import inject_fault
 from .fleet_events import FleetEvents
 from .fleet_interface import Fleet
@@ -145,7 +145,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def WakeUp(
         self, message: admin_pb2.WakeUpRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> admin_pb2.WakeUpResponse:
-        await self._control(message.model, EngineCommand(Action.WAKE_UP))
+        await self._control(message.model, wake_up_command(message.tags))
         return admin_pb2.WakeUpResponse()
 
     @convert_errors

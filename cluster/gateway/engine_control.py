@@ -10,6 +10,7 @@ from pathlib import Path
 from ...proto.engine_command import Action, EngineCommand, PauseMode
 from ...proto.errors import InvalidRequest, ReplicaUnavailable
 from ...scheduler.core.scheduler import COMMAND_TIMEOUT_S
+from ..api.engine_messages import read_tags
 from ..replica.client import ReplicaClient
 from ..requests.json_values import check_text
 from .replica_pool import ReplicaPool
@@ -26,6 +27,11 @@ def sleep_command(level: int, mode: PauseMode) -> EngineCommand:
     if level not in (1, 2):
         raise InvalidRequest("level", f"is {level}, must be 1 or 2")
     return EngineCommand(Action.SLEEP, mode, level=level)
+
+
+def wake_up_command(tags: Iterable[str]) -> EngineCommand:
+    """Raises InvalidRequest for an unknown tag."""
+    return EngineCommand(Action.WAKE_UP, tags=read_tags(tags))
 
 
 def update_command(path: str, version: str, mode: PauseMode) -> EngineCommand:

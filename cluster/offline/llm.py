@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from ...proto.errors import InvalidRequest, InvalidType
 from ...proto.lora import LoraReference
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
+from ..api.engine_messages import read_tags
 from ..config.engine_options import EngineOptions
 from ..config.machine import Machine
 from ..config.option import write_table
@@ -309,13 +310,18 @@ class LLM:
             raise InvalidRequest("level", f"is {level}, must be 1 or 2")
         self._engine.control(EngineCommand(Action.SLEEP, level=level))
 
-    def wake_up(self) -> None:
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """End `sleep`.
 
+        Args:
+            tags: what wakes, of ``weights`` and ``kv_cache``; all if None. Requests are refused until all is awake.
+                Weights that were discarded are loaded by `update_weights`.
+
         Raises:
-            InvalidRequest: the weights were discarded.
+            InvalidRequest: a tag is unknown, the weights were discarded, or there is not enough memory; the engine
+                sleeps on.
         """
-        self._engine.control(EngineCommand(Action.WAKE_UP))
+        self._engine.control(EngineCommand(Action.WAKE_UP, tags=read_tags(tags or ())))
 
     def update_weights(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from hashlib import sha256
 
-from ...proto.engine_command import Action, EngineCommand, PauseMode
+from ...proto.engine_command import ALL_TAGS, Action, EngineCommand, PauseMode, SleepTag
 from ...proto.errors import QuireError, ReplicaUnavailable, RequestAborted
 from ...proto.step import StepPlan, StepResult
 from .in_flight import NO_ROWS, InFlightStep
@@ -36,6 +36,7 @@ class EngineControl:
         self._under_way: tuple[EngineCommand, Caller | None] | None = None
         self._update: EngineCommand | None = None  # the latest that was carried out
         self._level = 0  # of the present sleep
+        self._awake = ALL_TAGS
         self._has_weights = True
         self.is_paused = False
 
@@ -68,6 +69,11 @@ class EngineControl:
     def holds_admission(self) -> bool:
         """Return whether no waiting sequence may start."""
         return bool(self._orders)
+
+    @property
+    def stays_asleep(self) -> bool:
+        """Return whether the replica sleeps, and no command waits or is being carried out."""
+        return self.is_asleep and not self._orders and self._under_way is None
 
     @property
     def _waits_for_running(self) -> bool:
@@ -117,6 +123,12 @@ class EngineControl:
                 self.is_paused = command.action is Action.PAUSE
                 self._answer(caller, "")
                 continue
+            if self._lacks_weights(command):
+                self._answer(
+                    caller,
+                    "the weights were discarded by sleep at level 2; update_weights must name others first",
+                )
+                continue
             state.requeue_all(now)
             self._under_way = command, caller
             step_id = state.in_flight.next_id
@@ -138,16 +150,18 @@ class EngineControl:
     def on_recovery(self, *, has_new_ranks: bool) -> None:
         """Repeat the command that failed, and bring new ranks into the present state.
 
-        A new rank has loaded the weights that the replica started with.
+        All ranks are awake, and a new one has loaded the weights that the replica started with.
         """
         if self._under_way is not None:
             self._orders.appendleft(self._under_way)
             self._under_way = None
-        if not has_new_ranks:
-            return
         if self.is_asleep:
-            self._orders.appendleft((EngineCommand(Action.SLEEP, level=self._level), None))
-        if self._update is not None:
+            if self._awake:
+                self._orders.appendleft(
+                    (EngineCommand(Action.WAKE_UP, tags=tuple(sorted(self._awake))), None)
+                )
+            self._orders.appendleft((EngineCommand(Action.SLEEP, level=1 if self._has_weights else 2), None))
+        if has_new_ranks and self._update is not None:
             self._orders.appendleft((self._update, None))
 
     def _refusal(self, command: EngineCommand) -> str:
@@ -156,9 +170,19 @@ class EngineControl:
             return f"{len(self._orders)} commands wait already"
         if command.stamp and self._update is not None and command.stamp < self._update.stamp:
             return f"weights {self._update.version!r} were ordered later, and are in use"
-        if command.action is Action.WAKE_UP and not self._has_weights:
-            return "the weights were discarded by sleep at level 2; update_weights must name others first"
         return ""
+
+    def _lacks_weights(self, command: EngineCommand) -> bool:
+        """Return whether a command would wake all, and there are no weights to wake with."""
+        return (
+            command.action is Action.WAKE_UP
+            and not self._has_weights
+            and self._awake_after(command) == ALL_TAGS
+        )
+
+    def _awake_after(self, command: EngineCommand) -> frozenset[SleepTag]:
+        """Return what is awake after WAKE_UP."""
+        return self._awake.union(command.tags or ALL_TAGS)
 
     def _is_ordered(self, command: EngineCommand) -> bool:
         """Return whether the same update waits or is carried out."""
@@ -167,10 +191,12 @@ class EngineControl:
 
     def _apply(self, command: EngineCommand) -> None:
         if command.action is Action.SLEEP:
-            self._level = max(self._level, command.level)
-            self._has_weights = self._level < 2
+            self._level, self._awake = max(self._level, command.level), frozenset()
+            self._has_weights = self._has_weights and command.level < 2
         elif command.action is Action.WAKE_UP:
-            self._level = 0
+            self._awake = self._awake_after(command)
+            if self._awake == ALL_TAGS:
+                self._level = 0
         else:
             self._update, self._has_weights = command, True
             for sequence in self._state.alive.values():

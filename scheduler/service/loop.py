@@ -189,12 +189,19 @@ class StepLoop:
             raise failure from error  # the state may be inconsistent
         self._epoch += 1
         self._broadcast_status()
+        self._await_end_of_sleep()
         rebuilt = self._recovery.recover(failure, self._epoch)
         self._scheduler.resume(self._epoch, rebuilt.kept, has_new_ranks=rebuilt.has_new_ranks)
         self._failure, self._is_idle = None, True
         self._set_activity(Activity.BUSY)
         self._broadcast_status()
         _log.info("%s has rebuilt its ranks in %.2f s", self._replica_id, self._clock() - started_at)
+
+    def _await_end_of_sleep(self) -> None:
+        """Wait while the replica stays asleep: others may use the memory that new ranks would take."""
+        never = threading.Event()
+        while self._scheduler.control.stays_asleep:
+            self._wait(never, IDLE_CHECK_S)
 
     def _wait(self, event: threading.Event, timeout_s: float) -> None:
         """Handle messages during a recovery until the event is set, or at most for a moment. Raises _Stopped."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from reference import Reference
 from safetensors.torch import load_file
 
 from quire import LLM, Client, SamplingParams
+from quire.cluster.api.status import ReplicaInfo
 from quire.cluster.demo.server import ServerProcess
 
 pytestmark = pytest.mark.cluster
 
+DEADLINE_S = 120.0
 PROMPT = [5, 9, 11, 40, 7]
 LENGTH = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
@@ -55,6 +58,41 @@ def test_ranks_of_a_server_sleep_wake_and_change_their_weights(
         check(client, second, "step-1")
         client.update_weights(str(first), version="step-2")
         check(client, first, "step-2")
+
+
+def test_sleeping_ranks_that_die_are_replaced_when_the_others_wake(
+    folders: tuple[Path, Path],
+    serve: Callable[..., ServerProcess],
+    scheduler_pid: Callable[[ServerProcess], int],
+) -> None:
+    first, second = folders
+    with Client((server := serve(str(first), *TWO_RANKS)).address) as client:
+        check(client, first, "")
+        client.sleep()
+        before = rank_pids(client)
+        os.kill(before[1], signal.SIGKILL)
+        await_status(client, lambda replica: "SIGKILL" in replica.problem)
+        client.update_weights(str(second), version="step-1")
+        client.wake_up()
+        check(client, second, "step-1")
+        assert rank_pids(client)[0] == before[0]
+        assert rank_pids(client)[1] != before[1]
+        client.sleep()
+        os.kill(scheduler_pid(server), signal.SIGKILL)  # the next one does not know of the sleep
+        await_status(client, lambda replica: replica.ready)
+        check(client, second, "step-1")
+
+
+def rank_pids(client: Client) -> list[int]:
+    (replica,) = client.status()
+    return [each.pid for each in replica.ranks]
+
+
+def await_status(client: Client, condition: Callable[[ReplicaInfo], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not any(map(condition, client.status())):  # there is none while a scheduler is replaced
+        assert time.monotonic() < deadline, client.status()
+        time.sleep(0.1)
 
 
 def test_tensors_of_a_trainer_reach_two_ranks(folders: tuple[Path, Path]) -> None:

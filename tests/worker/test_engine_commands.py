@@ -19,8 +19,10 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.proto.config import LoraConfig, SpeculativeConfig
-from quire.proto.engine_command import Action, EngineCommand
+from quire.proto.engine_command import Action, EngineCommand, SleepTag
+from quire.proto.errors import ConfigError
 from quire.proto.lora import LoraReference
+from quire.proto.step import StepPlan
 
 PROMPTS = prompts_of([7, 19], seed=6)
 CALLER = (b"", 1)
@@ -129,6 +131,115 @@ def test_drafts_go_on_with_the_new_weights(
         Reference(first).check_greedy(2 * prompt, output[:length])
         Reference(second).check_greedy(2 * prompt + output[:length], output[length:])
     assert driver.scheduler.stats.num_draft_tokens > 0
+
+
+def command_ranks(engine: Any, command: EngineCommand) -> set[str]:
+    """Have the ranks carry out a command without a scheduler; return their errors."""
+    plan = StepPlan(0, 0, engine.runners[0]._rows.tables.digest, command=command)
+    return {
+        result.command_error for result in engine.on_all(lambda runner: runner.execute(plan), engine.runners)
+    }
+
+
+def wake_up(*tags: SleepTag) -> EngineCommand:
+    return EngineCommand(Action.WAKE_UP, tags=tags)
+
+
+def update(path: Path) -> EngineCommand:
+    return EngineCommand(Action.UPDATE_WEIGHTS, path=str(path), version="v")
+
+
+def check_greedy(engine: Any, folder: Path) -> None:
+    driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
+    for handle, prompt in enumerate(PROMPTS):
+        driver.add(handle, prompt, max_tokens=8, ignore_eos=True)
+    driver.run()
+    for handle, prompt in enumerate(PROMPTS):
+        Reference(folder).check_greedy(prompt, driver.outputs[handle])
+    driver.empty_ranks()
+
+
+def parts_in_memory(runner: Any) -> set[SleepTag]:
+    weights, cache = runner._has_model, runner._cache is not None
+    return {tag for tag, is_there in zip(SleepTag, (weights, cache), strict=True) if is_there}
+
+
+WEIGHTS, KV_CACHE = SleepTag
+SLEEP = EngineCommand(Action.SLEEP)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("parts", [(WEIGHTS, KV_CACHE), (KV_CACHE, WEIGHTS)])
+def test_ranks_wake_in_parts(
+    make_model: Callable[..., Path], make_engine: Any, parts: tuple[SleepTag, SleepTag], tp: int
+) -> None:
+    first, second = make_model("llama", seed=1), make_model("llama", seed=2)
+    engine = make_engine(first, tp, num_blocks=32, block_size=4)
+    assert command_ranks(engine, SLEEP) == {""}
+    assert all(parts_in_memory(runner) == set() for runner in engine.runners)
+    assert command_ranks(engine, wake_up(parts[0])) == {""}
+    assert all(parts_in_memory(runner) == {parts[0]} for runner in engine.runners)
+    assert command_ranks(engine, update(second)) == {""}
+    assert all(parts_in_memory(runner) == {parts[0]} for runner in engine.runners)
+    assert command_ranks(engine, wake_up(parts[1])) == {""}
+    check_greedy(engine, second)
+    assert command_ranks(engine, wake_up()) == {""}
+    check_greedy(engine, second)
+
+
+def test_discarded_weights_are_loaded_when_others_are_named(
+    make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    first, second = make_model("llama", seed=1), make_model("llama", seed=2)
+    engine = make_engine(first, num_blocks=32, block_size=4)
+    (runner,) = engine.runners
+    for command, parts in (
+        (EngineCommand(Action.SLEEP, level=2), set()),
+        (wake_up(WEIGHTS), set()),
+        (update(second), {WEIGHTS}),
+        (wake_up(KV_CACHE), {WEIGHTS, KV_CACHE}),
+    ):
+        assert command_ranks(engine, command) == {""}
+        assert parts_in_memory(runner) == parts
+    check_greedy(engine, second)
+
+
+@pytest.mark.parametrize("part", [WEIGHTS, KV_CACHE])
+def test_ranks_wake_together_or_sleep_on(
+    make_model: Callable[..., Path], make_engine: Any, monkeypatch: pytest.MonkeyPatch, part: SleepTag
+) -> None:
+    folder = make_model("llama", seed=1)
+    engine = make_engine(folder, 2, num_blocks=32, block_size=4)
+
+    def fail(*_: Any) -> None:
+        raise ConfigError("rank 1 has no memory left")
+
+    command_ranks(engine, SLEEP)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runners[1], "_load_model" if part is WEIGHTS else "_allocate_cache", fail)
+        errors = command_ranks(engine, wake_up())
+        assert errors == {
+            "rank 1 has no memory left",
+            "another rank lacks memory, or cannot read the weights",
+        }
+        assert all(parts_in_memory(runner) == set() for runner in engine.runners)
+        (other,) = set(SleepTag) - {part}
+        assert command_ranks(engine, wake_up(other)) == {""}
+        assert "rank 1 has no memory left" in command_ranks(engine, wake_up(part))
+        assert all(parts_in_memory(runner) == {other} for runner in engine.runners)
+    assert command_ranks(engine, wake_up(part)) == {""}
+    check_greedy(engine, folder)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_ranks_of_a_new_group_wake(
+    make_model: Callable[..., Path], make_engine: Any, level: int
+) -> None:
+    folder = make_model("llama", seed=1)
+    engine = make_engine(folder, 2, num_blocks=32, block_size=4)
+    command_ranks(engine, EngineCommand(Action.SLEEP, level=level))
+    engine.on_all(lambda runner: runner.reset(has_new_ranks=False), engine.runners)
+    check_greedy(engine, folder)
 
 
 def test_head_of_the_new_weights_drafts(

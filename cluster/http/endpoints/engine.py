@@ -5,7 +5,9 @@ The endpoints exist only if an operator allows it: their callers stop the engine
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 from pydantic import Field
 
 from ....proto.engine_command import Action, EngineCommand, PauseMode
@@ -16,6 +18,7 @@ from ...gateway.engine_control import (
     is_sleeping,
     sleep_command,
     update_command,
+    wake_up_command,
 )
 from ...gateway.services import GatewayServices
 from ..call_context import preparing
@@ -52,10 +55,10 @@ def router(services: GatewayServices) -> APIRouter:
         with preparing(services, {}):
             await control(model, sleep_command(level, read_mode(mode)))
 
-    @router.post("/wake_up", summary="End a sleep")
-    async def wake_up(model: str = "") -> None:
+    @router.post("/wake_up", summary="End a sleep, or a part of it: weights, kv_cache")
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None, model: str = "") -> None:
         with preparing(services, {}):
-            await control(model, EngineCommand(Action.WAKE_UP))
+            await control(model, wake_up_command(tags or ()))
 
     @router.get("/is_sleeping", summary="Tell whether the engine sleeps")
     async def get_sleeping(model: str = "") -> dict[str, bool]:

@@ -38,6 +38,8 @@ def test_commands_change_the_state_of_the_engine(
         assert status == WRONG_USE
         assert "update_weights must name others first" in problem
         assert run("update-weights", str(model), "--version", "step-1") == (0, "weights step-1")
+        assert run("wake-up", "--tags", "kv_cache") == (0, "awake: kv_cache")
+        assert client.status()[0].sleep_level == 2
         assert run("wake-up") == (0, "awake")
         assert client.status()[0].weights_version == "step-1"
         assert run("sleep", "--mode", "never")[0] == WRONG_USE

@@ -180,6 +180,29 @@ def test_sleeping_server_refuses_requests_until_it_wakes(http: httpx.Client, grp
     assert http.get("/ready").status_code == 200
 
 
+def test_server_that_wakes_in_parts_refuses_requests_until_all_is_awake(
+    http: httpx.Client, grpc_client: Client
+) -> None:
+    before = complete(http)
+    for wake in (
+        lambda tag: http.post(f"/wake_up?tags={tag}").raise_for_status(),
+        lambda tag: grpc_client.wake_up([tag]),
+    ):
+        assert http.post("/sleep").status_code == 200
+        wake("weights")
+        assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+        assert http.post("/v1/completions", json=body()).status_code == 503
+        wake("kv_cache")
+        assert http.get("/is_sleeping").json() == {"is_sleeping": False}
+        assert complete(http) == before
+    assert http.post("/sleep").status_code == 200
+    response = http.post("/wake_up?tags=weights&tags=kv")
+    assert response.status_code == 400
+    assert "have 'kv', must be of weights, kv_cache" in response.json()["error"]["message"]
+    assert http.post("/wake_up?tags=weights&tags=kv_cache").status_code == 200
+    assert complete(http) == before
+
+
 def test_discarded_weights_must_be_replaced_before_waking(grpc_client: Client, trained: Trained) -> None:
     grpc_client.sleep(level=2)
     with pytest.raises(InvalidRequest, match="update_weights must name others first"):

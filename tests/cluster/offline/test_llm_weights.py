@@ -91,6 +91,20 @@ def test_sleeping_engine_refuses_requests_and_wakes_with_its_weights(folders: tu
             llm.sleep(level=3)
 
 
+def test_engine_wakes_in_parts(folders: tuple[Path, Path]) -> None:
+    first, second = folders
+    with LLM(str(first), num_kv_blocks=64, **CPU) as llm:
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.update_weights(tensors=load_file(second / "model.safetensors"), version="v")
+        with pytest.raises(ReplicaUnavailable, match="the engine sleeps; wake it up first"):
+            llm.generate(PROMPTS, GREEDY)
+        with pytest.raises(InvalidRequest, match="tags: have 'kv', must be of weights, kv_cache"):
+            llm.wake_up(tags=["kv"])
+        llm.wake_up(tags=["kv_cache"])
+        check(llm, second, "v")
+
+
 def test_sleep_frees_the_memory_of_the_kv_cache(folders: tuple[Path, Path]) -> None:
     kv_bytes = 256 << 20
     with LLM(str(folders[0]), kv_cache_memory=kv_bytes, **CPU) as llm:

@@ -8,13 +8,14 @@ import pytest
 from driver import Driver
 from fakes import oracle, random_prompt, small_config
 
-from quire.proto.engine_command import Action, EngineCommand, PauseMode
+from quire.proto.engine_command import Action, EngineCommand, PauseMode, SleepTag
 from quire.proto.stream import FinishReason
 from quire.scheduler.core.engine_control import MAX_ORDERS
 
 CALLER = (b"gateway", 7)
 UPDATE = EngineCommand(Action.UPDATE_WEIGHTS, path="weights", version="v1")
 SLEEP, WAKE_UP = EngineCommand(Action.SLEEP), EngineCommand(Action.WAKE_UP)
+WAKE_WEIGHTS, WAKE_KV = (EngineCommand(Action.WAKE_UP, tags=(tag,)) for tag in SleepTag)
 PAUSE, RESUME = EngineCommand(Action.PAUSE), EngineCommand(Action.RESUME)
 PROMPTS = [random_prompt(9, seed=seed) for seed in range(3)]
 
@@ -130,6 +131,53 @@ def test_discarded_weights_must_be_named_before_waking(driver: Driver) -> None:
     refused, *others = sorted(outcomes(driver), reverse=True)
     assert "level 2" in refused
     assert others == ["", "", ""]
+    check_outputs(driver)
+
+
+@pytest.mark.parametrize("parts", [(WAKE_WEIGHTS, WAKE_KV), (WAKE_KV, WAKE_WEIGHTS)])
+def test_engine_that_wakes_in_parts_refuses_requests_until_all_is_awake(
+    driver: Driver, parts: tuple[EngineCommand, ...]
+) -> None:
+    control = driver.scheduler.control
+    for command in (SLEEP, parts[0], parts[0]):
+        order(driver, command)
+        while driver.step():
+            pass
+        assert control.is_asleep
+        assert control.refusal() is not None
+    order(driver, parts[1])
+    driver.run()
+    assert not control.is_asleep
+    assert outcomes(driver) == [""] * 4
+    check_outputs(driver)
+
+
+@pytest.mark.parametrize("first", [WAKE_WEIGHTS, WAKE_KV])
+def test_discarded_weights_are_needed_only_when_all_is_awake(driver: Driver, first: EngineCommand) -> None:
+    discard = EngineCommand(Action.SLEEP, level=2)
+    for command in (discard, first, WAKE_UP, UPDATE, discard, UPDATE, SLEEP, WAKE_UP):
+        order(driver, command)
+    driver.run()
+    refused, *others = sorted(outcomes(driver), reverse=True)
+    assert "level 2" in refused
+    assert others == [""] * 7
+    check_outputs(driver)
+
+
+def test_rebuilt_ranks_wake_as_far_as_the_others(driver: Driver) -> None:
+    for command in (EngineCommand(Action.SLEEP, level=2), UPDATE, WAKE_WEIGHTS):
+        order(driver, command)
+    while driver.step():
+        pass
+    driver.lose_ranks()
+    while driver.step():
+        pass
+    commands = [(command.action, command.level, command.tags) for command in driver.group.commands[3:]]
+    asleep = EngineCommand(Action.SLEEP)  # at level 1: the weights of the update are kept
+    assert commands == [(each.action, each.level, each.tags) for each in (UPDATE, asleep, WAKE_WEIGHTS)]
+    order(driver, WAKE_KV)
+    driver.run()
+    assert outcomes(driver) == [""] * 4
     check_outputs(driver)
 
 

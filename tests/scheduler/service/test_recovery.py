@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,18 @@ from typing import Any
 import pytest
 from fakes import FakeWorkerGroup, oracle, small_config, submit
 
+from quire.proto.engine_command import Action, EngineCommand
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from quire.proto.replica_status import Activity, ReplicaStatus
 from quire.proto.step import StepResult
-from quire.proto.stream import Finish, ReplicaMessage, StatusQuery, TokenBatch
+from quire.proto.stream import (
+    ControlEngine,
+    EngineControlled,
+    Finish,
+    ReplicaMessage,
+    StatusQuery,
+    TokenBatch,
+)
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service import recovery
 from quire.scheduler.service.loop import StepLoop
@@ -114,6 +123,11 @@ class Serving:
         batches = [message for message in self.messages if isinstance(message, TokenBatch)]
         return [token for batch in batches for token in batch.token_ids[batch.handles == handle].tolist()]
 
+    def command(self, query_id: int, action: Action) -> None:
+        """Send a command, and wait until it is carried out."""
+        self.send(ControlEngine(query_id, EngineCommand(action)))
+        self.wait_for(lambda message: message == EngineControlled(query_id))
+
     def status(self, query_id: int) -> ReplicaStatus:
         self.send(StatusQuery(query_id))
         found = self.wait_for(
@@ -155,6 +169,24 @@ def test_requests_continue_after_a_recovery() -> None:
         assert end.timings.num_recoveries == 1
         assert served.status(1).num_recoveries == 1
         assert served.group.rebuilt == [2]
+
+
+def test_ranks_that_fail_in_sleep_are_rebuilt_when_a_command_comes() -> None:
+    with serving() as served:
+        served.command(1, Action.SLEEP)
+        served.group.failure = RankFailed(1, "its process was killed by SIGKILL")
+        query_ids = itertools.count(2)
+        while served.status(next(query_ids)).activity is not Activity.RECOVERING:
+            pass
+        assert "SIGKILL" in served.status(next(query_ids)).problem
+        assert served.group.rebuilt == []
+        served.group.failure = None
+        served.command(next(query_ids), Action.WAKE_UP)
+        served.send(submit(1, [5, 6], max_tokens=20, ignore_eos=True))
+        served.end_of(1)
+        assert served.output(1) == oracle([5, 6], 20, stops=())
+        assert served.group.rebuilt == [2]
+        assert [each.action for each in served.group.commands] == [Action.SLEEP, Action.SLEEP, Action.WAKE_UP]
 
 
 def test_status_and_new_requests_are_answered_during_a_recovery() -> None:
