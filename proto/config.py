@@ -363,8 +363,7 @@ class EngineConfig:
     @property
     def drafts_forced_text(self) -> bool:
         """Return whether steps draft the text that grammars force, and nothing else."""
-        has_drafts = self.speculative is not None or self.parallel.enable_dp_attention
-        return self.model.generates and not has_drafts
+        return self.model.generates and self.speculative is None
 
     @property
     def max_decode_tokens(self) -> int:

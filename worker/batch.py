@@ -16,7 +16,6 @@ from ..proto.block_tables import IntArray, RowArray
 from ..proto.step import StepPlan
 from .attention import AttentionInputs, OwnTokens, split_groups, with_groups
 from .device_rows import DeviceRows
-from .kv_partition import KvPartition
 from .lora.step_adapters import StepAdapters, make_step_adapters
 from .memory.host_to_device import to_device_together
 from .pooling.pooled_tokens import PooledTokens, select_pooled_tokens
@@ -112,18 +111,16 @@ def gather_batch(
     plan: StepPlan,
     block_size: int,
     num_drafted: IntArray | None = None,
-    partition: KvPartition | None = None,
 ) -> Batch | None:
     """Gather the inputs of a step. Returns None if no row computes.
 
     Args:
         num_drafted: [R], drafted tokens that each row computes after its newest one; None for none.
-        partition: the blocks on this rank, which attends for the rows that have them; None if it has all.
 
     Raises:
         ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
     """
-    if rows.row_tables is not None and partition is None and not plan.chunk_rows.size:
+    if rows.row_tables is not None and rows.partition is None and not plan.chunk_rows.size:
         return _gather_decodes(rows, rows.row_tables, _decoding_rows(rows, plan), num_drafted)
     layout = _lay_out(rows, plan, num_drafted)
     if layout is None:
@@ -132,7 +129,7 @@ def gather_batch(
     sampled, chunks = layout.sampled, slice(layout.num_decodes, None)
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
-    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, block_size, partition)
+    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, block_size)
     sampled_slots = None if layout.samples_all else rows.lora_slots[layout.rows[sampled]]
     lora = make_step_adapters(rows.lora_slots[layout.token_rows], sampled_slots, positions.device)
     return Batch(
@@ -236,10 +233,10 @@ def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> 
 
 
 def _gather_inputs(
-    rows: DeviceRows, layout: _Layout, block_size: int, partition: KvPartition | None
+    rows: DeviceRows, layout: _Layout, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
     """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device."""
-    own, own_tokens = layout, None
+    own, own_tokens, partition = layout, None, rows.partition
     if partition is not None:
         own, own_tokens = _own_part(layout, partition.has(rows.tables.ids[layout.rows, 0]))
     num_decodes, seq_lens, num_groups = own.num_decodes, own.seq_lens, rows.tables.num_groups
@@ -274,9 +271,7 @@ def _gather_inputs(
         own_tokens=None if on_device is None else OwnTokens(on_device, on_device),
     )
     if partition is not None:
-        # Stale entries beyond a sequence's blocks may be of another rank.
-        attention.block_tables.sub_(partition.first_block).clamp_(0, partition.num_blocks - 1)
-        slots.sub_(partition.first_block * block_size)
+        partition.renumber(attention.block_tables, slots, block_size)
     if num_groups > 1:
         tables = attention.block_tables.chunk(num_groups)
         of_layers = split_groups(slots.chunk(num_groups), tables, rows.layout.splits, block_size)

@@ -16,6 +16,7 @@ from ..proto.pooling import PoolingParams
 from ..proto.step import NewSequence, StepPlan
 from .comm.communicator import Communicator
 from .comm.shard import Shard
+from .kv_partition import KvPartition
 from .memory.host_to_device import to_device, to_device_together
 from .sampling.custom_processors import load_custom_processors
 from .sampling.logits_processors import LogitsProcessorState
@@ -45,6 +46,8 @@ class DeviceRows:
         pools: [R] bool, rows that have `pooling`.
         one_each: [R] int32, ones.
         row_tables: of a CPU, for models with one cache group without a window; None for others.
+        partition: the blocks on this rank, which attends for the rows that have them; None if it has all. Set when
+            the KV cache is allocated.
 
     Args:
         shard: this rank's part of the vocabulary.
@@ -69,6 +72,7 @@ class DeviceRows:
         if device.type == "cpu" and len(self.layout.groups) == 1 and not self.layout.has_windows:
             block_tables = self.device_tables.ids
             self.row_tables = RowTables(self.token_ids, self.lens, block_tables, config.cache.block_size)
+        self.partition: KvPartition | None = None
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.pooling: list[PoolingParams | None] = [None] * num_rows
         self.pools = np.zeros(num_rows, dtype=np.bool_)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from ..proto.block_tables import IntArray
 from ..proto.step import StepPlan
@@ -36,6 +37,12 @@ class KvPartition:
         """Return which blocks of the pool are this rank's."""
         is_own: npt.NDArray[np.bool_] = block_ids // self.num_blocks == self.index
         return is_own
+
+    def renumber(self, block_tables: Tensor, slots: Tensor, block_size: int) -> None:
+        """Convert block tables and slots of this rank's rows from the pool's numbers to this rank's, in place."""
+        # Stale entries beyond a sequence's blocks may be of another rank.
+        block_tables.sub_(self.first_block).clamp_(0, self.num_blocks - 1)
+        slots.sub_(self.first_block * block_size)
 
     def own_moves(self, plan: StepPlan) -> StepPlan:
         """Return the plan with the block moves of this rank only, by this rank's numbers."""

@@ -118,7 +118,6 @@ class ModelRunner:
         self._awake = ALL_TAGS
         self._has_discarded_weights = False  # by sleep at level 2, and not got others yet
         self._num_blocks_asleep = 0
-        self._partition: KvPartition | None = None  # with data-parallel attention, as the cache
         self._graph_backend = graph_backend
         self._graphs: StepGraphs | None = None
         self._executor: StepExecutor | None = None  # as the cache
@@ -243,7 +242,7 @@ class ModelRunner:
             )
         if self._config.parallel.enable_dp_attention:
             num_host_blocks = self._config.cache.num_host_blocks + 1
-            self._partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
+            self._rows.partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
         return is_inherited
 
     def _open_kv_segment(self, num_blocks: int, inherited: SegmentAddress | None) -> KvSegment | None:
@@ -488,8 +487,8 @@ class ModelRunner:
         if digest != plan.digest:
             reason = f"its block tables have digest {digest:016x}, the scheduler's {plan.digest:016x}"
             raise self._failure(plan, reason)
-        if self._partition is not None:
-            plan = self._partition.own_moves(plan)
+        if self._rows.partition is not None:
+            plan = self._rows.partition.own_moves(plan)
         if len(plan.swap_out):
             self._kv_cache.swap_out(torch.from_numpy(plan.swap_out.astype(np.int64)))
         if len(plan.swap_in):
@@ -510,7 +509,7 @@ class ModelRunner:
         return self._executor.launch(batch, result)
 
     def _gather(self, plan: StepPlan, num_drafted: IntArray | None) -> Batch | None:
-        return gather_batch(self._rows, plan, self._config.cache.block_size, num_drafted, self._partition)
+        return gather_batch(self._rows, plan, self._config.cache.block_size, num_drafted)
 
     def _record_graphs(self, cache: CacheEngine) -> StepGraphs | None:
         """Record steps of every recorded shape on this cache. Returns None if graphs are off."""

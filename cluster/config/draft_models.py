@@ -26,7 +26,13 @@ def describe_draft(
     """
     assert config.speculative is not None
     describe = _DESCRIBE.get(config.speculative.method)
-    return None if describe is None else describe(config, options, with_weights)
+    draft = None if describe is None else describe(config, options, with_weights)
+    if draft is not None and config.parallel.enable_dp_attention and not draft.latent_dim:
+        raise ConfigError(
+            f"enable_dp_attention is for multi-head latent attention, which {draft.name} of speculative_config does "
+            "not have; draft by another method, or leave one of the two out"
+        )
+    return draft
 
 
 def _describe_model(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:

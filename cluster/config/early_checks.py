@@ -134,12 +134,8 @@ def _check_dp_attention(options: EngineOptions) -> None:
         return
     if options.tensor_parallel_size == 1:
         raise ConfigError("enable_dp_attention is for several ranks, tensor_parallel_size is 1")
-    for name, is_set in (
-        ("speculative_config", options.speculative_config is not None),
-        ("enable_lora", options.enable_lora),
-    ):
-        if is_set:
-            raise ConfigError(f"enable_dp_attention does not support {name} yet; leave one of them out")
+    if options.enable_lora:
+        raise ConfigError("enable_dp_attention does not support enable_lora yet; leave one of them out")
 
 
 def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:

@@ -210,6 +210,12 @@ class Engine:
         )
         self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
 
+    def divide_blocks(self, num_blocks: int) -> None:
+        """Number the blocks of data-parallel ranks as a scheduler does that knows of fewer than there are."""
+        for runner in self.runners:
+            if runner._rows.partition is not None:
+                runner._rows.partition = replace(runner._rows.partition, num_blocks=num_blocks)
+
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
         """Call the function with each rank's argument, on threads of the ranks; raise the first error.
 

@@ -79,7 +79,7 @@ class MtpHead:
         ]
         residual = self.projection.multiply(torch.cat(parts[::-1] if self.is_hidden_first else parts, dim=-1))
         rope = self.layer.attention.rope
-        rotation = (None, None) if rope is None else self.target.rotary[rope].at(positions)
+        rotation = (None, None) if rope is None else self.target.rotary[rope].at(inputs.own(positions))
         x = self.layer.forward(None, residual, {rope: rotation}, kv_caches[0], inputs)
         return self.layer.add(x, residual, self.norm if self.feeds_normed else None)
 

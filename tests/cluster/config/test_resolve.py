@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -298,15 +299,20 @@ def test_dp_attention_is_for_latents_on_several_ranks(make_model: Callable[..., 
         resolve_on_cpu(latents, enable_dp_attention=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("enable_lora", True), ("speculative_config", '{"method": "ngram"}')]
-)
-def test_dp_attention_refuses_what_it_does_not_support(
-    make_model: Callable[..., Path], name: str, value: Any
-) -> None:
-    options = {"tensor_parallel_size": 2, "enable_dp_attention": True, name: value}
-    with pytest.raises(ConfigError, match=f"enable_dp_attention does not support {name} yet"):
-        resolve_on_cpu(make_model("deepseek_v3"), **options)
+def test_dp_attention_refuses_what_it_does_not_support(make_model: Callable[..., Path]) -> None:
+    options = {"tensor_parallel_size": 2, "enable_dp_attention": True}
+    folder = make_model("deepseek_v3")
+    with pytest.raises(ConfigError, match="enable_dp_attention does not support enable_lora yet"):
+        resolve_on_cpu(folder, enable_lora=True, **options)
+    for model, is_refused in ((folder, False), (make_model("llama"), True)):
+        drafts = json.dumps({"method": "draft_model", "model": str(model), "num_speculative_tokens": 2})
+        with (
+            pytest.raises(ConfigError, match="speculative_config does not have")
+            if is_refused
+            else nullcontext()
+        ):
+            config = resolve_on_cpu(folder, speculative_config=drafts, **options)
+            assert config.speculative is not None
 
 
 @pytest.mark.parametrize(

@@ -215,5 +215,5 @@ def test_profile_run_has_all_tokens_on_each_rank(ranks: Ranks, monkeypatch: pyte
 
     monkeypatch.setattr(LatentAttention, "_attend_all", record)
     engine.on_all(lambda runner: runner._profile_run(runner._make_scratch_cache()), engine.runners)
-    num_layers = engine.config.model.num_layers
-    assert num_tokens.count(24) == num_tokens.count(6) == ranks.tp * num_layers
+    num_layers, num_decoded = engine.config.model.num_layers, engine.config.max_decode_tokens
+    assert num_tokens.count(24) == num_tokens.count(num_decoded) == ranks.tp * num_layers

@@ -56,6 +56,7 @@ NARROW_NEAR_TIE = 0.1
 # Heads whose layer is one of the target's kind |-> its model type and settings.
 APPENDED: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp-experts": ("glm4_moe", {"attention_bias": True}),
+    "mtp-latents": ("deepseek_v3", {}),
     "mtp-sparse": ("deepseek_v32", {"index_topk": 7}),
     "mtp-sparse-shared": ("glm_moe_dsa", {"index_topk": 7}),
     "mtp-ernie": ("ernie4_5_moe", {"use_bias": False}),
@@ -149,7 +150,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
-    def make(kind: str, tp: int, *, narrows: bool = False) -> tuple[Any, type[HeadReference], Path]:
+    def make(
+        kind: str, tp: int, *, narrows: bool = False, enable_dp_attention: bool = False
+    ) -> tuple[Any, type[HeadReference], Path]:
         target, speculative, reference = make_head(kind)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("quire.worker.runner.HeadProposer", Recorder)
@@ -162,6 +165,7 @@ def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
                 block_size=4,
                 max_num_seqs=8,
                 speculative=speculative,
+                enable_dp_attention=enable_dp_attention,
             )
         head = target if speculative.method == "mtp" else Path(speculative.draft.path)
         return engine, reference, head
@@ -215,8 +219,13 @@ def check_drafts(reference: HeadReference, near_tie: float = NEAR_TIE) -> int:
         ("mtp-mimo", 1),
         ("mtp-mimo", 4),
         ("mtp-experts", 2),
+        ("mtp-latents", 1),
+        ("mtp-latents", 2),
+        ("mtp-latents dp", 2),
+        ("mtp-latents dp", 4),
         ("mtp-sparse", 1),
         ("mtp-sparse", 4),
+        ("mtp-sparse dp", 2),
         ("mtp-sparse-shared", 2),
         ("mtp-ernie", 1),
         ("mtp-ernie", 2),
@@ -225,7 +234,8 @@ def check_drafts(reference: HeadReference, near_tie: float = NEAR_TIE) -> int:
 def test_drafts_equal_reference_and_outputs_those_without(
     make_recording_engine: Any, kind: str, tp: int
 ) -> None:
-    engine, reference_type, head = make_recording_engine(kind, tp)
+    kind, is_dp, _ = kind.partition(" dp")
+    engine, reference_type, head = make_recording_engine(kind, tp, enable_dp_attention=bool(is_dp))
     plain = run(engine, NUM_BLOCKS, None)
     learn(plain)
     drafted = run(engine, NUM_BLOCKS, engine.config.speculative)

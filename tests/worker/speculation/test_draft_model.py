@@ -58,6 +58,24 @@ def run(engine: Any, num_blocks: int, config: SpeculativeConfig | None, depth: i
     return driver
 
 
+def test_latent_draft_of_data_parallel_ranks_is_always_right(
+    make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    target = make_model("deepseek_v3", seed=7)
+    engine = make_engine(
+        target, 2, 160, max_model_len=128, block_size=4, max_num_seqs=8, speculative=speculative(target),
+        enable_dp_attention=True,
+    )  # fmt: skip
+    plain = run(engine, 160, None)
+    drafted = run(engine, 160, engine.config.speculative)
+    assert drafted.outputs == plain.outputs
+    assert sum(drafted.scheduler.stats.num_accepted) > 0.8 * drafted.scheduler.stats.num_draft_tokens
+    engine.divide_blocks(24)
+    preempted = run(engine, 24, engine.config.speculative)
+    assert preempted.scheduler.stats.num_preemptions > 0
+    assert preempted.outputs == plain.outputs
+
+
 @pytest.mark.parametrize(("tp", "is_equal"), [(1, True), (1, False), (2, True), (4, False)])
 def test_outputs_equal_those_without_drafts(
     engines: Callable[[int, bool], Any], tp: int, is_equal: bool, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from quire.worker.device_rows import DeviceRows
 
 NUM_SPECULATIVE_TOKENS = 4
 # Of log-probabilities: the products of latent attention depend on how many tokens are computed together.
-TOLERANCES = {"LlamaForCausalLM": 0.0, "GlmMoeDsaForCausalLM": 1e-5}
+TOLERANCES = {"LlamaForCausalLM": 0.0, "GlmMoeDsaForCausalLM": 1e-5, "DeepseekV3ForCausalLM": 1e-5}
 NUM_BLOCKS = 160  # enough for all sequences
 SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
 PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 7 * seed).tolist() for seed in range(6)]
@@ -72,11 +72,19 @@ class OracleProposer:
 
 
 @pytest.fixture(
-    scope="module", params=[(1, "llama"), (2, "llama"), (4, "llama"), (2, "glm_moe_dsa")], ids=str
-)
+    scope="module",
+    params=[
+        (1, "llama"), (2, "llama"), (4, "llama"), (2, "glm_moe_dsa"),
+        (2, "deepseek_v3", "dp"), (4, "deepseek_v3", "dp"), (2, "glm_moe_dsa", "dp"),
+    ],
+    ids=str,
+)  # fmt: skip
 def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make_engine: Any) -> Any:
-    """An engine whose proposer is an OracleProposer. One of the models attends to tokens that its indexer chooses."""
-    tp, kind = request.param
+    """An engine whose proposer is an OracleProposer.
+
+    One of the models attends to tokens that its indexer chooses. "dp" is data-parallel attention.
+    """
+    tp, kind, *dp = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "NgramProposer", OracleProposer)
         return make_engine(
@@ -86,11 +94,13 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
             max_model_len=128,
             block_size=4,
             speculative=SPECULATIVE,
+            enable_dp_attention=bool(dp),
         )
 
 
 def run(engine: Any, num_blocks: int, speculative: SpeculativeConfig | None, depth: int) -> RankedDriver:
     config = replace(engine.config.with_num_blocks(num_blocks), speculative=speculative)
+    engine.divide_blocks(num_blocks)
     driver = RankedDriver(config, engine.step)
     for index, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
         driver.add(10 * index, prompt, max_tokens=30, **settings)
@@ -152,7 +162,7 @@ def test_outputs_and_logprobs_equal_those_without_drafts(
 
 
 def test_preempted_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
-    drafted = run(engine, 30, SPECULATIVE, 2)
+    drafted = run(engine, 30 if engine.config.parallel.num_kv_partitions == 1 else 20, SPECULATIVE, 2)
     assert drafted.scheduler.stats.num_preemptions > 0
     assert drafted.scheduler.stats.num_drafts > 0
     assert drafted.outputs == plain.outputs
@@ -160,6 +170,7 @@ def test_preempted_sequences_continue_with_same_tokens(engine: Any, plain: Ranke
 
 def test_moved_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
     config = replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=SPECULATIVE)
+    engine.divide_blocks(NUM_BLOCKS)
     driver = RankedDriver(config, engine.step)
     settings = {"max_tokens": 30, **SETTINGS[0]}
     driver.add(0, PROMPTS[0], **settings)
