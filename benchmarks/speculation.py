@@ -13,18 +13,21 @@ With --fixed N, every step drafts N tokens per sequence, whatever it costs.
 
 Each runs with 1 and with 16 sequences at once. One engine decodes with drafts and one without; they take turns, batch
 by batch, so that both see the same machine. Ratios are medians over these pairs, of several engines: two of the same
-kind differ by 4 % and more, by where their memory is. Outputs are compared: they must be the same.
+kind differ by 4 % and more, by where their memory is. The standard error of a median is that of the engines' medians.
+Outputs are compared: they must be the same.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import stdev
 
 from benchmarks.common import Figure, make_parser, median, names_from, report
 from benchmarks.draft_lengths import fixed_lengths
@@ -93,27 +96,31 @@ class Measured:
     """What pairs of batches have shown, over all engines.
 
     Attributes:
-        ratios: the time without drafts over that with drafts, of each pair.
+        ratios: the time without drafts over that with drafts, of each pair, by engines.
         rates: tokens/s with drafts.
         num_tokens, num_drafted, num_accepted: with drafts.
     """
 
-    ratios: list[float] = field(default_factory=list)
+    ratios: list[list[float]] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
 
     def add(self, plain_s: float, drafted_s: float, num_tokens: int) -> None:
-        self.ratios.append(plain_s / drafted_s)
+        self.ratios[-1].append(plain_s / drafted_s)
         self.rates.append(num_tokens / drafted_s)
         self.num_tokens += num_tokens
 
     def figures(self) -> dict[str, Figure]:
-        spread = f"{len(self.ratios)} pairs, {min(self.ratios):.2f} to {max(self.ratios):.2f}"
+        ratios = [*itertools.chain.from_iterable(self.ratios)]
+        spread = f"{len(ratios)} pairs, {min(ratios):.2f} to {max(ratios):.2f}"
+        if len(self.ratios) > 1:
+            error = stdev(map(median, self.ratios)) / math.sqrt(len(self.ratios))
+            spread += f", standard error {error:.3f}"
         acceptance = self.num_accepted / max(1, self.num_drafted)
         return {
-            "speedup": Figure(median(self.ratios), "", spread),
+            "speedup": Figure(median(ratios), "", spread),
             "tokens_per_s": Figure(median(self.rates), "tokens/s", "with drafts"),
             "acceptance": Figure(acceptance, "", f"of {self.num_drafted} drafted tokens"),
             "tokens_per_step": Figure(
@@ -146,6 +153,7 @@ def run_pairs(
     workload, batch_size = case
     make_prompt, temperature = WORKLOADS[workload]
     before = num_drafts(drafted)
+    measured.ratios.append([])
     for pair in range(num_pairs + 1):
         prompts = [make_prompt(next(source)) for _ in range(batch_size)]
         order = (plain, drafted) if pair % 2 else (drafted, plain)
