@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +106,18 @@ class _Layout:
         return self.sampled.size == self.rows.size == self.num_decodes
 
 
+class _OwnPart(NamedTuple):
+    """The part of a step that this rank attends for, with data-parallel attention.
+
+    Attributes:
+        layout: of its sequences alone.
+        tokens: numbers of their tokens among the T.
+    """
+
+    layout: _Layout
+    tokens: LongArray
+
+
 def gather_batch(
     rows: DeviceRows,
     plan: StepPlan,
@@ -129,9 +141,14 @@ def gather_batch(
     sampled, chunks = layout.sampled, slice(layout.num_decodes, None)
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
-    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, block_size)
-    sampled_slots = None if layout.samples_all else rows.lora_slots[layout.rows[sampled]]
-    lora = make_step_adapters(rows.lora_slots[layout.token_rows], sampled_slots, positions.device)
+    own = _own_part(rows, layout)
+    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, own, block_size)
+    lora = make_step_adapters(
+        rows.lora_slots[layout.token_rows],
+        None if layout.samples_all else rows.lora_slots[layout.rows[sampled]],
+        positions.device,
+        None if own is None else rows.lora_slots[own.layout.token_rows],
+    )
     return Batch(
         rows=layout.rows,
         lens=layout.seq_lens.astype(np.int64),
@@ -233,12 +250,10 @@ def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> 
 
 
 def _gather_inputs(
-    rows: DeviceRows, layout: _Layout, block_size: int
+    rows: DeviceRows, layout: _Layout, own_part: _OwnPart | None, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
     """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device."""
-    own, own_tokens, partition = layout, None, rows.partition
-    if partition is not None:
-        own, own_tokens = _own_part(layout, partition.has(rows.tables.ids[layout.rows, 0]))
+    own = layout if own_part is None else own_part.layout
     num_decodes, seq_lens, num_groups = own.num_decodes, own.seq_lens, rows.tables.num_groups
     chunk_lens = own.query_lens[num_decodes:]
     token_tables, token_positions = rows.tables.tables_of(own.token_rows), own.positions
@@ -252,14 +267,14 @@ def _gather_inputs(
         np.concatenate(([0], np.cumsum(chunk_lens))).astype(np.int32),
         seq_lens,
         _first_columns(rows, own, block_size),
-        *([] if own_tokens is None else [own_tokens]),
+        *([] if own_part is None else [own_part.tokens]),
         *([] if layout.samples_all else [layout.ends[layout.sampled] - 1]),
     ]
     device = rows.device_tables.ids.device
     token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *others = (
         to_device_together(arrays, device)
     )
-    on_device = None if own_tokens is None else others.pop(0)
+    own_tokens = None if own_part is None else others.pop(0)
     width = -(-int(seq_lens.max(initial=1)) // block_size)
     attention = AttentionInputs(
         num_decodes=num_decodes,
@@ -268,10 +283,10 @@ def _gather_inputs(
         query_start=chunk_starts,
         seq_lens=device_lens,
         chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
-        own_tokens=None if on_device is None else OwnTokens(on_device, on_device),
+        own_tokens=None if own_tokens is None else OwnTokens(own_tokens, own_tokens),
     )
-    if partition is not None:
-        partition.renumber(attention.block_tables, slots, block_size)
+    if rows.partition is not None:
+        rows.partition.renumber(attention.block_tables, slots, block_size)
     if num_groups > 1:
         tables = attention.block_tables.chunk(num_groups)
         of_layers = split_groups(slots.chunk(num_groups), tables, rows.layout.splits, block_size)
@@ -284,12 +299,11 @@ def _gather_inputs(
     )
 
 
-def _own_part(layout: _Layout, is_own: npt.NDArray[np.bool_]) -> tuple[_Layout, LongArray]:
-    """Return the layout of some sequences alone, and their tokens among the T.
-
-    Args:
-        is_own: [S].
-    """
+def _own_part(rows: DeviceRows, layout: _Layout) -> _OwnPart | None:
+    """Return the part of a step that this rank attends for. Returns None if it attends for all of it."""
+    if rows.partition is None:
+        return None
+    is_own = rows.partition.has(rows.tables.ids[layout.rows, 0])
     is_own_token = np.repeat(is_own, layout.query_lens)
     own = replace(
         layout,
@@ -301,7 +315,7 @@ def _own_part(layout: _Layout, is_own: npt.NDArray[np.bool_]) -> tuple[_Layout, 
         token_rows=layout.token_rows[is_own_token],
         positions=layout.positions[is_own_token],
     )
-    return own, np.flatnonzero(is_own_token)
+    return _OwnPart(own, np.flatnonzero(is_own_token))
 
 
 def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongArray:

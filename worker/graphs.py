@@ -174,7 +174,12 @@ class StepGraphs:
             self._own_tokens = OwnTokens(index, places)
         self._adapters: GraphAdapters | None = None
         if limits.num_lora_slots:
-            self._adapters = GraphAdapters(limits.max_decode_tokens, limits.num_lora_slots, device)
+            self._adapters = GraphAdapters(
+                limits.max_decode_tokens,
+                limits.num_lora_slots,
+                device,
+                dp_attention=limits.dp_attention,
+            )
 
     @property
     def shapes(self) -> list[GraphShape]:

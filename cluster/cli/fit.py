@@ -128,7 +128,6 @@ def _capacities(
         ConfigError: the model does not allow an option.
         ModelLoadError: its configuration is malformed.
     """
-    from ...proto.errors import ConfigError
     from ...worker.lora.target_modules import TargetModules
     from ...worker.models.registry import check_dp_attention
     from ...worker.models.slot_size import measure_slot
@@ -138,8 +137,6 @@ def _capacities(
     sizes = _parallel_sizes(model, num_gpus, expert_parallel)
     num_experts = _num_experts(model) if expert_parallel else 0
     if dp_attention:
-        if slots.count:
-            raise ConfigError("enable_dp_attention does not support LoRA adapters yet; leave max_loras out")
         check_dp_attention(model)
     module = make_meta_model(model)
     weights = measure_weights(model, module, workload.dtype_bytes)
@@ -148,7 +145,9 @@ def _capacities(
     found = []
     for size in sizes:
         rank_bytes = weights.rank_bytes(size, num_experts, has_whole_attention=dp_attention)
-        lora_bytes = slots.count * slot.rank_bytes(workload.dtype_bytes, size, num_experts)
+        lora_bytes = slots.count * slot.rank_bytes(
+            workload.dtype_bytes, size, num_experts, has_whole_attention=dp_attention
+        )
         num_partitions = size if dp_attention else 1
         found.append(capacity(model, rank_bytes, gpu_bytes, size, workload, num_partitions, lora_bytes))
     return weights, found

@@ -130,12 +130,8 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
 
 
 def _check_dp_attention(options: EngineOptions) -> None:
-    if not options.enable_dp_attention:
-        return
-    if options.tensor_parallel_size == 1:
+    if options.enable_dp_attention and options.tensor_parallel_size == 1:
         raise ConfigError("enable_dp_attention is for several ranks, tensor_parallel_size is 1")
-    if options.enable_lora:
-        raise ConfigError("enable_dp_attention does not support enable_lora yet; leave one of them out")
 
 
 def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:

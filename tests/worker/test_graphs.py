@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.kernels import latent_attention, linear, lora, paged_attention
 from quire.kernels.native import ops as cpu
 from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
-from quire.proto.lora import NO_SLOT
+from quire.proto.lora import NO_SLOT, LoraReference
 from quire.proto.pooling import PoolingParams
 from quire.proto.step import PromptScoring, RowSampling, StepPlan
 from quire.worker import attention
@@ -239,12 +239,15 @@ def test_graphs_of_steps_with_chunks_give_same_tokens(
     assert backend.num_replays > 20
 
 
+@pytest.mark.parametrize("has_adapters", [False, True])
 def test_graphs_of_data_parallel_attention_give_same_tokens(
     make_model: Any,
     make_engine: Any,
     thread_group: Any,
     backend: TapeBackend,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_adapters: bool,
 ) -> None:
     """A rank attends for any number of a step's decodes and chunks, or for none."""
     comms: dict[int, Any] = {}  # rank |-> communicator of the latest engine
@@ -265,13 +268,19 @@ def test_graphs_of_data_parallel_attention_give_same_tokens(
     lengths = [3, 40, 2, 33, 5, 30, 4, 6]
     prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
     partitions: set[tuple[int, int]] = set()
+    adapters: list[LoraReference | None] = [None]
+    for seed in range(2 if has_adapters else 0):
+        path = write_adapter(tmp_path / str(seed), folder, ("q_b_proj", "o_proj", "up_proj"), seed=seed)
+        adapters.append(LoraReference(str(seed), str(path)))
 
     def run(**settings: Any) -> dict[int, list[int]]:
         engine = make_engine(folder, 2, num_blocks=80, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
-                             enable_dp_attention=True, **settings)  # fmt: skip
+                             enable_dp_attention=True, lora=LoraConfig(2, 8, 2) if has_adapters else None,
+                             **settings)  # fmt: skip
         driver = RankedDriver(engine.config.with_num_blocks(80), engine.step)
         for handle, prompt in enumerate(prompts):
-            driver.add(handle, prompt, max_tokens=8, ignore_eos=True)
+            adapter = adapters[handle % len(adapters)]
+            driver.add(handle, prompt, max_tokens=8, ignore_eos=True, lora=adapter)
             for _ in range(3):
                 driver.step(depth=2)
                 state = driver.scheduler._state

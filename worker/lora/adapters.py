@@ -52,6 +52,7 @@ class RankAdapters:
     def begin_step(self, step: StepAdapters | None) -> None:
         """Set the tokens of the following forward pass that have an adapter; None for none."""
         self.layers.groups = None if step is None else step.groups
+        self.layers.own_groups = None if step is None else step.own
         self.layers.token_slots = None if step is None else step.token_slots
 
     def reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:

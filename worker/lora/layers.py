@@ -81,6 +81,7 @@ class LoraLayer:
     Attributes:
         stack: None for an ordinary layer.
         is_embedding: the layer's inputs are the tokens of the vocabulary.
+        of_own_tokens: the layer's inputs are the tokens that this rank attends for, instead of all of the step.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class LoraLayer:
         stack: ExpertStack | None = None,
         *,
         is_embedding: bool = False,
+        of_own_tokens: bool = False,
     ) -> None:
         self._model = model
         self.parts = tuple(parts)
@@ -99,6 +101,7 @@ class LoraLayer:
         self.num_experts = num_experts
         self.stack = stack
         self.is_embedding = is_embedding
+        self.of_own_tokens = of_own_tokens
 
     @property
     def modules(self) -> Iterator[str]:
@@ -114,17 +117,22 @@ class LoraLayer:
     @property
     def is_active(self) -> bool:
         """Return whether tokens of the present step have adapters."""
-        return self._model.groups is not None
+        return self._groups is not None
+
+    @property
+    def _groups(self) -> LoraGroups | None:
+        return self._model.own_groups if self.of_own_tokens else self._model.groups
 
     def add(self, y: Tensor, x: Tensor) -> None:
-        """Add the adapters' outputs for the step's tokens to the layer's, in place.
+        """Add the adapters' outputs for the layer's tokens to its own, in place.
 
         Args:
             y: [T, N].
             x: [T, K].
         """
-        if self._model.groups is not None:
-            self.add_rows(y, x, self._model.groups)
+        groups = self._groups
+        if groups is not None:
+            self.add_rows(y, x, groups)
 
     def add_rows(self, y: Tensor, x: Tensor, groups: LoraGroups) -> None:
         """As `add`, for the rows of `groups`, whose slots are rows of `factors`."""
@@ -182,6 +190,7 @@ class LoraLayers:
 
     Attributes:
         groups: the tokens of the present step that have an adapter; None if none has.
+        own_groups: those that this rank attends for, among the tokens that it attends for.
         token_slots: [T] int32, the slot of each token's adapter, negative for none; None if no token has one.
         num_slots: adapters that a step may use.
         targets: the modules that adapters may change.
@@ -197,6 +206,7 @@ class LoraLayers:
         targets: TargetModules = ALL_MODULES,
     ) -> None:
         self.groups: LoraGroups | None = None
+        self.own_groups: LoraGroups | None = None
         self.token_slots: Tensor | None = None
         self.max_rank = max_rank
         self.num_slots = num_slots
@@ -249,9 +259,9 @@ class LoraLayers:
                 f"lora_target_modules has {', '.join(missing)}, which is no module of this model that can be adapted"
             )
 
-    def add_layer(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
+    def add_layer(self, parts: Sequence[WeightSlice], *, of_own_tokens: bool = False) -> LoraLayer | None:
         """Add a linear layer whose weight consists of these slices. Returns None if adapters may not change it."""
-        return self._add([parts], None)
+        return self._add([parts], None, of_own_tokens=of_own_tokens)
 
     def add_embedding(self, part: WeightSlice) -> LoraLayer | None:
         """Add an embedding. Returns None if adapters may not change it.
@@ -275,6 +285,7 @@ class LoraLayers:
         stack: ExpertStack | None,
         *,
         is_embedding: bool = False,
+        of_own_tokens: bool = False,
     ) -> LoraLayer | None:
         parts = experts[0]
         names = [*_names_of(parts, stack), *([] if stack is None else [stack.parameter])]
@@ -291,6 +302,8 @@ class LoraLayers:
             self._device,
         )
         every = [part for own in experts for part in own]
-        layer = LoraLayer(self, every, factors, len(experts), stack, is_embedding=is_embedding)
+        layer = LoraLayer(
+            self, every, factors, len(experts), stack, is_embedding=is_embedding, of_own_tokens=of_own_tokens
+        )
         self._layers.append(layer)
         return layer

@@ -22,32 +22,41 @@ class StepAdapters:
         groups: the tokens with an adapter.
         token_slots: [T] int32, the slot of each token's adapter; NO_SLOT for none.
         sampled: those of the N rows of the head's input that have an adapter; None if none has.
+        own: those of the tokens that this rank attends for that have an adapter; None if none has.
     """
 
     groups: LoraGroups
     token_slots: Tensor
     sampled: LoraGroups | None
+    own: LoraGroups | None
 
 
 def make_step_adapters(
-    slots: IntArray, sampled_slots: IntArray | None, device: torch.device
+    slots: IntArray, sampled_slots: IntArray | None, device: torch.device, own_slots: IntArray | None = None
 ) -> StepAdapters | None:
     """Return the adapters of a step. Returns None if no token has one.
 
     Args:
         slots: [T], as `token_slots`.
         sampled_slots: [N], of the tokens that are sampled from; None if these are all T tokens.
+        own_slots: of the tokens that this rank attends for; None if these are all T tokens.
     """
     if not _any(slots):
         return None
-    arrays = [*group_tokens(slots), slots]
-    if sampled_slots is not None and _any(sampled_slots):
-        arrays += group_tokens(sampled_slots)
-    order, starts, own, token_slots, *sampled = to_device_together(arrays, device)
+    parts = [each for each in (sampled_slots, own_slots) if each is not None and _any(each)]
+    arrays = [*group_tokens(slots), slots, *(array for part in parts for array in group_tokens(part))]
+    order, starts, own, token_slots, *others = to_device_together(arrays, device)
     groups = LoraGroups(order, starts, own)
-    if sampled_slots is None:
-        return StepAdapters(groups, token_slots, groups)
-    return StepAdapters(groups, token_slots, LoraGroups(*sampled) if sampled else None)
+
+    def of_part(part: IntArray | None) -> LoraGroups | None:
+        if part is None:
+            return groups
+        if not _any(part):
+            return None
+        order, starts, own = (others.pop(0) for _ in range(3))
+        return LoraGroups(order, starts, own)
+
+    return StepAdapters(groups, token_slots, of_part(sampled_slots), of_part(own_slots))
 
 
 def make_groups(slots: IntArray, device: torch.device) -> LoraGroups | None:

@@ -45,7 +45,7 @@ class LatentAttention:
         self.comm, self._batch_invariant = load.comm, load.batch_invariant
         self.max_partial_tokens = 0 if peers is None else peers.max_tokens
         if load.dp_attention:
-            load, peers = load.of_one_rank(), None
+            load, peers = load.for_own_tokens(), None
         sizes = self._sizes = spec.latent
         self.scale = spec.attention_scale
         self.rope = layer.rope

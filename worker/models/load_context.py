@@ -32,6 +32,7 @@ class LoadContext:
         expert_parallel: each rank holds some experts whole, instead of a part of each.
         store: holds the large weights, which nobody changes once they are read.
         dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
+        of_own_tokens: layers compute only the tokens that this rank attends for.
         batch_invariant: as in ParallelConfig.
     """
 
@@ -45,15 +46,16 @@ class LoadContext:
     expert_parallel: bool = False
     store: WeightStore = field(default_factory=NoStore)
     dp_attention: bool = False
+    of_own_tokens: bool = False
     batch_invariant: bool = False
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
         return self.store.keep(key, read)
 
-    def of_one_rank(self) -> LoadContext:
-        """Return the context of layers that every rank holds whole and computes without the others."""
-        return replace(self, comm=SingleRank())
+    def for_own_tokens(self) -> LoadContext:
+        """Return the context of layers that every rank holds whole, and computes for the tokens it attends for."""
+        return replace(self, comm=SingleRank(), of_own_tokens=True)
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""
@@ -107,7 +109,7 @@ class LoadContext:
 
         Returns None without adapters, or if they may not change the layer.
         """
-        return None if self.lora is None else self.lora.add_layer(parts)
+        return None if self.lora is None else self.lora.add_layer(parts, of_own_tokens=self.of_own_tokens)
 
     def embedding_adapters(self, name: str, vocab_size: int, size: int) -> EmbeddingAdapters | None:
         """Return the adapters of an embedding that is sharded by token; None as for `adapters`."""

@@ -36,6 +36,7 @@ class SlotSize:
     Attributes:
         num_whole, num_sharded: on every rank, and split over the ranks.
         num_routed_whole, num_routed_sharded: the same, of the experts that a router chooses from.
+        num_attention_sharded: of `num_sharded`, in the layers of attention.
     """
 
     max_rank: int
@@ -43,14 +44,24 @@ class SlotSize:
     num_sharded: int = 0
     num_routed_whole: int = 0
     num_routed_sharded: int = 0
+    num_attention_sharded: int = 0
 
-    def rank_bytes(self, dtype_bytes: int, num_ranks: int, num_experts: int = 0) -> int:
+    def rank_bytes(
+        self,
+        dtype_bytes: int,
+        num_ranks: int,
+        num_experts: int = 0,
+        *,
+        has_whole_attention: bool = False,
+    ) -> int:
         """Return the bytes of the rank with the most.
 
         Args:
             num_experts: of a layer, if the ranks hold whole experts; otherwise 0.
+            has_whole_attention: each rank holds the attention of all heads.
         """
-        numbers = self.num_whole + -(-self.num_sharded // num_ranks)
+        attention = self.num_attention_sharded if has_whole_attention else 0
+        numbers = self.num_whole + attention + -(-(self.num_sharded - attention) // num_ranks)
         if num_experts:
             routed = self.num_routed_whole + self.num_routed_sharded
             numbers += routed * -(-num_experts // num_ranks) // num_experts
@@ -89,7 +100,7 @@ def _names_with(name: str) -> Iterator[str]:
 
 
 def _add_layer(size: SlotSize, name: str, num_outputs: int, num_inputs: int) -> None:
-    last = name.rpartition(".")[2]
+    last, num_sharded = name.rpartition(".")[2], size.num_sharded
     num_parts = _NUM_PARTS.get(last, 1)
     if last in _EMBEDDINGS:
         size.num_whole += num_inputs + size.max_rank + -size.max_rank % ROW_MULTIPLE
@@ -102,6 +113,8 @@ def _add_layer(size: SlotSize, name: str, num_outputs: int, num_inputs: int) -> 
     else:
         size.num_whole += num_parts * num_inputs
         size.num_sharded += num_outputs
+    if ".self_attn." in name:
+        size.num_attention_sharded += size.num_sharded - num_sharded
 
 
 def _add_experts(size: SlotSize, name: str, shape: tuple[int, ...], hidden_size: int) -> None:

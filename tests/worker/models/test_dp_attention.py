@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import MLP, merge, write_adapter
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
+from quire.proto.config import LoraConfig
 from quire.proto.errors import RankFailed
+from quire.proto.lora import LoraReference
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.worker.models.latent_layer import LatentAttention
 from quire.worker.warm_up import warm_up_plans
@@ -185,6 +188,36 @@ def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> Non
     ]
     num_blocks = [-(-(len(prompt) + MAX_TOKENS - 1) // BLOCK_SIZE) for prompt in prompts.values()]
     assert sorted(num_written, reverse=True) == sorted(num_blocks, reverse=True) + [0] * (ranks.tp - 2)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_adapters_change_the_sequences_of_each_rank(
+    models: Models, make_engine: Any, tmp_path: Path, tp: int
+) -> None:
+    folder, reference = models["deepseek_v3"]
+    latents = "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"
+    paths = [
+        write_adapter(tmp_path / f"adapter{seed}", folder, modules, seed=seed)
+        for seed, modules in enumerate((latents, (*latents, *MLP, "gate")))
+    ]
+    references = [
+        *(Reference(merge(tmp_path / f"merged{index}", folder, path)) for index, path in enumerate(paths)),
+        reference,
+    ]
+    engine = make_engine(
+        folder, tp, num_blocks=FEW, block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24,
+        enable_dp_attention=True, max_model_len=60, lora=LoraConfig(2, 8, 2),
+    )  # fmt: skip
+    driver = RankedDriver(engine.config.with_num_blocks(FEW), engine.step)
+    prompts = prompts_of([17, 22, 9, 13, 20, 8], seed=3)
+    for handle, prompt in enumerate(prompts):
+        adapter = handle % 3
+        lora = LoraReference(str(adapter), str(paths[adapter])) if adapter < 2 else None
+        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True, lora=lora)
+    driver.run(depth=2)
+    for handle, prompt in enumerate(prompts):
+        references[handle % 3].check_greedy(prompt, driver.outputs[handle])
+    assert references[0].generate(prompts[0], 6) != reference.generate(prompts[0], 6)
 
 
 def test_warm_up_reaches_the_attention_of_each_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

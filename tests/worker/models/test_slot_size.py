@@ -16,29 +16,31 @@ from quire.worker.models.weight_size import make_meta_model
 
 
 @pytest.mark.parametrize(
-    ("kind", "tp", "targets", "expert_parallel"),
+    ("kind", "tp", "targets", "option"),
     [
-        ("llama", 1, (), False),
-        ("llama", 2, ("q_proj", "down_proj"), False),
-        ("gemma2", 2, (), False),
-        ("phi3", 1, (), False),
-        ("qwen3_moe", 2, (), False),
-        ("qwen3_moe", 1, ("up_proj",), False),
-        ("qwen3_moe", 2, (), True),
-        ("deepseek_v3", 2, (), False),
+        ("llama", 1, (), None),
+        ("llama", 2, ("q_proj", "down_proj"), None),
+        ("gemma2", 2, (), None),
+        ("phi3", 1, (), None),
+        ("qwen3_moe", 2, (), None),
+        ("qwen3_moe", 1, ("up_proj",), None),
+        ("qwen3_moe", 2, (), "enable_expert_parallel"),
+        ("deepseek_v3", 2, (), None),
+        ("deepseek_v3", 2, (), "enable_dp_attention"),
     ],
 )
 def test_slot_size_is_that_of_a_rank(
-    kind: str, tp: int, targets: tuple[str, ...], expert_parallel: bool, make_model: Any, make_engine: Any
+    kind: str, tp: int, targets: tuple[str, ...], option: str | None, make_model: Any, make_engine: Any
 ) -> None:
     folder, rank = make_model(kind), 8
     lora = LoraConfig(2, rank, 2, target_modules=targets)
-    engine = make_engine(folder, tp, num_blocks=8, lora=lora, enable_expert_parallel=expert_parallel)
+    engine = make_engine(folder, tp, num_blocks=8, lora=lora, **({} if option is None else {option: True}))
     actual = max(runner._adapters.layers.slot_bytes for runner in engine.runners)
     model = describe_files(EngineOptions(str(folder)))
     size = measure_slot(make_meta_model(model), model.hf["hidden_size"], rank, TargetModules(targets))
     num_experts = 0
-    if expert_parallel:
+    if option == "enable_expert_parallel":
         num_experts = check_expert_parallel(model, check_supported(model, 1)).count
     # The ranks of the parts are not counted, 4 bytes each.
-    assert size.rank_bytes(4, tp, num_experts) == pytest.approx(actual, rel=0.02)
+    is_dp = option == "enable_dp_attention"
+    assert size.rank_bytes(4, tp, num_experts, has_whole_attention=is_dp) == pytest.approx(actual, rel=0.02)
