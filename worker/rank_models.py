@@ -88,12 +88,12 @@ class RankModels:
                 self._dtype,
                 self._device,
                 read_quantization(model),
-                config.parallel.fused_all_reduce,
-                lora,
-                config.parallel.enable_expert_parallel,
-                store,
-                config.parallel.enable_dp_attention,
-                config.parallel.batch_invariant,
+                fused_all_reduce=config.parallel.fused_all_reduce,
+                lora=lora,
+                expert_parallel=config.parallel.enable_expert_parallel,
+                store=store,
+                dp_attention=config.parallel.enable_dp_attention,
+                batch_invariant=config.parallel.batch_invariant,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 yield load

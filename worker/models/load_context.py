@@ -32,8 +32,8 @@ class LoadContext:
         expert_parallel: each rank holds some experts whole, instead of a part of each.
         store: holds the large weights, which nobody changes once they are read.
         dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
-        of_own_tokens: layers compute only the tokens that this rank attends for.
         batch_invariant: as in ParallelConfig.
+        of_own_tokens: layers compute only the tokens that this rank attends for.
     """
 
     checkpoint: Checkpoint
@@ -46,8 +46,8 @@ class LoadContext:
     expert_parallel: bool = False
     store: WeightStore = field(default_factory=NoStore)
     dp_attention: bool = False
-    of_own_tokens: bool = False
     batch_invariant: bool = False
+    of_own_tokens: bool = False
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
