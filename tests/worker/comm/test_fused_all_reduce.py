@@ -69,8 +69,8 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
     monkeypatch.setattr(decoder, "choose_all_reduce", lambda peers, comm: None)
     make_context: Callable[..., None] = load_context.LoadContext.__init__
 
-    def with_fused(self: Any, *arguments: Any) -> None:
-        make_context(self, *arguments[:5], True)
+    def with_fused(self: Any, *arguments: Any, **options: Any) -> None:
+        make_context(self, *arguments, **(options | {"fused_all_reduce": True}))
 
     monkeypatch.setattr(load_context.LoadContext, "__init__", with_fused)
     assert generate() == expected
