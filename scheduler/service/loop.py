@@ -179,17 +179,17 @@ class StepLoop:
         Raises:
             RankFailed: the ranks cannot be rebuilt.
         """
-        _log.warning("%s rebuilds its ranks: %s", self._replica_id, failure)
         self._failure = failure
+        _log.warning("%s: %s", self._replica_id, self._problem)
         self._set_activity(Activity.RECOVERING)
-        started_at = self._clock()
         try:
-            self._scheduler.interrupt(failure, started_at)
+            self._scheduler.interrupt(failure, self._clock())
         except Exception as error:
             raise failure from error  # the state may be inconsistent
         self._epoch += 1
         self._broadcast_status()
         self._await_end_of_sleep()
+        started_at = self._clock()
         rebuilt = self._recovery.recover(failure, self._epoch)
         self._scheduler.resume(self._epoch, rebuilt.kept, has_new_ranks=rebuilt.has_new_ranks)
         self._failure, self._is_idle = None, True
@@ -198,7 +198,7 @@ class StepLoop:
         _log.info("%s has rebuilt its ranks in %.2f s", self._replica_id, self._clock() - started_at)
 
     def _await_end_of_sleep(self) -> None:
-        """Wait while the replica stays asleep: others may use the memory that new ranks would take."""
+        """Wait as long as an operator leaves the replica asleep: others may use the memory that new ranks need."""
         never = threading.Event()
         while self._scheduler.control.stays_asleep:
             self._wait(never, IDLE_CHECK_S)
@@ -223,9 +223,11 @@ class StepLoop:
 
     @property
     def _problem(self) -> str:
-        if self._failure is not None:
-            return f"the ranks are being rebuilt: {self._failure}"
-        return ""
+        if self._failure is None:
+            return ""
+        stays_asleep = self._scheduler.control.stays_asleep
+        what = "are rebuilt when the next command comes" if stays_asleep else "are being rebuilt"
+        return f"the ranks {what}: {self._failure}"
 
     def handle_messages(self, timeout_s: float) -> None:
         """Handle the messages that have arrived; wait up to `timeout_s` for the first."""
