@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranked_driver import RankedDriver
 
 from quire.proto.block_tables import IntArray
 from quire.proto.step import FailedRow, NewSequence, RowSampling
 from quire.proto.structured_outputs import OutputConstraint
+from quire.scheduler.speculation.forced_text import ForcedText
 from quire.worker.comm.shard import Shard
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.constraint_state import ConstraintState
@@ -22,6 +24,7 @@ from quire.worker.structured.grammar import GrammarSpec, Matcher
 
 PROMPT = [11, 52, 173, 94]
 PATTERN = "([a-z]{2}[0-9]){40,}"
+FORCED_PATTERN = "(the ship is [a-z]; its captain said: ){6}"
 
 
 def settings_of(library: GrammarLibrary) -> list[RowSampling]:
@@ -52,6 +55,38 @@ def test_constrained_rows_get_the_same_tokens_on_any_number_of_ranks(
         text = b"".join(library.vocabulary.pieces[token_id] for token_id in outputs[1][index]).decode()
         assert re.fullmatch("([a-z]{2}[0-9])*[a-z]{0,2}", text), text
     assert outputs[1][1] != outputs[1][0]
+
+
+@pytest.mark.parametrize("enable_dp_attention", [False, True])
+def test_forced_text_takes_fewer_steps_of_the_same_tokens(
+    make_model: Callable[..., Path],
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    enable_dp_attention: bool,
+) -> None:
+    monkeypatch.setattr(ForcedText, "observe_step", lambda *args, **kwargs: None)  # which depends on the load
+    engine = make_engine(
+        make_model("deepseek_v3", seed=7), 2, num_blocks=64, block_size=4, max_model_len=128,
+        enable_dp_attention=enable_dp_attention,
+    )  # fmt: skip
+    model = engine.config.model
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    constraint = OutputConstraint(len(PROMPT), library.compile(GrammarSpec("regex", FORCED_PATTERN)))
+    num_steps, outputs = [], []
+    for choose in (lambda *args: None, ForcedText.choose):
+        monkeypatch.setattr(ForcedText, "choose", choose)
+        driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
+        for handle in range(3):
+            driver.add(handle, PROMPT, max_tokens=40, temperature=0.8, seed=handle, constraint=constraint)
+        driver.run()
+        num_steps.append(len(driver.plans))
+        outputs.append(driver.outputs)
+        driver.empty_ranks()
+    assert outputs[0] == outputs[1]
+    assert num_steps[1] < 0.7 * num_steps[0]
+    for token_ids in outputs[1].values():
+        text = b"".join(library.vocabulary.pieces[token_id] for token_id in token_ids).decode()
+        assert text.startswith("the ship is ")
 
 
 @pytest.mark.parametrize("stage", ["fill_mask", "accept"])
