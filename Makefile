@@ -59,7 +59,7 @@ $(READY): pyproject.toml setup.py constraints.txt
 	@touch $@
 
 demo: venv
-	$(BIN)/python -m quire.cluster.demo
+	$(BIN)/python -m quire.cluster.cli.demo
 
 test: venv
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
@@ -118,7 +118,7 @@ check: venv $(SOURCE)
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against proto/released.binpb
 	$(BIN)/python -m benchmarks.figures_page --check
-	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.metrics.generate --check
+	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.gateway.metrics.generate --check
 
 check-install:
 	@for python in $(PYTHONS); do \
@@ -140,7 +140,7 @@ proto-release: venv
 	$(BIN)/buf build -o proto/released.binpb
 
 metrics: venv $(SOURCE)
-	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.metrics.generate
+	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.gateway.metrics.generate
 
 # An sdist, a wheel per platform, and a pure wheel whose ops are compiled on first use, all in dist/.
 wheels: $(WHEEL_TOOLS)/.ready $(WHEEL_PLATFORMS:%=dist/.%)

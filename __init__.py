@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from .cluster.api.status import (
+    from .cluster.client.async_client import AsyncClient
+    from .cluster.client.client import Client
+    from .cluster.client.wire.status import (
         BlockMapInfo,
         DeploymentInfo,
         FleetEvent,
@@ -37,7 +39,14 @@ if TYPE_CHECKING:
         ServerInfo,
         TrafficInfo,
     )
-    from .cluster.chat_format.deltas import (
+    from .cluster.config.deployment import Deployment
+    from .cluster.config.engine_options import EngineOptions
+    from .cluster.config.scaling_limits import ScalingLimits
+    from .cluster.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from .cluster.offline.engine_arguments import EngineArgs
+    from .cluster.offline.llm import LLM
+    from .cluster.offline.prompts import TextPrompt, TokensPrompt
+    from .cluster.text.chat_format.deltas import (
         AssistantMessage,
         ChatDelta,
         ContentDelta,
@@ -46,18 +55,9 @@ if TYPE_CHECKING:
         ToolCallArguments,
         ToolCallStart,
     )
-    from .cluster.client.async_client import AsyncClient
-    from .cluster.client.client import Client
-    from .cluster.config.deployment import Deployment
-    from .cluster.config.engine_options import EngineOptions
-    from .cluster.config.scaling_limits import ScalingLimits
-    from .cluster.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from .cluster.offline.engine_arguments import EngineArgs
-    from .cluster.offline.llm import LLM
-    from .cluster.offline.prompts import TextPrompt, TokensPrompt
-    from .cluster.requests.chat import Chat
-    from .cluster.requests.lora_request import LoRARequest
-    from .cluster.requests.outputs import (
+    from .cluster.text.requests.chat import Chat
+    from .cluster.text.requests.lora_request import LoRARequest
+    from .cluster.text.requests.outputs import (
         CompletionDelta,
         CompletionFinished,
         CompletionOutput,
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
         StreamEvent,
         Usage,
     )
-    from .cluster.requests.pooling_outputs import (
+    from .cluster.text.requests.pooling_outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -85,11 +85,11 @@ if TYPE_CHECKING:
     from .proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 
 _BEAMS = ".cluster.offline.beams"
-_DELTAS = ".cluster.chat_format.deltas"
-_OUTPUTS = ".cluster.requests.outputs"
-_POOLING_OUTPUTS = ".cluster.requests.pooling_outputs"
+_DELTAS = ".cluster.text.chat_format.deltas"
+_OUTPUTS = ".cluster.text.requests.outputs"
+_POOLING_OUTPUTS = ".cluster.text.requests.pooling_outputs"
 _PROMPTS = ".cluster.offline.prompts"
-_STATUS = ".cluster.api.status"
+_STATUS = ".cluster.client.wire.status"
 # exported name |-> module that defines it
 _MODULES = {
     "LLM": ".cluster.offline.llm",
@@ -99,7 +99,7 @@ _MODULES = {
     "BeamSearchParams": _BEAMS,
     "BeamSearchSequence": _BEAMS,
     "BlockMapInfo": _STATUS,
-    "Chat": ".cluster.requests.chat",
+    "Chat": ".cluster.text.requests.chat",
     "ChatDelta": _DELTAS,
     "ClassificationOutput": _POOLING_OUTPUTS,
     "ClassificationRequestOutput": _POOLING_OUTPUTS,
@@ -118,7 +118,7 @@ _MODULES = {
     "FleetInfo": _STATUS,
     "KvCacheInfo": _STATUS,
     "LatencyInfo": _STATUS,
-    "LoRARequest": ".cluster.requests.lora_request",
+    "LoRARequest": ".cluster.text.requests.lora_request",
     "LoraInfo": _STATUS,
     "Logprob": _OUTPUTS,
     "ModelInfo": _STATUS,

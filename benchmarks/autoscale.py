@@ -32,8 +32,8 @@ from benchmarks.common import Figure, image_path, make_parser, report
 from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
 from benchmarks.trace import Trace, TracedRequest, read_trace
 from quire.cluster.config.scaling_limits import ScalingLimits
-from quire.cluster.controller_api.fleet_state import ReplicaState
-from quire.cluster.fleet.autoscaler import FleetSnapshot, ScalingState, decide
+from quire.cluster.fleet.controller.autoscaler import FleetSnapshot, ScalingState, decide
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
 
 TRACES = Path(__file__).parent / "traces" / "arrivals"
 NAMES = ("azure_code_2023", "azure_conv_2023")

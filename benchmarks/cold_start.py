@@ -20,17 +20,17 @@ from contextlib import contextmanager
 import psutil
 
 from benchmarks.common import Figure, make_parser, median, report
+from quire.cluster.cli.demo.server import ServerProcess
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.ray_runtime import local_cluster
-from quire.cluster.ray_runtime.local_cluster import LocalCluster
-from quire.cluster.replica.canary import run_canary
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.replica.launch import launch_replica
-from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage
-from quire.cluster.replica.replica import Replica, new_replica_id
+from quire.cluster.fleet.ray import local_cluster
+from quire.cluster.fleet.ray.local_cluster import LocalCluster
+from quire.cluster.fleet.replica.canary import run_canary
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.launch import launch_replica
+from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage
+from quire.cluster.fleet.replica.replica import Replica, new_replica_id
 from quire.proto.config import EngineConfig
 
 TIMEOUT_S = 300.0

@@ -30,8 +30,8 @@ from typing import Any
 
 import httpx
 
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.metrics.dashboard import WIDTH, dashboard
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.gateway.metrics.dashboard import WIDTH, dashboard
 
 START_TIMEOUT_S = 300.0
 SCRAPE_S = 1

@@ -28,7 +28,7 @@ def fixed_lengths(count: int | None) -> Iterator[None]:
         return lens if lens.any() else None
 
     with (
-        patch("quire.scheduler.core.planner.ends_repeated", lambda *_: True),
+        patch("quire.scheduler.core.planning.planner.ends_repeated", lambda *_: True),
         patch.object(DraftLengths, "is_due", lambda *_: True),
         patch.object(DraftLengths, "keeps_states", lambda *_: True),
         patch.object(DraftLengths, "choose", choose),

@@ -15,8 +15,8 @@ from unittest.mock import patch
 from benchmarks.draft_lengths import fixed_lengths
 from benchmarks.speculation import WORKLOADS, engine, passages, time_batch
 from quire.proto.step import StepResult
-from quire.scheduler.core.in_flight import InFlightStep
 from quire.scheduler.core.result_processor import ResultProcessor
+from quire.scheduler.core.state.in_flight import InFlightStep
 from quire.scheduler.speculation.draft_lengths import DraftLengths
 
 # Method, workload and numbers of drafted tokens.

@@ -32,8 +32,8 @@ from quire.kernels.panel_experts import PanelExperts
 from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight
 from quire.kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
 from quire.kernels.routing import Routing
-from quire.worker.models.adapted_experts import ExpertsForward
-from quire.worker.models.moe import ExpertLayers, panel_experts
+from quire.worker.models.moe.adapted_experts import ExpertsForward
+from quire.worker.models.moe.moe import ExpertLayers, panel_experts
 from quire.worker.weights.linear_weight import PlainWeight
 
 # mixture |-> experts, experts per token, hidden size, intermediate size of an expert.

@@ -17,9 +17,9 @@ from itertools import count
 
 from benchmarks.replay import Roofline
 from benchmarks.trace import Trace
-from quire.cluster.controller_api.fleet_state import ReplicaState
-from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample
-from quire.cluster.gateway.router import ReplicaLoad, Router
+from quire.cluster.fleet.controller.autoscaler import FleetSnapshot, ReplicaSample
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
+from quire.cluster.gateway.routing.router import ReplicaLoad, Router
 
 # Time between two calls of the policy.
 DECISION_INTERVAL_S = 1.0

@@ -16,14 +16,14 @@ from quire import SamplingParams
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.ray_runtime.local_cluster import LocalCluster
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.replica.launch import launch_replica
-from quire.cluster.replica.replica import Replica, new_replica_id
-from quire.cluster.requests.output_processor import OutputProcessor
-from quire.cluster.requests.request import RequestChecker
-from quire.cluster.requests.request_stream import output_events
-from quire.cluster.requests.tokenizer import Tokenizer
+from quire.cluster.fleet.ray.local_cluster import LocalCluster
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.launch import launch_replica
+from quire.cluster.fleet.replica.replica import Replica, new_replica_id
+from quire.cluster.text.requests.output_processor import OutputProcessor
+from quire.cluster.text.requests.request import RequestChecker
+from quire.cluster.text.requests.request_stream import output_events
+from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.replica_status import ReplicaStatus
 
 STATUS_TIMEOUT_S = 10.0

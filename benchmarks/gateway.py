@@ -35,13 +35,13 @@ from benchmarks.common import Figure, make_parser, names_from, report
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.gateway.served_models import serve_single_replica
-from quire.cluster.gateway.server import Gateway
-from quire.cluster.gateway.services import GatewayServices
-from quire.cluster.host.event_loop import run_event_loop
-from quire.cluster.http.server import HttpServer
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.requests.tokenizer import Tokenizer
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.gateway.admin.services import GatewayServices
+from quire.cluster.gateway.grpc.server import Gateway
+from quire.cluster.gateway.http.server import HttpServer
+from quire.cluster.gateway.routing.served_models import serve_single_replica
+from quire.cluster.os_utils.event_loop import run_event_loop
+from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto import inference_pb2, inference_pb2_grpc
 from quire.proto.replica_status import ReplicaStatus
 from quire.proto.stream import Abort, Finish, FinishReason, StatusQuery, Submit, TokenBatch

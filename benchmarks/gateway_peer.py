@@ -12,8 +12,8 @@ import sys
 
 import numpy as np
 
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.requests.request import Request
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.text.requests.request import Request
 from quire.proto.sampling import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=900, temperature=0.0, seed=0, ignore_eos=True)

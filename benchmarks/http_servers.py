@@ -32,7 +32,7 @@ from benchmarks.peers.install import python_path
 from benchmarks.peers.process import FOLDER
 from benchmarks.random_models import MODELS, make_model
 from benchmarks.workloads import mixed
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 MAX_MODEL_LEN = 2048
 NUM_STREAMS = (1, 16)

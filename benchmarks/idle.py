@@ -27,8 +27,8 @@ import psutil
 
 from benchmarks.common import Figure, make_parser, report
 from quire import Client
-from quire.cluster.host.processes import ProcessTree
-from quire.cluster.ray_runtime.local_cluster import attach
+from quire.cluster.fleet.ray.local_cluster import attach
+from quire.cluster.os_utils.processes import ProcessTree
 
 NUM_REPLICAS = 2
 # Wait after the last change, until start-up work has ended.

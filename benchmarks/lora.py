@@ -28,7 +28,7 @@ from quire.worker.attention import AttentionInputs
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.lora.layers import PartFactors
 from quire.worker.lora.step_adapters import make_step_adapters
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 
 NUM_ROWS, NUM_ADAPTERS, SEQ_LEN, BLOCK_SIZE = 64, 64, 64, 16
 WAYS = ("none", "one", "many")

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc.aio
 
-from quire.cluster.api.grpc_status import from_grpc_error
+from quire.cluster.client.wire.grpc_status import from_grpc_error
 from quire.proto import inference_pb2
 
 PROMPT = "It was"

@@ -18,7 +18,7 @@ from benchmarks.replay import Roofline, SimulatedClock, SimulatedGroup
 from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
-from quire.cluster.gateway.recent_refusals import Moment, RecentRefusals
+from quire.cluster.gateway.routing.recent_refusals import Moment, RecentRefusals
 from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.errors import Overloaded
 from quire.proto.sampling import SamplingParams

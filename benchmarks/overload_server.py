@@ -38,8 +38,8 @@ from benchmarks.common import Figure, make_parser, names_from, report
 from benchmarks.overload_calls import Call, Door, closed_loop, goodput, grpc_door, http_door, open_loop, send
 from benchmarks.overload_cpu import CpuMeter, CpuTimes
 from benchmarks.random_models import make_model
-from quire.cluster.api.tokens import BEARER, new_token
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.client.wire.tokens import BEARER, new_token
 
 MODEL = "s"
 NUM_TOKENS = 128

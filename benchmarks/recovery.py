@@ -22,8 +22,8 @@ import psutil
 
 from benchmarks.common import Figure, make_parser, report
 from quire import Client, SamplingParams
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import CompletionDelta
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.text.requests.outputs import CompletionDelta
 
 PROMPT = "It was"
 NUM_STREAMS = 4

@@ -30,13 +30,13 @@ from benchmarks.common import Figure, make_parser, report
 from benchmarks.gateway import FIRST_ID, end, read_line, run_gateway, status
 from benchmarks.overload_calls import PROMPT, Door, Outcome, grpc_door, http_door
 from quire import AsyncClient, SamplingParams
-from quire.cluster.api.grpc_status import from_grpc_error
-from quire.cluster.host.event_loop import run_event_loop
+from quire.cluster.client.wire.grpc_status import from_grpc_error
+from quire.cluster.os_utils.event_loop import run_event_loop
 from quire.proto import inference_pb2, inference_pb2_grpc
 from quire.proto.errors import Overloaded, QuireError
 from quire.proto.refusal import RefusalScope
 from quire.proto.stream import Finish, FinishReason, StatusQuery, Submit, TokenBatch
-from quire.scheduler.core.outbox import error_finish
+from quire.scheduler.core.state.outbox import error_finish
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
 
 NUM_TOKENS = 128

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks.common import Figure, make_parser, median, report
 from benchmarks.replay import GATEWAY, Roofline, SimulatedClock, SimulatedGroup, make_config
 from benchmarks.trace import Trace, TracedRequest, read_traces
-from quire.cluster.gateway.router import ReplicaLoad, Router
+from quire.cluster.gateway.routing.router import ReplicaLoad, Router
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import (

@@ -23,7 +23,7 @@ import psutil
 
 from benchmarks.common import Figure, make_parser, report
 from quire import AsyncClient, SamplingParams
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 READY_TIMEOUT_S = 300.0
 # The goal: an answer takes less, whatever hangs.

@@ -35,7 +35,7 @@ from quire.proto.config import EngineConfig
 from quire.proto.step import NewSequence, RowSampling, StepPlan
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR, GrammarLibrary
 from quire.worker.structured.grammar import GrammarBackend, GrammarSpec, UnsupportedConstraint, num_words
 from quire.worker.structured.guidance_backend import GuidanceBackend

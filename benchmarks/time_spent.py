@@ -44,11 +44,11 @@ from quire.cluster.config.resolve import resolve
 from quire.kernels.linear import linear, pack
 from quire.proto.config import EngineConfig
 from quire.proto.step import StepPlan
-from quire.worker.batch import Batch, gather_batch
 from quire.worker.comm.communicator import Communicator
 from quire.worker.comm.shared_memory import join_group
 from quire.worker.comm.torch_distributed import create_store
-from quire.worker.runner import DTYPES, ModelRunner
+from quire.worker.rank.runner import DTYPES, ModelRunner
+from quire.worker.step.batch import Batch, gather_batch
 
 NUM_RANKS = 2
 JOIN_TIMEOUT_S = 600.0
@@ -192,7 +192,7 @@ class Recorder:
 
         with (
             mock.patch.object(ModelRunner, "launch", timed),
-            mock.patch("quire.worker.runner.gather_batch", self._gather),
+            mock.patch("quire.worker.rank.runner.gather_batch", self._gather),
         ):
             yield
 

@@ -13,8 +13,8 @@ import sys
 from dataclasses import dataclass, field
 
 from quire import ScalingLimits
-from quire.cluster.controller_api.fleet_state import ReplicaState
-from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample, ScalingState, decide
+from quire.cluster.fleet.controller.autoscaler import FleetSnapshot, ReplicaSample, ScalingState, decide
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
 
 DURATION_S = 3 * 3600
 TOKENS_PER_S = 4000.0

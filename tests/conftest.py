@@ -172,9 +172,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelFactory:
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
     """The directory of the bundled demo model."""
-    import quire.cluster.demo
+    import quire.cluster.cli.demo
 
-    folder = Path(quire.cluster.demo.__file__).parent / "model"
+    folder = Path(quire.cluster.cli.demo.__file__).parent / "model"
     assert (folder / "config.json").is_file(), f"the bundled demo model is missing from {folder}"
     return folder
 

@@ -61,9 +61,9 @@ def test_long_files_are_next(seed: int | None) -> None:
 
 
 def test_scope_is_the_file_or_one_for_all_of_ray() -> None:
-    assert scope_of("tests/worker/test_runner.py::test_x[a::b]") == "tests/worker/test_runner.py"
+    assert scope_of("tests/worker/rank/test_runner.py::test_x[a::b]") == "tests/worker/rank/test_runner.py"
     assert scope_of("tests/system/test_docs.py::test_y") == "tests/system/test_docs.py"
-    assert scope_of("tests/cluster/ray_runtime/test_compat.py::test_y") == "ray"
+    assert scope_of("tests/cluster/fleet/ray/test_compat.py::test_y") == "ray"
 
 
 def test_workers_collect_in_orders_of_their_own() -> None:

@@ -1,6 +1,6 @@
 """Train the bundled demo model: a small Llama with grouped-query attention, on public-domain English.
 
-    python -m benchmarks.demo_model --text DIR --out cluster/demo/model [--minutes 30] [--json FILE]
+    python -m benchmarks.demo_model --text DIR --out cluster/cli/demo/model [--minutes 30] [--json FILE]
 
 DIR is a directory with the files named in the table WORKS of benchmarks/demo_model/works.py; each is checked against
 its sha256 before use. The result is a Hugging Face model directory: weights in bfloat16, byte-level BPE tokenizer,

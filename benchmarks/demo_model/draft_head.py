@@ -1,6 +1,6 @@
 """Train a draft head for the demo model (EAGLE-3, Li et al., 2025), on text that the demo model writes.
 
-    python -m benchmarks.demo_model.draft_head --text DIR --out cluster/demo/draft_head [--minutes 25]
+    python -m benchmarks.demo_model.draft_head --text DIR --out cluster/cli/demo/draft_head [--minutes 25]
 
 The bundled head was made so in 18 minutes on one core of an EPYC (AVX-512): 3,407 steps.
 

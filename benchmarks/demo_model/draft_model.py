@@ -1,6 +1,6 @@
 """Train a smaller model that drafts for the demo model, by the demo model's own distribution of each next token.
 
-    python -m benchmarks.demo_model.draft_model --text DIR --out cluster/demo/draft_model [--minutes 19]
+    python -m benchmarks.demo_model.draft_model --text DIR --out cluster/cli/demo/draft_model [--minutes 19]
 
 The bundled one was made so in 17 minutes on one core of an EPYC (AVX-512): 6,107 steps.
 

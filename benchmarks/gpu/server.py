@@ -13,7 +13,7 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
-from quire.cluster.requests.sequence_update import updates_by_handle
+from quire.cluster.text.requests.sequence_update import updates_by_handle
 from quire.proto.lora import LoraReference
 from quire.proto.pooling import PoolingParams
 from quire.proto.sampling import SamplingParams

@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
+from .batch.command import run_batch
 from .chaos import chaos
 from .chat import chat
 from .deploy import delete, deploy, drain
-from .doctor import doctor
+from .doctor.command import doctor as doctor_command
 from .download import download
 from .engine import engine
 from .exit_status import FAILED, INTERRUPTED, WRONG_USE
@@ -22,12 +23,11 @@ from .health import health
 from .help import Command, Group
 from .models import models
 from .operate import events, flush_cache, scale, undrain
-from .run_batch import run_batch
-from .serve import serve
+from .provision.command import down, up
+from .serve.command import serve as serve_command
 from .status import status
 from .token import token
 from .top import top
-from .up import down, up
 from .wrong_options import other_name_hint
 
 # Some versions of typer bundle click. BadParameter is public in all of them; its base is click's UsageError.
@@ -35,11 +35,11 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(name="quire", cls=Group, pretty_exceptions_enable=False)
 for _command in (
-    serve,
+    serve_command,
     download,
     models,
     fit,
-    doctor,
+    doctor_command,
     generate,
     chat,
     run_batch,

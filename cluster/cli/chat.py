@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from ..chat_format.deltas import ChatDelta
     from ..client.client import Client
-    from ..requests.chat_messages import Message
-    from ..requests.outputs import StreamEvent
+    from ..text.chat_format.deltas import ChatDelta
+    from ..text.requests.chat_messages import Message
+    from ..text.requests.outputs import StreamEvent
 
 # By default a reply has at most this many tokens, and at most this share of the model's context, so that several
 # turns have room.
@@ -121,7 +121,7 @@ class _Reply:
 
     def read(self, events: "Iterator[StreamEvent]") -> Iterator[tuple[str, bool]]:
         """Yield new text, and whether it is content; else it is reasoning. Reasoning ends with a blank line."""
-        from ..chat_format.deltas import ContentDelta, ReasoningDelta
+        from ..text.chat_format.deltas import ContentDelta, ReasoningDelta
 
         for delta in _chat_deltas(events):
             if isinstance(delta, ReasoningDelta):
@@ -168,6 +168,6 @@ def _reply_to_lines(messages: "list[Message]", stream_reply: StreamReply) -> Non
 
 
 def _chat_deltas(events: "Iterator[StreamEvent]") -> "Iterator[ChatDelta]":
-    from ..requests.outputs import CompletionDelta
+    from ..text.requests.outputs import CompletionDelta
 
     return (delta for event in events if isinstance(event, CompletionDelta) for delta in event.chat or ())

@@ -34,8 +34,8 @@ TlsCa = Annotated[
 
 
 def connect(target: str, token_file: Path | None, tls_ca: Path | None) -> Client:
-    from ..api.tokens import load_client_token
     from ..client.client import Client
+    from ..client.wire.tokens import load_client_token
 
     token = None if token_file is None else load_client_token(token_file)
     return Client(target, token=token, tls_ca=tls_ca, tls_cert=os.environ.get(CLIENT_CERT))

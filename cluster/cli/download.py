@@ -21,8 +21,8 @@ def download(
     Example: `quire download Qwen/Qwen3-8B`
     """
     from ...proto.errors import ModelLoadError
-    from ..host.logs import log_to_stderr
-    from ..hub.snapshot import download_model, is_model_id
+    from ..config.hub.snapshot import download_model, is_model_id
+    from ..os_utils.logs import log_to_stderr
 
     if not is_model_id(model):
         raise ModelLoadError(f"{model!r} is not ORG/NAME, the id of a model on the Hugging Face Hub")

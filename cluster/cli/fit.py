@@ -128,8 +128,8 @@ def _capacities(
         ConfigError: the model does not allow an option.
         ModelLoadError: its configuration is malformed.
     """
-    from ...worker.lora.target_modules import TargetModules
-    from ...worker.models.registry import check_dp_attention
+    from ...proto.model.registry import check_dp_attention
+    from ...proto.model.target_modules import TargetModules
     from ...worker.models.slot_size import measure_slot
     from ...worker.models.weight_size import make_meta_model, measure_weights
     from ..config.capacity import capacity
@@ -155,7 +155,7 @@ def _capacities(
 
 def _num_experts(model: "ModelConfig") -> int:
     """Return the experts of a layer. Raises ConfigError if the ranks cannot hold whole experts of the model."""
-    from ...worker.models.registry import check_expert_parallel, check_supported
+    from ...proto.model.registry import check_expert_parallel, check_supported
 
     return check_expert_parallel(model, check_supported(model, 1)).count
 
@@ -163,7 +163,7 @@ def _num_experts(model: "ModelConfig") -> int:
 def _parallel_sizes(model: "ModelConfig", num_gpus: int, expert_parallel: bool) -> list[int]:
     """Return the tensor-parallel sizes that the model allows, up to the number of GPUs."""
     from ...proto.errors import ConfigError
-    from ...worker.models.registry import check_supported
+    from ...proto.model.registry import check_supported
 
     allowed = []
     check_supported(model, 1)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...proto.sampling import SamplingParams
-    from ..requests.outputs import PositionLogprobs, RequestOutput, StreamEvent, Usage
+    from ..text.requests.outputs import PositionLogprobs, RequestOutput, StreamEvent, Usage
 
 DEFAULT_MAX_TOKENS = 128
 # The prompt that stands for stdin.
@@ -53,7 +53,7 @@ def generate(
     Example: `quire generate "It was a dark evening, and" --target 127.0.0.1:50051 --max-tokens 64`
     """
     from ...proto.sampling import SamplingParams
-    from ..requests.outputs import collect_output
+    from ..text.requests.outputs import collect_output
 
     sampling_params = SamplingParams(**parse_sampling(sampling, DEFAULT_MAX_TOKENS))
     if prompt == STDIN:
@@ -102,7 +102,7 @@ class _Clock:
 
     def watch(self, events: "Iterable[StreamEvent]") -> "Iterable[StreamEvent]":
         """Yield the events, noting when the first token comes."""
-        from ..requests.outputs import CompletionDelta
+        from ..text.requests.outputs import CompletionDelta
 
         for event in events:
             if self._first_at is None and isinstance(event, CompletionDelta):
@@ -125,7 +125,7 @@ class _Clock:
 
 def _printed(events: "Iterable[StreamEvent]") -> "Iterable[StreamEvent]":
     """Yield the events, printing their text as they come."""
-    from ..requests.outputs import CompletionDelta
+    from ..text.requests.outputs import CompletionDelta
 
     for event in events:
         if isinstance(event, CompletionDelta):
@@ -153,7 +153,7 @@ def _show_logprobs(result: "RequestOutput", sampling_params: "SamplingParams") -
 def _logprob_table(title: str, entries: "Iterable[PositionLogprobs]", num_top: int | None) -> "Table":
     from rich.table import Table
 
-    from ..requests.outputs import most_likely
+    from ..text.requests.outputs import most_likely
 
     table = Table("token id", "log-probability", "rank", "most likely", title=title, title_justify="left")
     for entry in entries:

@@ -14,8 +14,8 @@ def models() -> None:
     from rich.table import Table
     from transformers.utils import logging
 
-    from ...worker.models.registry import ARCHITECTURE_ALIASES, FAMILIES, TEXT_MODELS
-    from ...worker.models.transformers_spec import list_architectures
+    from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, TEXT_MODELS
+    from ...proto.model.transformers_spec import list_architectures
 
     logging.set_verbosity_error()  # it warns of default configurations
     table = Table("architecture", "layers of", "tensor-parallel sizes")

@@ -9,7 +9,7 @@ import typer
 from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 
 if TYPE_CHECKING:
-    from ..api.status import FleetEvent
+    from ..client.wire.status import FleetEvent
 
 
 def scale(
@@ -90,7 +90,7 @@ def _line(event: FleetEvent) -> str:
     """Return an event as one line: the time, the object and its state."""
     from datetime import datetime
 
-    from ..api.status import DeploymentInfo, NodeInfo
+    from ..client.wire.status import DeploymentInfo, NodeInfo
 
     time, changed = datetime.fromtimestamp(event.time).strftime("%H:%M:%S"), event.object
     if isinstance(changed, DeploymentInfo):

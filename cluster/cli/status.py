@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from ..api.status import FleetInfo, ReplicaInfo
+    from ..client.wire.status import FleetInfo, ReplicaInfo
 
 _CLEAR_SCREEN = "\033[2J\033[H"
 

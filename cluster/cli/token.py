@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..api.tokens import Role, new_token
+from ..client.wire.tokens import Role, new_token
 
 
 def token(

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proto.block_map import BlockState
-from ..api.status import BlockMapInfo, FleetInfo, LatencyInfo, NodeInfo, ReplicaInfo, TrafficInfo
+from ..client.wire.status import BlockMapInfo, FleetInfo, LatencyInfo, NodeInfo, ReplicaInfo, TrafficInfo
 
 # A status is due every second.
 SILENT_S = 3.0

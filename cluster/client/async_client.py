@@ -16,21 +16,11 @@ import grpc.aio
 from ...proto.errors import QuireError
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
-from ..api.status import (
-    BlockMapInfo,
-    FleetEvent,
-    FleetInfo,
-    LoraInfo,
-    ModelInfo,
-    ModelLoad,
-    ReplicaInfo,
-    ServerInfo,
-)
 from ..config.deployment import Deployment
-from ..requests.chat import Chat
-from ..requests.chat_messages import Message
-from ..requests.outputs import RequestOutput, StreamEvent
-from ..requests.request import Prompt
+from ..text.requests.chat import Chat
+from ..text.requests.chat_messages import Message
+from ..text.requests.outputs import RequestOutput, StreamEvent
+from ..text.requests.request import Prompt
 from .calls import (
     CHANNEL_OPTIONS,
     DEFAULT_TIMEOUT_S,
@@ -43,6 +33,16 @@ from .calls import (
 )
 from .resume import ResumableCall
 from .servers import Servers, split_target
+from .wire.status import (
+    BlockMapInfo,
+    FleetEvent,
+    FleetInfo,
+    LoraInfo,
+    ModelInfo,
+    ModelLoad,
+    ReplicaInfo,
+    ServerInfo,
+)
 
 T = TypeVar("T")
 

@@ -16,12 +16,19 @@ from ...proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grp
 from ...proto.errors import ConfigError, QuireError, ServerUnreachable
 from ...proto.faults import Fault
 from ...proto.sampling import SamplingParams
-from ..api.deployment_messages import deployment_to_message
-from ..api.engine_messages import mode_to_message, read_tags
-from ..api.grpc_status import from_grpc_error
-from ..api.request_messages import as_invalid_request, sampling_to_message, set_prompt
-from ..api.response_messages import event_from_message, output_from_message
-from ..api.status import (
+from ..config.deployment import Deployment
+from ..text.requests.chat import Chat, Tool
+from ..text.requests.chat_messages import Message
+from ..text.requests.outputs import RequestOutput, StreamEvent
+from ..text.requests.request import Prompt
+from .resume import ResumableCall, was_never_connected
+from .servers import SelectedStub, Servers
+from .wire.deployment_messages import deployment_to_message
+from .wire.engine_messages import mode_to_message, read_tags
+from .wire.grpc_status import from_grpc_error
+from .wire.request_messages import as_invalid_request, sampling_to_message, set_prompt
+from .wire.response_messages import event_from_message, output_from_message
+from .wire.status import (
     BlockMapInfo,
     FleetEvent,
     FleetInfo,
@@ -31,22 +38,15 @@ from ..api.status import (
     ReplicaInfo,
     ServerInfo,
 )
-from ..api.status_messages import (
+from .wire.status_messages import (
     block_map_from_message,
     fleet_from_message,
     load_from_message,
     model_from_message,
     server_info_from_message,
 )
-from ..api.status_messages import event_from_message as fleet_event_from_message
-from ..api.tokens import bearer
-from ..config.deployment import Deployment
-from ..requests.chat import Chat, Tool
-from ..requests.chat_messages import Message
-from ..requests.outputs import RequestOutput, StreamEvent
-from ..requests.request import Prompt
-from .resume import ResumableCall, was_never_connected
-from .servers import SelectedStub, Servers
+from .wire.status_messages import event_from_message as fleet_event_from_message
+from .wire.tokens import bearer
 
 DEFAULT_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 2.0

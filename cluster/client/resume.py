@@ -10,12 +10,12 @@ import grpc
 
 from ...proto import inference_pb2
 from ...proto.errors import QuireError, RequestNotFound, ServerUnreachable, ShuttingDown
-from ..api.grpc_status import from_grpc_error
-from ..api.request_messages import received_to_message
-from ..host.backoff import Backoff
-from ..requests.outputs import CompletionDelta, CompletionFinished, PromptLogprobsDelta
-from ..requests.received import Received
+from ..os_utils.backoff import Backoff
+from ..text.requests.outputs import CompletionDelta, CompletionFinished, PromptLogprobsDelta
+from ..text.requests.received import Received
 from .servers import Servers
+from .wire.grpc_status import from_grpc_error
+from .wire.request_messages import received_to_message
 
 if TYPE_CHECKING:
     from .calls import Call

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.errors import ConfigError
-from ...worker.models import eagle3_config
-from ...worker.models.mtp_layouts import num_mtp_heads
-from ...worker.models.registry import FAMILIES, check_heads, check_supported
+from ...proto.model import eagle3_config
+from ...proto.model.mtp_layouts import num_mtp_heads
+from ...proto.model.registry import FAMILIES, check_heads, check_supported
 from .engine_options import EngineOptions
 from .model_config import describe_model
 from .model_source import locate_model

@@ -12,9 +12,9 @@ from typing import Any
 
 from ...proto.cache_groups import MAX_GROUPS
 from ...proto.errors import ConfigError, ModelLoadError
+from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
+from ...proto.model.transformers_names import has_architecture, has_model_type
 from ...worker.memory.host_memory import available_bytes
-from ...worker.models.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
-from ...worker.models.transformers_names import has_architecture, has_model_type
 from .checks import in_words
 from .engine_options import DTYPES, EngineOptions
 from .lora_options import check_lora_options

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
-from ..hub.snapshot import is_model_id
+from ..text.chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
 from .checks import (
     at_least,
     between,
@@ -16,13 +15,14 @@ from .checks import (
     processor_names,
     share,
 )
+from .hub.snapshot import is_model_id
 from .lora_options import LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, check_lora_modules, check_target_modules
 from .option import option, validate_options
 from .speculative_options import JSON_OBJECT, check_speculative_config
 from .value_kinds import NUM_BYTES, amounts
 
 DEMO_MODEL = "demo"
-DEMO_MODEL_PATH = Path(__file__).parents[1] / "demo" / "model"
+DEMO_MODEL_PATH = Path(__file__).parents[1] / "cli" / "demo" / "model"
 # The EAGLE-3 head of the demo model and a smaller model that drafts for it, for `speculative_config`.
 DEMO_HEAD, DEMO_DRAFT = "demo-eagle3", "demo-draft"
 DEMO_HEAD_PATH = DEMO_MODEL_PATH.parent / "draft_head"

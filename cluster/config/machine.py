@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ...worker.device import cuda_device_count
-from ...worker.nvml import smallest_gpu_bytes
+from ...worker.rank.device import cuda_device_count
+from ...worker.rank.nvml import smallest_gpu_bytes
 
 
 @dataclass(frozen=True, slots=True)

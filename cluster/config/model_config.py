@@ -9,8 +9,8 @@ from typing import Any
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError, first_line, in_one_line
-from ...worker.models.eagle3_config import read_speculators
-from ...worker.models.registry import (
+from ...proto.model.eagle3_config import read_speculators
+from ...proto.model.registry import (
     ARCHITECTURE_ALIASES,
     FAMILIES,
     TEXT_MODELS,
@@ -19,7 +19,7 @@ from ...worker.models.registry import (
     latent_dim,
     layer_windows,
 )
-from ...worker.models.transformers_names import MODEL_TYPE_ALIASES
+from ...proto.model.transformers_names import MODEL_TYPE_ALIASES
 from .checks import in_words
 from .end_tokens import end_token_ids
 from .generation_config import read_generation_config, sampling_defaults

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...proto.config import DenseConfig, PoolingConfig
 from ...proto.errors import ConfigError, ModelLoadError
-from ...worker.models.registry import FAMILIES
+from ...proto.model.registry import FAMILIES
 from .model_checks import read_json_list, read_json_object
 
 _CLASSIFIER, _BASE, _CAUSAL = "ForSequenceClassification", "Model", "ForCausalLM"

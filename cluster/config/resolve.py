@@ -19,7 +19,7 @@ from ...proto.config import (
 )
 from ...proto.errors import ConfigError
 from ...proto.lora import LoraReference
-from ...worker.models.registry import (
+from ...proto.model.registry import (
     check_batch_invariant,
     check_dp_attention,
     check_expert_parallel,

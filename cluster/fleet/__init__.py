@@ -1,1 +1,1 @@
-"""The fleet controller: starts, watches, drains and ends replicas."""
+"""The processes of a fleet: the controller, replicas, and Ray below them."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...proto.sampling import SamplingParams
-from ..requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from ..requests.tokenizer import Tokenizer
+from ..text.requests.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from ..text.requests.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)

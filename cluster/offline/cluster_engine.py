@@ -11,11 +11,11 @@ from typing import Any
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
 from ...scheduler.core.scheduler import COMMAND_TIMEOUT_S
-from ..ray_runtime.local_cluster import LocalCluster
-from ..replica.client import ReplicaClient
-from ..replica.launch import launch_replica
-from ..replica.replica import new_replica_id
-from ..requests.request_stream import output_events
+from ..fleet.ray.local_cluster import LocalCluster
+from ..fleet.replica.client import ReplicaClient
+from ..fleet.replica.launch import launch_replica
+from ..fleet.replica.replica import new_replica_id
+from ..text.requests.request_stream import output_events
 from .engine import OutputCollector
 
 # A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.

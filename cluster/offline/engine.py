@@ -8,11 +8,11 @@ from typing import Protocol
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
-from ..requests.output_processor import OutputProcessor
-from ..requests.outputs import RequestOutput, RequestStarted, StreamEvent, collect_output
-from ..requests.request import Request
-from ..requests.sequence_update import SequenceUpdate
-from ..requests.tokenizer import Tokenizer
+from ..text.requests.output_processor import OutputProcessor
+from ..text.requests.outputs import RequestOutput, RequestStarted, StreamEvent, collect_output
+from ..text.requests.request import Request
+from ..text.requests.sequence_update import SequenceUpdate
+from ..text.requests.tokenizer import Tokenizer
 
 
 class OutputCollector:

@@ -23,12 +23,12 @@ from ...scheduler.service.loop import StepLoop
 from ...scheduler.service.mailbox import InMemoryMailbox
 from ...scheduler.service.worker_group import Rebuilt
 from ...worker.comm.communicator import SingleRank
-from ...worker.device import compute_device, on_device
-from ...worker.launched_step import LaunchedStep
-from ...worker.runner import ModelRunner
-from ..host.stopwatch import Stopwatch
-from ..replica.loading_bar import LoadingBar
-from ..requests.sequence_update import SequenceUpdate, updates_by_handle
+from ...worker.rank.device import compute_device, on_device
+from ...worker.rank.runner import ModelRunner
+from ...worker.step.launched_step import LaunchedStep
+from ..fleet.replica.loading_bar import LoadingBar
+from ..os_utils.stopwatch import Stopwatch
+from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle
 from .engine import OutputCollector
 
 _log = logging.getLogger(__name__)

@@ -22,22 +22,22 @@ from ...proto.errors import InvalidRequest, InvalidType
 from ...proto.lora import LoraReference
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
-from ..api.engine_messages import read_tags
+from ..client.wire.engine_messages import read_tags
 from ..config.engine_options import EngineOptions
 from ..config.machine import Machine
 from ..config.option import write_table
 from ..config.resolve import resolve
-from ..requests.chat import Chat, Tool
-from ..requests.chat_messages import Message
-from ..requests.lora_request import LoRARequest
-from ..requests.outputs import RequestOutput
-from ..requests.pooling_outputs import (
+from ..text.requests.chat import Chat, Tool
+from ..text.requests.chat_messages import Message
+from ..text.requests.lora_request import LoRARequest
+from ..text.requests.outputs import RequestOutput
+from ..text.requests.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     ScoringRequestOutput,
 )
-from ..requests.request import RequestChecker
-from ..requests.tokenizer import Tokenizer
+from ..text.requests.request import RequestChecker
+from ..text.requests.tokenizer import Tokenizer
 from .beams import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options

@@ -10,8 +10,8 @@ import numpy as np
 from ...proto.errors import InvalidRequest
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
-from ..requests.outputs import Usage
-from ..requests.pooling_outputs import (
+from ..text.requests.outputs import Usage
+from ..text.requests.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -22,9 +22,9 @@ from ..requests.pooling_outputs import (
     collect_pooled,
     cosine_similarity,
 )
-from ..requests.request import AnyPrompt, Request, RequestChecker
-from ..requests.score_prompts import ScorePrompts
-from ..requests.tokenizer import Tokenizer
+from ..text.requests.request import AnyPrompt, Request, RequestChecker
+from ..text.requests.score_prompts import ScorePrompts
+from ..text.requests.tokenizer import Tokenizer
 from .engine import Engine, OutputCollector
 
 Advance = Callable[[], None]

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...proto import coerce
 from ...proto.errors import InvalidRequest, InvalidType
-from ..requests.chat import Chat
-from ..requests.request import Prompt
+from ..text.requests.chat import Chat
+from ..text.requests.request import Prompt
 
 _SEQUENCES = (Sequence, np.ndarray)
 

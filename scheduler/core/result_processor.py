@@ -15,9 +15,9 @@ from ...proto.stream import Finish, FinishReason, TokenBatch
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamHypothesis
 from ..sequences.sequence import Sequence
-from .in_flight import InFlightStep
-from .outbox import Outgoing
-from .state import SchedulerState, row_of
+from .state.in_flight import InFlightStep
+from .state.outbox import Outgoing
+from .state.state import SchedulerState, row_of
 
 Row = TypeVar("Row", bound=np.signedinteger)
 

@@ -24,19 +24,19 @@ from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamSearch
 from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
-from .admission_checks import check_admission, max_len_of
-from .block_map import make_block_map
-from .drain import Drainer
-from .engine_control import EngineControl
-from .forecast import Forecast
-from .lora_adapters import LoraAdapters
-from .metrics import SchedulerStats, Throughput
-from .outbox import Outgoing, error_finish
-from .planner import Planner
+from .admission.admission_checks import check_admission, max_len_of
+from .admission.forecast import Forecast
+from .control.block_map import make_block_map
+from .control.drain import Drainer
+from .control.engine_control import EngineControl
+from .planning.planner import Planner
 from .result_processor import ResultProcessor
-from .retained_outputs import KnownOutput
-from .state import SchedulerState, row_of
-from .step_times import StepDeadlines
+from .state.lora_adapters import LoraAdapters
+from .state.metrics import SchedulerStats, Throughput
+from .state.outbox import Outgoing, error_finish
+from .state.retained_outputs import KnownOutput
+from .state.state import SchedulerState, row_of
+from .state.step_times import StepDeadlines
 
 # Loading the weights of a large model from a slow disk.
 COMMAND_TIMEOUT_S = 1800.0

@@ -10,8 +10,8 @@ from benchmarks.fleet_model import FleetRun, ReplicaModel, SimulatedFleet
 from benchmarks.replay import Roofline
 from benchmarks.trace import Trace, TracedRequest
 from quire.cluster.config.scaling_limits import ScalingLimits
-from quire.cluster.controller_api.fleet_state import ReplicaState
-from quire.cluster.fleet.autoscaler import FleetSnapshot, ReplicaSample
+from quire.cluster.fleet.controller.autoscaler import FleetSnapshot, ReplicaSample
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
 
 # 1000 prompt tokens per second; memory bandwidth never limits a step.
 MODEL = ReplicaModel(

@@ -13,7 +13,7 @@ import torch
 from benchmarks.offline import MAX_MODEL_LEN, time_batch
 from benchmarks.time_spent import PARTS, Limits, ModelSize, Recorder, Spent, measure_two_ranks
 from quire import LLM
-from quire.worker.batch import Batch
+from quire.worker.step.batch import Batch
 
 LIMITS = Limits(flops=1e9, read=1e9)
 REQUESTS = [([5, 6, 7, 8], 3), (list(range(10, 40)), 2)]

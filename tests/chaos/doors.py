@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from quire import AsyncClient
-from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
+from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished
 
 from .jobs import KINDS, Answer, Job
 

@@ -19,7 +19,7 @@ from far_network import FarNetwork, open_network
 from ray_nodes import LOOPBACK, RayNodes
 
 from quire import AsyncClient, ReplicaInfo
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 from quire.proto.errors import QuireError
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind

@@ -16,7 +16,7 @@ import psutil
 from tcp_proxy import TcpProxy, tcp_proxy
 
 from quire import AsyncClient
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 from quire.proto.errors import QuireError, RequestQuarantined
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind

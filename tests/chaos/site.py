@@ -11,7 +11,7 @@ from typing import Protocol
 import psutil
 
 from quire import AsyncClient, SamplingParams
-from quire.cluster.demo.server import shared_memory_of
+from quire.cluster.cli.demo.server import shared_memory_of
 from quire.proto.errors import QuireError
 
 from .doors import Door

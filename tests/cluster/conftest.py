@@ -21,7 +21,7 @@ LONGER_THAN_ANY_TEST_S = 3600.0
 @pytest.fixture(autouse=True, scope="session")
 def no_idle_canaries() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.cluster.gateway.replica_pool.IDLE_CANARY_S", LONGER_THAN_ANY_TEST_S)
+        patch.setattr("quire.cluster.gateway.routing.replica_pool.IDLE_CANARY_S", LONGER_THAN_ANY_TEST_S)
         yield
 
 
@@ -29,7 +29,7 @@ def no_idle_canaries() -> Iterator[None]:
 def patient_grammar_workers() -> Iterator[None]:
     """A process that compiles grammars imports first, which took more than 60 s on two cores with a load of 30."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.cluster.grammar_workers.pool.TASK_TIMEOUT_S", PROGRAM_TIMEOUT_S)
+        patch.setattr("quire.cluster.text.sandbox.grammar_pool.TASK_TIMEOUT_S", PROGRAM_TIMEOUT_S)
         yield
 
 

@@ -24,8 +24,8 @@ if ! "${builder[@]}" inspect --type image localhost/base >/dev/null 2>&1; then
 fi
 
 "${builder[@]}" bud --pull-never --isolation chroot --network host --layers=false \
-    --file cluster/provision/container/Dockerfile \
-    --ignorefile cluster/provision/container/Dockerfile.dockerignore \
+    --file cluster/cli/provision/container/Dockerfile \
+    --ignorefile cluster/cli/provision/container/Dockerfile.dockerignore \
     --target cpu --build-arg BASE=localhost/base --tag quire:cpu "$@" .
 
 container=$("${builder[@]}" from --pull-never localhost/quire:cpu)

@@ -13,10 +13,10 @@ import jsonschema
 import pytest
 import yaml
 
+from quire.cluster.cli.provision.cluster_file import example
 from quire.cluster.config.deployment import read_fleet_file
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.option import declared_options
-from quire.cluster.provision.cluster_file import example
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "cluster" / "provision" / "chart"

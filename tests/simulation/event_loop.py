@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from quire.cluster.gateway.request_migration import MigratingRequest, ignore_move
+from quire.cluster.gateway.routing.request_migration import MigratingRequest, ignore_move
 
 T = TypeVar("T")
 

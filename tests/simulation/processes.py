@@ -10,15 +10,15 @@ from typing import Any
 from unittest.mock import patch
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.controller_api.demand import Demand
-from quire.cluster.controller_api.fleet_state import FleetState
-from quire.cluster.fleet.fleet import Fleet
-from quire.cluster.gateway import controller_sync
-from quire.cluster.gateway.controller_sync import ControllerSync
-from quire.cluster.gateway.replica_pool import ReplicaPool
-from quire.cluster.gateway.served_models import ServedModel, ServedModels
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.replica.record import ReplicaRecord
+from quire.cluster.fleet.controller.demand import Demand
+from quire.cluster.fleet.controller.fleet import Fleet
+from quire.cluster.fleet.controller.fleet_state import FleetState
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.record import ReplicaRecord
+from quire.cluster.gateway.routing import controller_sync
+from quire.cluster.gateway.routing.controller_sync import ControllerSync
+from quire.cluster.gateway.routing.replica_pool import ReplicaPool
+from quire.cluster.gateway.routing.served_models import ServedModel, ServedModels
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ReplicaUnavailable
 

@@ -12,11 +12,11 @@ from typing import TypeVar
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.controller_api.fleet_state import NodeEntry
-from quire.cluster.fleet.blocking_calls import BlockingCalls
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
-from quire.cluster.replica.record import ReplicaRecord
+from quire.cluster.fleet.controller.blocking_calls import BlockingCalls
+from quire.cluster.fleet.controller.fleet_state import NodeEntry
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
+from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from quire.proto.stream import GatewayMessage, ReplicaMessage

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fakes import EOS, VOCAB_SIZE
 
-from quire.cluster.controller_api.fleet_state import ReplicaState
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
 from quire.proto.errors import QuireError
 
 from .event_loop import Clock, run_simulated

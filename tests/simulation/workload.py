@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from fakes import EOS, VOCAB_SIZE, beam_oracle, chain, logprobs_of, oracle
 
-from quire.cluster.gateway.request_migration import MigratingRequest
-from quire.cluster.requests.request import Request
-from quire.cluster.requests.sequence_update import SequenceUpdate
+from quire.cluster.gateway.routing.request_migration import MigratingRequest
+from quire.cluster.text.requests.request import Request
+from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import ModelNotFound, Overloaded, QuireError
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import FinishReason

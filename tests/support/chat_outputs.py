@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.cluster.chat_format.chat_format import ChatFormat
-from quire.cluster.chat_format.deltas import AssistantMessage, ChatDelta, ToolCall, merge_deltas
-from quire.cluster.chat_format.output_parser import ChatOutputParser
+from quire.cluster.text.chat_format.chat_format import ChatFormat
+from quire.cluster.text.chat_format.deltas import AssistantMessage, ChatDelta, ToolCall, merge_deltas
+from quire.cluster.text.chat_format.output_parser import ChatOutputParser
 
 WEATHER: Mapping[str, Any] = {
     "type": "object",

@@ -13,13 +13,13 @@ from dataclasses import replace
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.controller_api.demand import Demand
-from quire.cluster.controller_api.fleet_state import FleetState, NodeEntry
-from quire.cluster.fleet.fleet import Fleet
-from quire.cluster.fleet.interfaces import LiveReplica
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
-from quire.cluster.replica.record import ReplicaRecord
+from quire.cluster.fleet.controller.demand import Demand
+from quire.cluster.fleet.controller.fleet import Fleet
+from quire.cluster.fleet.controller.fleet_state import FleetState, NodeEntry
+from quire.cluster.fleet.controller.interfaces import LiveReplica
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
+from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.scheduler.core.scheduler import Scheduler

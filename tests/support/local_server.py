@@ -15,15 +15,15 @@ from local_replica import DEADLINE_S, Brake, Script, local_replica
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.gateway.retention import RetentionLimits
-from quire.cluster.gateway.security import Security
-from quire.cluster.gateway.served_models import ServedModels, serve_single_replica
-from quire.cluster.gateway.server import Gateway
-from quire.cluster.gateway.services import GatewayServices
-from quire.cluster.http.connection import ConnectionLimits
-from quire.cluster.http.server import HttpServer
-from quire.cluster.replica.client import ReplicaClient
-from quire.cluster.requests.tokenizer import Tokenizer
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.gateway.access.security import Security
+from quire.cluster.gateway.admin.services import GatewayServices
+from quire.cluster.gateway.generation.retention import RetentionLimits
+from quire.cluster.gateway.grpc.server import Gateway
+from quire.cluster.gateway.http.connection import ConnectionLimits
+from quire.cluster.gateway.http.server import HttpServer
+from quire.cluster.gateway.routing.served_models import ServedModels, serve_single_replica
+from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
 from quire.scheduler.core.scheduler import Scheduler
 

@@ -9,7 +9,7 @@ from model_kinds import KINDS, ranks_for
 from published_checkpoints import CHECKPOINTS, Published
 from quantized_models import SCHEMES
 
-from quire.worker.models.registry import FAMILIES
+from quire.proto.model.registry import FAMILIES
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 START, END = "<!-- from the tests: tests/support/models_page.py -->", "<!-- end -->"

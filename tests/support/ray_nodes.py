@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from quire.cluster.host.closing import Closing
-from quire.cluster.host.processes import ProcessTree
-from quire.cluster.ray_runtime.local_cluster import _TOKEN
+from quire.cluster.fleet.ray.local_cluster import _TOKEN
+from quire.cluster.os_utils.closing import Closing
+from quire.cluster.os_utils.processes import ProcessTree
 
 LOOPBACK = "127.0.0.1"
 _START_TIMEOUT_S = 90.0

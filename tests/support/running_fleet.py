@@ -10,9 +10,9 @@ from typing import Any
 from fake_fleet import FakeLauncher, MemoryStore
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.controller_api.fleet_state import ReplicaEntry, ReplicaState
-from quire.cluster.fleet.fleet import Fleet
-from quire.cluster.fleet.replica_lifecycle import ReplaceScheduler
+from quire.cluster.fleet.controller.fleet import Fleet
+from quire.cluster.fleet.controller.fleet_state import ReplicaEntry, ReplicaState
+from quire.cluster.fleet.controller.replica_lifecycle import ReplaceScheduler
 
 TICK_S = 0.02
 DEADLINE_S = 60.0

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from quire import AsyncClient, SamplingParams
-from quire.cluster.requests.outputs import CompletionDelta, StreamEvent
+from quire.cluster.text.requests.outputs import CompletionDelta, StreamEvent
 from quire.proto.errors import ServerUnreachable
 
 ServerFactory = Callable[..., Any]

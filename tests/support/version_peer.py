@@ -15,7 +15,7 @@ from pathlib import Path
 from local_replica import DEADLINE_S, local_replica
 from local_server import local_config, local_gateway
 
-from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.client import ReplicaClient
 
 
 def run_replica(model_dir: Path) -> None:

@@ -24,7 +24,7 @@ from quire.proto.config import EngineConfig
 from quire.worker.attention import AttentionInputs
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.shared_segment import SegmentAddress
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 
 _NUM_TOKENS = 11
 

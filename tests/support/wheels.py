@@ -25,11 +25,11 @@ FILES = (
 )
 
 USE = """
-import sys, quire, quire.cluster.demo
+import sys, quire, quire.cluster.cli.demo
 from importlib.resources import files
 from quire import LLM, SamplingParams
 assert quire.__file__.startswith(sys.argv[1]), quire.__file__
-page = {each.name for each in (files("quire.cluster.http") / "page").iterdir()}
+page = {each.name for each in (files("quire.cluster.gateway.http") / "page").iterdir()}
 assert {"index.html", "page.js", "page.css"} <= page
 with LLM(model="demo") as llm:
     (answer,) = llm.generate(["It was a dark evening, and"], SamplingParams(max_tokens=8, temperature=0.0))

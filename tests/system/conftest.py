@@ -11,7 +11,7 @@ import pytest
 from deadlines import COMMAND_TIMEOUT_S, READY_TIMEOUT_S
 from example_programs import RunExample, example_runner
 
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 Serve = Callable[..., ServerProcess]
 RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -17,14 +17,14 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from quire.cluster.ray_runtime.local_cluster import LocalCluster
-from quire.cluster.replica.channel_group import ChannelGroupFactory, ChannelWorkerGroup
-from quire.cluster.replica.rank_processes import RankHandles
+from quire.cluster.fleet.ray.local_cluster import LocalCluster
+from quire.cluster.fleet.replica.channel_group import ChannelGroupFactory, ChannelWorkerGroup
+from quire.cluster.fleet.replica.rank_processes import RankHandles
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.replica_status import RankStatus
 from quire.proto.step import StepFailure, StepPlan, StepResult
 from quire.proto.transport.channel import ChannelAddress, StepReceiver
-from quire.worker.actor import RankProcess
+from quire.worker.rank.actor import RankProcess
 
 pytestmark = pytest.mark.cluster
 

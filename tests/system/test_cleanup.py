@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.host.cleanup import PrivateDirectory
-from quire.cluster.host.processes import ProcessTree, children
+from quire.cluster.os_utils.cleanup import PrivateDirectory
+from quire.cluster.os_utils.processes import ProcessTree, children
 
 OWNER = """
 import subprocess, sys, time
-from quire.cluster.host.cleanup import PrivateDirectory
+from quire.cluster.os_utils.cleanup import PrivateDirectory
 directory = PrivateDirectory()
 (directory.path / "socket").write_text("")
 stubborn = subprocess.Popen(["sleep", "300"], start_new_session=True)

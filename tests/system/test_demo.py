@@ -17,7 +17,7 @@ from deadlines import COMMAND_TIMEOUT_S
 
 pytestmark = pytest.mark.cluster
 
-COMMAND = sys.executable, "-m", "quire.cluster.demo"
+COMMAND = sys.executable, "-m", "quire.cluster.cli.demo"
 FIGURES = (
     "demo.throughput",
     "demo.ttft.p50",

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from quire import Client, SamplingParams
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import CompletionDelta
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.text.requests.outputs import CompletionDelta
 from quire.proto.errors import QuireError, ReplicaUnavailable
 
 pytestmark = pytest.mark.cluster

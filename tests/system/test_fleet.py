@@ -17,8 +17,8 @@ from greedy import Greedy
 from ray_nodes import RayNodes
 
 from quire import Client, SamplingParams
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import CompletionDelta, StreamEvent
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.text.requests.outputs import CompletionDelta, StreamEvent
 
 pytestmark = pytest.mark.cluster
 

@@ -18,8 +18,8 @@ from fleet_load import Load, ready, wait_for
 from greedy import Greedy
 
 from quire import Client, SamplingParams
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.ray_runtime.local_cluster import attach
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.fleet.ray.local_cluster import attach
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -13,7 +13,7 @@ from hub_server import HubServer, serve_hub
 from ray_nodes import RayNodes
 
 from quire import Client, SamplingParams
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from quire.cluster.ray_runtime.local_cluster import PRELOADED_MODULE, LocalCluster, attach
+from quire.cluster.fleet.ray.local_cluster import PRELOADED_MODULE, LocalCluster, attach
 from quire.proto.errors import ReplicaUnavailable
 
 

@@ -27,12 +27,12 @@ from ray_nodes import LOOPBACK, RayNodes
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.ray_runtime.launch_target import FleetLaunchTarget
-from quire.cluster.ray_runtime.local_cluster import attach
-from quire.cluster.replica.launch import launch_replica
-from quire.cluster.replica.launch_progress import LaunchProgress, LaunchStage
-from quire.cluster.replica.record import ReplicaRecord
-from quire.cluster.replica.replica import Replica, adopt_replica, known_replicas
+from quire.cluster.fleet.ray.launch_target import FleetLaunchTarget
+from quire.cluster.fleet.ray.local_cluster import attach
+from quire.cluster.fleet.replica.launch import launch_replica
+from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage
+from quire.cluster.fleet.replica.record import ReplicaRecord
+from quire.cluster.fleet.replica.replica import Replica, adopt_replica, known_replicas
 from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed, ReplicaUnavailable
 from quire.proto.replica_status import ReplicaStatus

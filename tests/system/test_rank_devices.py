@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import ray
 
-from quire.cluster.ray_runtime.local_cluster import LocalCluster
+from quire.cluster.fleet.ray.local_cluster import LocalCluster
 from quire.proto.config import EngineConfig
-from quire.worker.actor import LoadReport, WorkerActor
+from quire.worker.rank.actor import LoadReport, WorkerActor
 
 pytestmark = pytest.mark.cluster
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 README = Path(__file__).parents[2] / "README.md"
 

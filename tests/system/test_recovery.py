@@ -18,10 +18,10 @@ from adapters import write_adapter
 from deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams, StructuredOutputsParams
-from quire.cluster.api.status import ReplicaInfo
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.client.wire.status import ReplicaInfo
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished
+from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished
 
 pytestmark = pytest.mark.cluster
 

@@ -23,7 +23,7 @@ from local_replica import DEADLINE_S, local_replica
 from local_server import local_config, local_gateway
 
 from quire import Client, CompletionOutput, SamplingParams, Timings
-from quire.cluster.replica.client import ReplicaClient
+from quire.cluster.fleet.replica.client import ReplicaClient
 
 ROOT = Path(__file__).parents[2]
 # The first commit whose messages a later release understands.

@@ -12,7 +12,7 @@ import pytest
 from deadlines import COMMAND_TIMEOUT_S
 from example_programs import EXAMPLES, RunExample, run_alone
 
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from quire import AsyncClient, Client, ReplicaInfo, SamplingParams, errors
-from quire.cluster.demo.server import ServerProcess
-from quire.cluster.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
 from quire.kernels.native.library import is_available
 
 pytestmark = pytest.mark.cluster

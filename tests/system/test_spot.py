@@ -11,9 +11,9 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from ray_nodes import RayNodes
 
-from quire.cluster.ray_runtime.local_cluster import attach
-from quire.cluster.replica import reservation
-from quire.cluster.replica.launch_progress import LaunchStage
+from quire.cluster.fleet.ray.local_cluster import attach
+from quire.cluster.fleet.replica import reservation
+from quire.cluster.fleet.replica.launch_progress import LaunchStage
 
 SPOT, ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
 

@@ -30,7 +30,7 @@ for arguments in json.loads(sys.argv[1]):
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         try:
-            with mock.patch("quire.cluster.serve.single_host.LocalCluster"):
+            with mock.patch("quire.cluster.cli.serve.single_host.LocalCluster"):
                 main()
         except SystemExit as end:
             ends.append([end.code, output.getvalue(), errors.getvalue()])

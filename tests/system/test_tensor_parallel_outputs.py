@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire import LLM, Client, RequestOutput, SamplingParams
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,8 @@ from reference import Reference
 from safetensors.torch import load_file
 
 from quire import LLM, Client, SamplingParams
-from quire.cluster.api.status import ReplicaInfo
-from quire.cluster.demo.server import ServerProcess
+from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.client.wire.status import ReplicaInfo
 
 pytestmark = pytest.mark.cluster
 

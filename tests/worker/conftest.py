@@ -24,8 +24,8 @@ from quire.proto.config import EngineConfig
 from quire.proto.lora import NO_SLOT
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
-from quire.worker.graph_backend import GraphBackend
-from quire.worker.runner import ModelRunner
+from quire.worker.graphs.graph_backend import GraphBackend
+from quire.worker.rank.runner import ModelRunner
 
 
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
@@ -286,7 +286,7 @@ def make_engine() -> Any:
     yield make
     with pytest.MonkeyPatch.context() as patch:
         # Collects garbage, which took 0.4 s per engine. It is collected after the module.
-        patch.setattr("quire.worker.runner.free_unused_memory", lambda device: None)
+        patch.setattr("quire.worker.rank.runner.free_unused_memory", lambda device: None)
         for engine in engines:
             engine.close()
 

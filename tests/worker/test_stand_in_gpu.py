@@ -35,17 +35,18 @@ from quire.kernels.quantized_linear import (
 )
 from quire.proto.errors import RankFailed
 from quire.proto.step import RowLogitsProcessors, RowSampling
-from quire.worker import attention, batch
+from quire.worker import attention
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
 from quire.worker.memory import host_to_device
 from quire.worker.memory.cache_engine import CacheEngine
 from quire.worker.memory.device_to_host import HostCopy
 from quire.worker.memory.host_to_device import to_device
-from quire.worker.models.decoder import Decoder
+from quire.worker.models.llama.decoder import Decoder
 from quire.worker.sampling import sampler
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
+from quire.worker.step import batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
 assert triton_device

@@ -16,7 +16,7 @@ import torch.distributed
 from torch import Tensor
 
 from ...proto.errors import first_line
-from ..deadline import ends_within
+from .deadline import ends_within
 
 # The stubs of torch's process groups and stores lack what is used here.
 dist: Any = torch.distributed

@@ -8,12 +8,12 @@ import torch
 
 from ...proto.config import LoraConfig
 from ...proto.lora import LoraReport
+from ...proto.model.target_modules import TargetModules
 from ...proto.step import StepPlan
 from .adapter import read_adapter
 from .adapter_store import AdapterStore
 from .layers import LoraLayers
 from .step_adapters import StepAdapters
-from .target_modules import TargetModules
 
 # A step without anything to compute waits this long for an adapter that is read: the scheduler plans such steps, one
 # after the other, while nothing else runs.

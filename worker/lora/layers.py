@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...kernels.lora import LoraFactors, LoraGroups, add_lora, make_factors
 from ...proto.errors import ConfigError
+from ...proto.model.target_modules import TargetModules
 from ..weights.weight_slice import WeightSlice
-from .target_modules import TargetModules
 
 ALL_MODULES = TargetModules()
 

@@ -17,12 +17,12 @@ from torch import Tensor
 from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
+from ...proto.model.rope import Rope
+from ...proto.model.spec import QueryTemperature
 from ..comm.shard import Shard
 from ..weights.linear_weight import Float8Weight, PlainWeight
 from ..weights.weight_slice import Interleaving, WeightSlice
 from .load_context import LoadContext
-from .rope import Rope
-from .spec import QueryTemperature
 
 # Rope key |-> cosines and sines of a step's tokens. The key None is for layers without positions; TEMPERATURE has the
 # factors of their queries, [T, 1, 1], if there are some.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ...proto.model.quantization import Quantization
 from ..comm.communicator import Communicator, SingleRank
 from ..comm.shard import Shard, own_indices
 from ..lora.embedding_adapters import EmbeddingAdapters
@@ -15,7 +16,6 @@ from ..lora.expert_adapters import ExpertAdapters
 from ..lora.layers import ExpertStack, LoraLayer, LoraLayers
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
-from ..weights.quantization import Quantization
 from ..weights.weight_segment import NoStore, W, WeightStore
 from ..weights.weight_slice import WeightSlice
 

@@ -10,14 +10,14 @@ from ...kernels.draft_chain import DraftNetwork
 from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
+from ...proto.model.registry import check_supported
+from ...proto.model.spec import DecoderSpec
 from ..attention import AttentionInputs, LayerCache
-from ..output_tokens import OutputTokens
-from .altup_decoder import AltUpDecoder
 from .aux_states import AuxStates
-from .decoder import Decoder
+from .llama.altup_decoder import AltUpDecoder
+from .llama.decoder import Decoder
 from .load_context import LoadContext
-from .registry import check_supported
-from .spec import DecoderSpec
+from .output_tokens import OutputTokens
 from .vocab_parallel import NoHead, VocabParallelHead
 
 # Of the tensors of a text model within a model that also reads images, in published checkpoints and in those of
@@ -102,7 +102,7 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
         return AltUpDecoder(load, spec, spec.altup, model.max_model_len, has_head=model.generates)
     _refuse_fused_all_reduce(load, model)
     # transformers is slow to import, and models that quire defines itself do not need it.
-    from .transformers_model import TransformersModel
+    from .transformers.transformers_model import TransformersModel
 
     return TransformersModel(load, spec, model)
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
+from ...proto.model.spec import DecoderSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
 from .load_context import LoadContext
-from .spec import DecoderSpec
 
 UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

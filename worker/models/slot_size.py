@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ...proto.model.target_modules import TargetModules
 from ..lora.embedding_adapters import ROW_MULTIPLE
-from ..lora.target_modules import TargetModules
 
 if TYPE_CHECKING:
     from torch import nn

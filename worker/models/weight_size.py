@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...proto.config import ModelConfig
 from ...proto.errors import ModelLoadError, first_line
-from ..weights.layer_formats import FindFormat, LayerFormat, format_finder
-from ..weights.quantization import read_quantization
-from .registry import FAMILIES
+from ...proto.model.layer_formats import FindFormat, LayerFormat, format_finder
+from ...proto.model.quantization import read_quantization
+from ...proto.model.registry import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

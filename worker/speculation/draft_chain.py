@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
-from ..device_rows import DeviceRows
 from ..memory.host_to_device import to_device
 from ..sampling.sampler import Sampler
+from ..step.device_rows import DeviceRows
 
 # Rows, positions of their newest drafted tokens, and hidden states before these |-> hidden states at them.
 Advance = Callable[[RowArray, IntArray, Tensor], Tensor]

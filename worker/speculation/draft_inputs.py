@@ -11,9 +11,9 @@ from torch import Tensor
 from ...kernels.decode_splits import split_decodes
 from ...proto.block_tables import IntArray, RowArray
 from ..attention import AttentionInputs, OwnTokens
-from ..batch import compute_slots
-from ..device_rows import DeviceRows
 from ..memory.host_to_device import to_device_together
+from ..step.batch import compute_slots
+from ..step.device_rows import DeviceRows
 
 # Up to this many tokens of each row are computed by the ops of a decode step, one by one.
 MAX_DECODED_TOKENS = 8

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
 from ..attention import LayerCache
-from ..device_rows import DeviceRows
 from ..memory.host_to_device import to_device
 from ..models.loader import Model
 from ..sampling.sampler import Sampler
+from ..step.device_rows import DeviceRows
 from .draft_chain import sample_drafts
 from .draft_inputs import MAX_DECODED_TOKENS, gather_draft_inputs
 from .fused_chain import plan_fused_chain

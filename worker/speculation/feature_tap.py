@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionInputs, LayerCache
-from ..batch import Batch
 from ..models.aux_states import AuxStates
 from ..models.loader import Model
+from ..step.batch import Batch
 
 
 class FeatureTap:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...proto.block_tables import IntArray, RowArray
-from ..device_rows import DeviceRows
+from ..step.device_rows import DeviceRows
 from .proposer import DraftProposer
 
 

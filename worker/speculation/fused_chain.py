@@ -11,9 +11,9 @@ from torch import Tensor
 from ...kernels.draft_chain import DraftChain, DraftNetwork, DraftRows, KnownTokens
 from ...proto.block_tables import IntArray, RowArray
 from ..attention import LayerCache
-from ..device_rows import DeviceRows
-from ..models.draft_head import DraftHead
+from ..models.drafts.draft_head import DraftHead
 from ..models.loader import Model
+from ..step.device_rows import DeviceRows
 
 _log = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
 from ..attention import LayerCache
-from ..batch import Batch
-from ..device_rows import DeviceRows
-from ..models.draft_head import DraftHead
+from ..models.drafts.draft_head import DraftHead
 from ..sampling.sampler import Sampler
+from ..step.batch import Batch
+from ..step.device_rows import DeviceRows
 from .draft_chain import sample_drafts
 from .draft_inputs import MAX_DECODED_TOKENS, gather_draft_inputs
 from .fused_chain import plan_fused_chain

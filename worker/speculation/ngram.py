@@ -10,7 +10,7 @@ import numpy as np
 from ...kernels.suffix_automaton import SuffixIndex, make_suffix_index
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import SpeculativeConfig
-from ..device_rows import DeviceRows
+from ..step.device_rows import DeviceRows
 
 _NO_LIMIT = np.iinfo(np.int32).max
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
-from ..batch import Batch
-from ..device_rows import DeviceRows
+from ..step.batch import Batch
+from ..step.device_rows import DeviceRows
 from .forced import ForcedProposer
 from .head_proposer import HeadProposer
 from .proposer import DraftProposer

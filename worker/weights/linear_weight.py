@@ -22,9 +22,9 @@ from ...kernels.quantized_linear import (
     supports_float8_linear,
 )
 from ...kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
+from ...proto.model.quantization import Quantization
 from ..memory.scratch import empty_scratch
 from .checkpoint import Checkpoint
-from .quantization import Quantization
 from .quantized_layouts import read_quantized
 from .weight_slice import WeightSlice
 

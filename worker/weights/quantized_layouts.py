@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ...kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, pack_nibbles, unpack_nibbles
 from ...proto.errors import ConfigError, ModelLoadError
+from ...proto.model.quantization import MXFP4_GROUP_LEN, Quantization
 from .checkpoint import Checkpoint
-from .quantization import MXFP4_GROUP_LEN, Quantization
 from .weight_slice import Range, WeightSlice
 
 # Output of each of the eight numbers of a word, lowest bits first.

@@ -11,7 +11,7 @@ from serving import ServerFactory, run
 from typer.testing import CliRunner
 
 from quire.cluster import cli
-from quire.cluster.gateway.server import Gateway
+from quire.cluster.gateway.grpc.server import Gateway
 from quire.proto.errors import ConfigError, InvalidRequest
 from quire.proto.faults import FaultKind
 

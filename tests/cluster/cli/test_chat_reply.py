@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quire.cluster.chat_format.deltas import ContentDelta, ReasoningDelta, ToolCallStart
 from quire.cluster.cli.chat import _Reply
-from quire.cluster.requests.outputs import CompletionDelta, RequestStarted, StreamEvent
+from quire.cluster.text.chat_format.deltas import ContentDelta, ReasoningDelta, ToolCallStart
+from quire.cluster.text.requests.outputs import CompletionDelta, RequestStarted, StreamEvent
 
 
 def test_reply_separates_reasoning_from_content() -> None:

@@ -20,9 +20,9 @@ from serving import ServerFactory
 
 import quire as package
 from quire.cluster import cli
-from quire.cluster.api.tokens import Role, load_tokens
 from quire.cluster.cli.exit_status import FAILED, INTERRUPTED, WRONG_USE
 from quire.cluster.cli.generate import read_prompt
+from quire.cluster.client.wire.tokens import Role, load_tokens
 from quire.cluster.config.units import parse_num_bytes
 from quire.proto.errors import ConfigError, InvalidRequest
 

@@ -13,10 +13,10 @@ from local_server import ThreadedServer, threaded_server
 from rich.console import Console
 
 from quire import Client, FleetInfo, KvCacheInfo, LatencyInfo, QueueInfo, RankStatus, ReplicaInfo, TrafficInfo
-from quire.cluster.api.status import BlockMapInfo, DeploymentInfo, NodeInfo
 from quire.cluster.cli.status import _figures
 from quire.cluster.cli.top import look_at
 from quire.cluster.cli.top_view import GLYPHS, MAP_LINES, Look, block_map_text, render
+from quire.cluster.client.wire.status import BlockMapInfo, DeploymentInfo, NodeInfo
 from quire.proto.block_map import BlockState
 
 TRAFFIC = TrafficInfo(

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from quire import Client
-from quire.cluster.batch.http_caller import HttpCaller, Server
+from quire.cluster.cli.batch.http_caller import HttpCaller, Server
 from quire.proto.errors import ConfigError, ServerUnreachable
 
 

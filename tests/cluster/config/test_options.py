@@ -35,13 +35,13 @@ from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.speculative_options import JSON_OBJECT
 from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT
 from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
-from quire.cluster.fleet.spot import NOTICES
+from quire.cluster.fleet.controller.spot import NOTICES
 from quire.cluster.offline import llm
 from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
 from quire.proto.errors import ConfigError
-from quire.scheduler.core.policy import ADMISSION_KEYS
+from quire.proto.model.quantization import ONLINE_METHODS
+from quire.scheduler.core.waiting.policy import ADMISSION_KEYS
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR
-from quire.worker.weights.quantization import ONLINE_METHODS
 
 MODEL_OWNERS = EngineOptions, ScalingLimits, Deployment
 OWNERS = *MODEL_OWNERS, ServerOptions, ClusterOptions
@@ -122,9 +122,9 @@ def served(command: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
                     reached.update({name: getattr(part, name) for name in declared_options(type(part))})
             return 0
 
-        monkeypatch.setattr("quire.cluster.serve.server_setup.set_up_server", lambda options: None)
-        monkeypatch.setattr("quire.cluster.serve.fleet.serve_fleet", stub)
-        monkeypatch.setattr("quire.cluster.serve.single_host.serve", stub)
+        monkeypatch.setattr("quire.cluster.cli.serve.server_setup.set_up_server", lambda options: None)
+        monkeypatch.setattr("quire.cluster.cli.serve.fleet.serve_fleet", stub)
+        monkeypatch.setattr("quire.cluster.cli.serve.single_host.serve", stub)
         assert command.main(["serve", "demo", *arguments], prog_name="quire", standalone_mode=False) == 0
         return reached
 

@@ -17,10 +17,10 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.gpu_types import smallest_gpu_of_nodes
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve, resolve_deployment
-from quire.cluster.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError, ModelLoadError
-from quire.worker.graphs import GraphLimits
+from quire.worker.graphs.graphs import GraphLimits
 
 CPU = Machine(num_cores=2, num_gpus=0)
 

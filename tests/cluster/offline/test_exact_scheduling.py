@@ -14,7 +14,7 @@ from narrowing import not_none
 from reference import Reference, prompts_of
 
 from quire.cluster.offline.llm import LLM
-from quire.cluster.requests.outputs import RequestOutput
+from quire.cluster.text.requests.outputs import RequestOutput
 from quire.proto.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

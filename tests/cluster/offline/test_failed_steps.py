@@ -12,10 +12,10 @@ import torch
 from quire import LLM, SamplingParams
 from quire.proto.errors import RequestQuarantined
 from quire.proto.step import StepPlan, StepResult
-from quire.worker.batch import Batch
-from quire.worker.launched_step import LaunchedStep
-from quire.worker.runner import ModelRunner
-from quire.worker.step_executor import StepExecutor
+from quire.worker.rank.runner import ModelRunner
+from quire.worker.rank.step_executor import StepExecutor
+from quire.worker.step.batch import Batch
+from quire.worker.step.launched_step import LaunchedStep
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=0.9, repetition_penalty=1.2)

@@ -16,8 +16,8 @@ import pytest
 from narrowing import not_none
 
 from quire import LLM, SamplingParams
-from quire.cluster.host.processes import ProcessTree
-from quire.cluster.requests.outputs import most_likely
+from quire.cluster.os_utils.processes import ProcessTree
+from quire.cluster.text.requests.outputs import most_likely
 from quire.proto.errors import ConfigError, InvalidRequest
 from quire.proto.step import StepPlan
 

@@ -13,8 +13,8 @@ from narrowing import not_none
 from benchmarks.draft_lengths import fixed_lengths
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
-from quire.cluster.requests.grammar_compiler import grammar_spec
-from quire.cluster.requests.outputs import CompletionOutput
+from quire.cluster.text.requests.grammar_compiler import grammar_spec
+from quire.cluster.text.requests.outputs import CompletionOutput
 from quire.proto.errors import InvalidRequest
 from quire.worker.structured.compilation import AUTO, GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec, num_words

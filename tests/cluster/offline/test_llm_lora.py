@@ -15,11 +15,11 @@ from reference import Reference, prompts_of
 from quire import LLM, LoRARequest, SamplingParams
 from quire.cluster.offline.beams import BeamSearchParams
 from quire.cluster.offline.in_process import InProcessEngine
-from quire.cluster.requests.outputs import RequestOutput
+from quire.cluster.text.requests.outputs import RequestOutput
 from quire.proto.errors import InvalidRequest, LoraLoadError
 from quire.proto.step import StepPlan
-from quire.worker.launched_step import LaunchedStep
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
+from quire.worker.step.launched_step import LaunchedStep
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SETTINGS: list[dict[str, Any]] = [

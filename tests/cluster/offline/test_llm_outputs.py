@@ -10,7 +10,7 @@ import pytest
 
 from quire import LLM, CompletionOutput, SamplingParams
 from quire.cluster.offline.engine import OutputCollector
-from quire.cluster.requests.sequence_update import SequenceUpdate
+from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import InvalidRequest
 
 PROMPT = "A gathering of folded pages is called a quire"

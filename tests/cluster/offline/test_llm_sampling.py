@@ -15,7 +15,7 @@ from narrowing import not_none
 from transformers import AutoModelForCausalLM
 
 from quire import LLM, SamplingParams
-from quire.cluster.requests.outputs import RequestOutput
+from quire.cluster.text.requests.outputs import RequestOutput
 from quire.proto.errors import InvalidRequest
 
 PROMPTS = [

@@ -14,7 +14,7 @@ from reference import Reference, prompts_of
 from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.cluster.requests.outputs import RequestOutput
+from quire.cluster.text.requests.outputs import RequestOutput
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable
 
 CPU: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "audit": True}

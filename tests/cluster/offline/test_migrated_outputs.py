@@ -13,9 +13,9 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
-from quire.cluster.requests.grammar_compiler import LocalGrammarCompiler
-from quire.cluster.requests.request import Request
-from quire.cluster.requests.sequence_update import updates_by_handle
+from quire.cluster.text.requests.grammar_compiler import LocalGrammarCompiler
+from quire.cluster.text.requests.request import Request
+from quire.cluster.text.requests.sequence_update import updates_by_handle
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, FinishReason, GatewayMessage, ReplicaMessage, TokenBatch

@@ -19,9 +19,9 @@ from quire.proto.errors import InvalidRequest
 from quire.proto.step import StepPlan
 from quire.scheduler.speculation.draft_lengths import DraftLengths
 from quire.scheduler.speculation.forced_text import ForcedText
-from quire.worker.launched_step import LaunchedStep
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 from quire.worker.speculation.ngram import NgramProposer
+from quire.worker.step.launched_step import LaunchedStep
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
 from quire.worker.structured.guidance_backend import GuidanceMatcher

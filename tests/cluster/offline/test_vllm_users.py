@@ -15,7 +15,7 @@ import pytest
 from narrowing import not_none
 
 from quire import LLM, BeamSearchParams, EngineArgs, LoRARequest, SamplingParams, TextPrompt, TokensPrompt
-from quire.cluster.requests.chat_messages import Message
+from quire.cluster.text.requests.chat_messages import Message
 from quire.proto.errors import InvalidRequest
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"

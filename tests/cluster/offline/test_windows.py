@@ -12,7 +12,7 @@ from reference import Reference, prompts_of
 
 from quire.cluster.config import model_config
 from quire.cluster.offline.llm import LLM
-from quire.cluster.requests.outputs import RequestOutput
+from quire.cluster.text.requests.outputs import RequestOutput
 from quire.proto.sampling import SamplingParams
 
 # Three blocks of tokens; outputs go on for ten.

@@ -9,7 +9,7 @@ from narrowing import not_none
 from quire.proto.errors import ProtocolError, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.proto.stream import FinishReason
-from quire.scheduler.core.placement import Place, Placement
+from quire.scheduler.core.planning.placement import Place, Placement
 from quire.scheduler.sequences.sequence import Sequence
 
 

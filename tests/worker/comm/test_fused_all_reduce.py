@@ -19,7 +19,8 @@ from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.symmetric_memory import open_symmetric_memory
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
-from quire.worker.models import decoder, decoder_layer, load_context
+from quire.worker.models import load_context
+from quire.worker.models.llama import decoder, decoder_layer
 
 HOST = "127.0.0.1"
 MAX_TOKENS = 3

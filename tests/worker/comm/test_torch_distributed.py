@@ -26,7 +26,7 @@ import pickle, sys, torch
 from quire.proto.step import StepPlan
 from quire.worker.comm import torch_distributed
 from quire.worker.comm.torch_distributed import TorchDistributed
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 
 rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)
 runner = ModelRunner(config, TorchDistributed(rank, 2, "127.0.0.1", port, torch.device("cpu"), timeout_s=120))

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.proto.errors import ConfigError
+from quire.proto.model.target_modules import TargetModules
 from quire.worker.lora.adapter import LoraAdapter, read_adapter
 from quire.worker.lora.adapter_config import MAX_CONFIG_BYTES, read_adapter_config
 from quire.worker.lora.layers import ExpertStack, LayerFactors, LoraLayers
-from quire.worker.lora.target_modules import TargetModules
 from quire.worker.weights.weight_slice import WeightSlice
 
 NAME = "model.layers.0.self_attn"

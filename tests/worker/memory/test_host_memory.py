@@ -11,12 +11,12 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
-from quire.worker import runner as module
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory import allocation
 from quire.worker.memory.cache_engine import bytes_per_block
 from quire.worker.memory.host_memory import available_bytes
-from quire.worker.runner import ModelRunner
+from quire.worker.rank import runner as module
+from quire.worker.rank.runner import ModelRunner
 
 GIB = 1 << 30
 

@@ -23,7 +23,7 @@ from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.cache_engine import CacheEngine, bytes_per_block
 from quire.worker.memory.kv_segment import KvSegment
 from quire.worker.memory.shared_segment import SegmentAddress
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 
 NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_TOKENS = 28, 40, 24
 

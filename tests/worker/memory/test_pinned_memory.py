@@ -14,7 +14,7 @@ from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory import cache_engine
 from quire.worker.memory.cache_engine import CacheEngine
 from quire.worker.memory.pinned_memory import pinned_zeros
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 
 
 class Cudart:

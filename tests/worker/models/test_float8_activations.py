@@ -9,8 +9,8 @@ import pytest
 
 from quire.kernels import norm, quantized_linear
 from quire.proto.step import RowSampling
-from quire.worker.models import decoder_layer
 from quire.worker.models.layers import ColumnParallelLinear
+from quire.worker.models.llama import decoder_layer
 from quire.worker.weights import linear_weight
 
 GREEDY = RowSampling(temperature=0.0)

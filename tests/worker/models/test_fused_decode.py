@@ -16,19 +16,19 @@ from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
 from quire.kernels.lora import LoraGroups, group_tokens
+from quire.proto.model.quantization import Quantization
+from quire.proto.model.registry import check_supported
+from quire.proto.model.spec import DecoderSpec
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.lora.layers import LoraLayers, PartFactors
 from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
-from quire.worker.models import decoder as decoder_module
-from quire.worker.models import moe
-from quire.worker.models.decoder import Decoder
+from quire.worker.models.llama import decoder as decoder_module
+from quire.worker.models.llama.decoder import Decoder
 from quire.worker.models.load_context import LoadContext
-from quire.worker.models.registry import check_supported
-from quire.worker.models.spec import DecoderSpec
+from quire.worker.models.moe import moe
 from quire.worker.weights.checkpoint import Checkpoint
-from quire.worker.weights.quantization import Quantization
 from quire.worker.weights.weight_slice import WeightSlice
 
 pytestmark = pytest.mark.usefixtures("two_threads")

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quire.kernels.quantized_linear import FLOAT4_NUMBERS
 from quire.proto.errors import ConfigError
+from quire.proto.model.registry import check_supported
 from quire.proto.step import RowSampling
-from quire.worker.models.registry import check_supported
 from quire.worker.weights import linear_weight
 
 GREEDY = RowSampling(temperature=0.0)

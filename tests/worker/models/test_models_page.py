@@ -5,8 +5,8 @@ from __future__ import annotations
 from models_page import LAYOUTS, PAGE, architectures, tables
 from quantized_models import SCHEMES
 
-from quire.worker.models.registry import FAMILIES
-from quire.worker.models.transformers_spec import list_architectures
+from quire.proto.model.registry import FAMILIES
+from quire.proto.model.transformers_spec import list_architectures
 
 # Compared with transformers once, but not in the tests: their configurations have fields of their own.
 COMPARED_ONCE = {

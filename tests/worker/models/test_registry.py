@@ -13,8 +13,8 @@ from narrowing import instance_of
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.errors import ConfigError
-from quire.worker.models.registry import check_supported
-from quire.worker.models.spec import DecoderSpec
+from quire.proto.model.registry import check_supported
+from quire.proto.model.spec import DecoderSpec
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -241,5 +241,5 @@ def test_rope_scaling_and_rope_parameters_give_same_ropes(model: Any) -> None:
 
 
 def test_registry_imports_no_torch() -> None:
-    code = "import sys, quire.worker.models.registry; sys.exit('torch' in sys.modules)"
+    code = "import sys, quire.proto.model.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0

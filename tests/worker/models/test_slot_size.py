@@ -9,8 +9,8 @@ import pytest
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_source import describe_files
 from quire.proto.config import LoraConfig
-from quire.worker.lora.target_modules import TargetModules
-from quire.worker.models.registry import check_expert_parallel, check_supported
+from quire.proto.model.registry import check_expert_parallel, check_supported
+from quire.proto.model.target_modules import TargetModules
 from quire.worker.models.slot_size import measure_slot
 from quire.worker.models.weight_size import make_meta_model
 

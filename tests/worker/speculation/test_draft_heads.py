@@ -155,7 +155,7 @@ def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
     ) -> tuple[Any, type[HeadReference], Path]:
         target, speculative, reference = make_head(kind)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quire.worker.runner.HeadProposer", Recorder)
+            patch.setattr("quire.worker.rank.runner.HeadProposer", Recorder)
             patch.setattr(head_proposer, "NARROWS", narrows)
             engine = make_engine(
                 target,

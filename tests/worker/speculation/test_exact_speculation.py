@@ -15,8 +15,8 @@ from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
-from quire.worker import runner
-from quire.worker.device_rows import DeviceRows
+from quire.worker.rank import runner
+from quire.worker.step.device_rows import DeviceRows
 
 NUM_SPECULATIVE_TOKENS = 4
 # Of log-probabilities: the products of latent attention depend on how many tokens are computed together.

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.proto.errors import ModelLoadError
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 from quire.worker.weights.checkpoint import Checkpoint
 
 

@@ -25,7 +25,7 @@ from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.kernels.linear import linear, pack
 from quire.worker.models import transformers_model
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 
 
 class Rank:

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from quire.kernels.native.library import is_available
 from quire.kernels.quantized_linear import dequantize
 from quire.proto.errors import ConfigError, ModelLoadError
+from quire.proto.model.quantization import MODELOPT_BLOCK, Quantization, read_quantization
+from quire.proto.model.registry import check_supported
 from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.models.registry import check_supported
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 from quire.worker.weights import linear_weight
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.linear_weight import PanelCodes, PlainWeight, read_linear
-from quire.worker.weights.quantization import MODELOPT_BLOCK, Quantization, read_quantization
 from quire.worker.weights.quantized_layouts import read_quantized
 from quire.worker.weights.weight_slice import WeightSlice
 

@@ -23,7 +23,7 @@ from quire.proto.engine_command import Action, EngineCommand
 from quire.proto.step import StepPlan
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.shared_segment import SegmentAddress, SharedSegment
-from quire.worker.runner import ModelRunner
+from quire.worker.rank.runner import ModelRunner
 from quire.worker.weights.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
@@ -37,7 +37,7 @@ MakeConfig = Callable[..., EngineConfig]
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the garbage collection of each closed runner, of 0.4 s."""
-    monkeypatch.setattr("quire.worker.runner.free_unused_memory", lambda device: None)
+    monkeypatch.setattr("quire.worker.rank.runner.free_unused_memory", lambda device: None)
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -1,0 +1,307 @@
+"""Status types of Client and AsyncClient: the models, replicas and nodes of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ....proto.block_map import MappedSequence
+from ....proto.replica_status import RankStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that the server serves."""
+
+    name: str
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheInfo:
+    """KV cache of a replica.
+
+    Attributes:
+        num_cached_blocks: blocks in the prefix cache that no sequence holds.
+        num_used_tokens: tokens in the used blocks.
+        mean_kv_fragmentation: share of allocated KV slots that hold no token, mean over all steps.
+        prefix_query_tokens: prompt tokens that were looked up in the prefix cache.
+        prefix_hit_tokens: prompt tokens that were found there.
+        num_host_blocks: blocks of host memory, in addition to num_blocks; 0 if there is no host tier.
+        num_used_host_blocks: host blocks of preempted sequences.
+        num_cached_host_blocks: host blocks evicted from the device, kept for the prefix cache.
+        num_swapped_blocks: blocks copied between device and host memory so far, in both directions.
+        num_fenced_blocks: freed blocks that a step in flight may still read.
+        fullest_kv_use: share of the blocks that sequences hold, of the fullest partition: with data-parallel
+            attention, the KV blocks of one rank.
+    """
+
+    block_size: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    peak_used_blocks: int = 0
+    num_used_tokens: int = 0
+    mean_kv_fragmentation: float = 0.0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_swapped_blocks: int = 0
+    num_fenced_blocks: int = 0
+    fullest_kv_use: float = 0.0
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a partition is fuller than all blocks together; only with data-parallel attention."""
+        return bool(self.num_blocks) and self.fullest_kv_use > self.num_used_blocks / self.num_blocks + 0.005
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the looked-up prompt tokens that were found; 0 if none was looked up."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """Sequences of a replica. `num_finished` and `num_preemptions` are totals since its start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """A replica as one gateway sees it. The counters are zero if the replica does not respond.
+
+    Attributes:
+        ready: the gateway sends it requests.
+        problem: why it is not ready, or why it drains; empty otherwise.
+        state: ``starting``, ``ready``, ``draining``, ``stopped`` or ``failed``; None outside of a fleet. A
+            draining replica is `ready` until another one takes over.
+        version: of its deployment; empty outside of a fleet.
+        node_ids: nodes of its processes; empty outside of a fleet.
+        mean_plan_wait_s: mean time that its ranks wait for the next plan after a step; idle time is excluded.
+        silence_s: time since its latest message to the gateway, which is due every second.
+        num_computed_tokens, busy_s: tokens that its steps computed, and the time in which at least one step was
+            computed.
+        queued_tokens: prompt tokens that are not planned yet.
+        oldest_wait_s: longest time that a sequence has waited for its first row.
+        tokens_per_s: prompt and sampled tokens per busy second, recent seconds weighted most.
+        num_compilations: kernel variants that rank 0 has compiled since it was ready, each of which delayed a step;
+            0 is expected.
+        activity: ``idle``, ``busy``, ``prefill`` (a step that takes long, as expected), ``late`` (a step takes much
+            longer than expected) or ``recovering`` (its ranks are being rebuilt).
+        activity_s: how long it has done that.
+        num_recoveries: times that its ranks were rebuilt after a failure.
+        weights_version: name of its weights; empty for those that it started with.
+        paused: an operator holds its steps.
+        sleep_level: 0 while it is awake.
+    """
+
+    replica_id: str
+    model: str
+    ready: bool = False
+    problem: str = ""
+    state: str | None = None
+    version: str = ""
+    ranks: tuple[RankStatus, ...] = ()
+    node_ids: tuple[str, ...] = ()
+    kv: KvCacheInfo = field(default_factory=KvCacheInfo)
+    queue: QueueInfo = field(default_factory=QueueInfo)
+    num_steps: int = 0
+    uptime_s: float = 0.0
+    mean_plan_wait_s: float = 0.0
+    silence_s: float = 0.0
+    num_computed_tokens: int = 0
+    busy_s: float = 0.0
+    queued_tokens: int = 0
+    oldest_wait_s: float = 0.0
+    tokens_per_s: float = 0.0
+    num_compilations: int = 0
+    activity: str = ""
+    activity_s: float = 0.0
+    num_recoveries: int = 0
+    weights_version: str = ""
+    paused: bool = False
+    sleep_level: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentInfo:
+    """A deployment of a fleet.
+
+    Attributes:
+        target_replicas: number of replicas that the autoscaler wants now.
+        reason: why the autoscaler wants that number.
+        problem: why the last attempt to start a replica failed; empty if it did not.
+    """
+
+    model: str
+    version: str
+    min_replicas: int
+    max_replicas: int
+    target_replicas: int
+    reason: str = ""
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """A node of the fleet's cluster.
+
+    Attributes:
+        resources: Ray resource |-> amount; memory in bytes.
+    """
+
+    node_id: str
+    address: str
+    draining: bool = False
+    resources: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyInfo:
+    """Quantiles in seconds; None without observations."""
+
+    p50_s: float | None = None
+    p99_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficInfo:
+    """Requests of one model through one gateway over the last minute.
+
+    Attributes:
+        seconds: time that the rates and quantiles cover; 0 in the first second of a gateway.
+        num_open: requests that have not ended.
+        num_unplaced: requests that wait for a replica.
+        first_token: time from a request's arrival to its first token.
+        inter_token: time between two tokens.
+        generated_tokens_per_s_history: in each second of the last minute, the oldest first.
+    """
+
+    model: str
+    seconds: float = 0.0
+    num_open: int = 0
+    num_unplaced: int = 0
+    prompt_tokens_per_s: float = 0.0
+    generated_tokens_per_s: float = 0.0
+    completions_per_s: float = 0.0
+    errors_per_s: float = 0.0
+    first_token: LatencyInfo = LatencyInfo()
+    inter_token: LatencyInfo = LatencyInfo()
+    generated_tokens_per_s_history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMapInfo:
+    """States of a replica's KV blocks. Cell i shows block 1 + i * stride.
+
+    Attributes:
+        stride: 1 unless the pool is so large that only a sample of its blocks is shown.
+        states: one BlockState per cell.
+        rows: per cell the row of the sequence that holds the block, of one of them if several do; -1 if none does.
+        sequences: the running sequences with the most blocks.
+    """
+
+    num_blocks: int
+    stride: int
+    states: bytes
+    rows: tuple[int, ...]
+    sequences: tuple[MappedSequence, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FleetInfo:
+    """Replicas of a server, and the deployments and nodes if it serves a fleet.
+
+    Attributes:
+        problem: set if the fleet's part may be stale, since its controller does not respond.
+        traffic: requests through this gateway, by model.
+    """
+
+    replicas: tuple[ReplicaInfo, ...] = ()
+    deployments: tuple[DeploymentInfo, ...] = ()
+    nodes: tuple[NodeInfo, ...] = ()
+    problem: str = ""
+    traffic: tuple[TrafficInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A server's version, models and limits.
+
+    Attributes:
+        resume_window_s: how long a resumable request runs on without a connection.
+        retention_s: how long the output of a finished request with a request_id is kept.
+        max_message_bytes: largest message that the server accepts.
+    """
+
+    version: str
+    uptime_s: float
+    models: tuple[ModelInfo, ...]
+    resume_window_s: float
+    retention_s: float
+    max_message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoraInfo:
+    """A LoRA adapter.
+
+    Attributes:
+        name: the model of its requests.
+        path: its directory.
+        model: the model that it changes.
+    """
+
+    name: str
+    path: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """The load of a model's ready replicas, from all their servers; `num_unplaced` is that of this server.
+
+    Attributes:
+        num_unplaced: requests of this server that wait for a replica.
+        num_queued_tokens: prompt tokens that are not computed yet.
+        kv_use: share of the KV blocks that sequences hold, mean over the replicas.
+        tokens_per_s: prompt and sampled tokens per busy second.
+        queue_delay_s: estimated time until the shortest queue is computed; None if no replica's speed is known.
+        fullest_kv_use: the same as `kv_use`, of the fullest partition of any replica: with data-parallel attention,
+            the KV blocks of a rank.
+    """
+
+    model: str
+    num_ready_replicas: int
+    num_running: int
+    num_waiting: int
+    num_unplaced: int
+    num_queued_tokens: int
+    kv_use: float
+    tokens_per_s: float
+    queue_delay_s: float | None = None
+    fullest_kv_use: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetEvent:
+    """A change of a deployment, a replica or a node.
+
+    Attributes:
+        time: Unix time at which the server learned of it, in seconds.
+        object: its present state; of a replica without the figures.
+        is_removed: it exists no more.
+    """
+
+    time: float
+    object: DeploymentInfo | ReplicaInfo | NodeInfo
+    is_removed: bool = False

@@ -1,1 +1,0 @@
-"""Messages between the fleet controller and gateways: fleet state and demand."""

@@ -1,0 +1,1 @@
+"""The fleet controller: starts, watches, drains and ends replicas."""

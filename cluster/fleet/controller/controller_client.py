@@ -1,0 +1,129 @@
+"""ControllerClient: calls the fleet controller from another process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from ray.exceptions import RayError
+
+from ....proto.errors import QuireError, ReplicaUnavailable
+from ....proto.transport.network import CurveKeys
+from ...config.deployment import Deployment
+from ..ray.errors import unwrap
+from .demand import Demand
+from .fleet_state import FleetState
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+_CALL_TIMEOUT_S = 30.0
+# Reading a model's configuration from a slow shared file system, on a busy head node, has taken more than 30 s.
+_DEPLOY_TIMEOUT_S = 570.0
+
+T = TypeVar("T")
+
+
+class Controller(Protocol):
+    """The fleet's controller. Every call raises ReplicaUnavailable if the controller does not answer."""
+
+    async def keys(self) -> CurveKeys | None:
+        """Return the keys for connections to replicas, or None if they need none."""
+        ...
+
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
+        """See `Fleet.watch`."""
+        ...
+
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """See `Fleet.report`."""
+        ...
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """See `Fleet.deploy`."""
+        ...
+
+    async def delete(self, model: str) -> None:
+        """See `Fleet.delete`."""
+        ...
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """See `Fleet.drain`."""
+        ...
+
+    async def undrain(self, target: str) -> str:
+        """See `Fleet.undrain`."""
+        ...
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `Fleet.set_scale`."""
+        ...
+
+
+class ControllerClient:
+    """Controller behind a Ray actor handle."""
+
+    def __init__(self, actor: ActorHandle) -> None:
+        self._actor = actor
+
+    async def keys(self) -> CurveKeys:
+        """See `Controller`."""
+        return await self._call("keys", self._actor.keys.remote)
+
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
+        """See `Controller`."""
+        submit = partial(self._actor.watch.remote, since, timeout_s)
+        return await self._call("watch", submit, timeout_s + _CALL_TIMEOUT_S)
+
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """See `Controller`."""
+        await self._call("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """See `Controller`."""
+        await self._call(
+            "deploy", partial(self._actor.deploy.remote, deployment.to_json()), _DEPLOY_TIMEOUT_S
+        )
+
+    async def delete(self, model: str) -> None:
+        """See `Controller`."""
+        await self._call("delete", partial(self._actor.delete.remote, model))
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """See `Controller`."""
+        return await self._call("drain", partial(self._actor.drain.remote, target))
+
+    async def undrain(self, target: str) -> str:
+        """See `Controller`."""
+        return await self._call("undrain", partial(self._actor.undrain.remote, target))
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `Controller`."""
+        submit = partial(self._actor.set_scale.remote, model, min_replicas, max_replicas)
+        return await self._call("set_scale", submit)
+
+    async def _call(
+        self, name: str, submit: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S
+    ) -> T:
+        """Return the call's result.
+
+        Raises:
+            QuireError: the controller raised it; ReplicaUnavailable if the controller does not answer.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                result: T = await submit()
+                return result
+        except TimeoutError:
+            raise ReplicaUnavailable(
+                f"the fleet's controller did not answer {name!r} in {timeout_s:g} s"
+            ) from None
+        except (RayError, QuireError) as error:
+            raise unwrap(error, "the fleet's controller") from None

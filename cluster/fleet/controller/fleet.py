@@ -1,0 +1,392 @@
+"""Fleet: the controller without Ray. Starts, watches, drains and ends replicas until the fleet is as deployed.
+
+Everything here runs in one event loop; blocking calls (launching, adopting, removing) run in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from ....proto.errors import InvalidRequest, ModelNotFound
+from ...config.deployment import Deployment
+from ...os_utils.backoff import Backoff
+from ...os_utils.change_notifier import ChangeNotifier
+from .autoscaler import Decision, ScalingState, decide
+from .blocking_calls import BlockingCalls
+from .demand import Demand
+from .fleet_snapshot import DemandCounter, take_snapshot
+from .fleet_state import DeploymentEntry, FleetState, ReplicaState
+from .fleet_store import FleetStore
+from .interfaces import Launcher, Store
+from .nodes import TAKEOVER_TIMEOUT_S, NodeWatch
+from .reconcile import plan
+from .replica_lifecycle import LifecycleContext, ReplaceScheduler, ReplicaLifecycle
+
+TICK_S = 1.0
+NODES_INTERVAL_S = 3.0
+CANARY_TIMEOUT_S = 120.0
+# Delays between launches after replicas failed to start.
+FIRST_LAUNCH_RETRY_S = 1.0
+MAX_LAUNCH_RETRY_S = 120.0
+# Ended replicas that stay in the state, so that an operator can read why they failed.
+MAX_ENDED_REPLICAS = 20
+
+_ENDED = ReplicaState.STOPPED, ReplicaState.FAILED
+
+_log = logging.getLogger(__name__)
+
+
+def _launch_backoff() -> Backoff:
+    return Backoff(FIRST_LAUNCH_RETRY_S, MAX_LAUNCH_RETRY_S)
+
+
+@dataclass(slots=True)
+class _Model:
+    """A deployment with its scaling state.
+
+    Attributes:
+        backoff: delays the next launch after a replica of the deployed version failed to start.
+        problem: why the last start failed; empty after one succeeded.
+    """
+
+    deployment: Deployment
+    scaling: ScalingState
+    decision: Decision
+    backoff: Backoff = field(default_factory=_launch_backoff)
+    demand: DemandCounter = field(default_factory=DemandCounter)
+    problem: str = ""
+
+
+class Fleet:
+    """All deployments and replicas of a cluster.
+
+    Args:
+        clock: monotonic time in seconds.
+        wall_clock: Unix time; nodes' deadlines use it.
+        tick_s: longest time between two reconciliation steps.
+        canary_timeout_s: how long the first token of a replica may take.
+        blocking: threads for the launcher's and the store's calls.
+        replace_scheduler: see LifecycleContext.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        tick_s: float = TICK_S,
+        canary_timeout_s: float = CANARY_TIMEOUT_S,
+        blocking: BlockingCalls | None = None,
+        replace_scheduler: ReplaceScheduler | None = None,
+    ) -> None:
+        self._launcher = launcher
+        self._store = FleetStore(store)
+        self._clock = clock
+        self._tick_s = tick_s
+        self._blocking = blocking or BlockingCalls()
+        self._models: dict[str, _Model] = {}
+        self._replicas: dict[str, ReplicaLifecycle] = {}
+        self._context = LifecycleContext(
+            launcher,
+            self._store,
+            self._blocking,
+            clock,
+            canary_timeout_s,
+            on_state=self._on_replica_state,
+            on_progress=self._notify_change,
+            replace_scheduler=replace_scheduler,
+        )
+        self._nodes_read_at = -math.inf
+        self._epoch, self._version = secrets.token_hex(4), 0
+        self._changes = ChangeNotifier()
+        self._step_due = asyncio.Event()
+        # Serializes deploy and delete, so that the store and the deployments agree.
+        self._deployments_lock = asyncio.Lock()
+        self._nodes = NodeWatch(launcher, clock, wall_clock, on_departure=self._step_due.set)
+
+    async def recover(self) -> None:
+        """Restore the deployments of an earlier controller, adopt its live replicas, and remove half-started ones."""
+        deployments, replicas = await self._blocking.call("reading the fleet's store", self._store.read)
+        for deployment in deployments:
+            self._add_model(deployment)
+        for deployment, record in replicas:
+            self._add_replica(record.replica_id, deployment).adopt(record)
+        known = await self._blocking.call("listing replicas", self._launcher.known)
+        for replica_id in sorted(known - set(self._replicas)):
+            _log.warning("%s was half started by an earlier controller and is removed", replica_id)
+            await self._blocking.call(f"removing {replica_id}", self._launcher.remove, replica_id)
+        self._notify_change()
+
+    async def run(self) -> None:
+        """Reconcile until canceled."""
+        while True:
+            self._step_due.clear()
+            try:
+                await self.step()
+            except Exception:
+                _log.exception("a reconciliation step failed; the next one starts over")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._tick_s):
+                    await self._step_due.wait()
+
+    async def step(self) -> None:
+        """One reconciliation step: read nodes and loads, decide targets, start, drain and stop replicas."""
+        if self._clock() - self._nodes_read_at >= NODES_INTERVAL_S:
+            await self._read_nodes()
+        self._drain_departing_nodes()
+        for model in list(self._models.values()):
+            self._scale(model)
+            self._reconcile(model)
+        for replica in list(self._replicas.values()):
+            if replica.deployment.name not in self._models:
+                replica.drain("its model was deleted")
+        self._drop_ended()
+
+    async def deploy(self, deployment: Deployment) -> None:
+        """Serve a model, or change its deployment."""
+        async with self._deployments_lock:
+            what = f"storing the deployment {deployment.name}"
+            await self._blocking.call(what, self._store.write_deployment, deployment)
+            model = self._models.get(deployment.name)
+            if model is None:
+                self._add_model(deployment)
+            else:
+                if model.deployment.version != deployment.version:
+                    model.backoff, model.problem = _launch_backoff(), ""
+                model.deployment = deployment
+        self._notify_change()
+        self._step_due.set()
+
+    async def delete(self, name: str) -> None:
+        """Stop serving a model. Its replicas drain; the requests that they hand off fail.
+
+        Raises:
+            ModelNotFound: the model is not deployed.
+        """
+        async with self._deployments_lock:
+            if name not in self._models:
+                raise ModelNotFound(f"model {name!r} is not deployed")
+            await self._blocking.call(f"deleting the deployment {name}", self._store.delete_deployment, name)
+            del self._models[name]
+        self._notify_change()
+        self._step_due.set()
+
+    async def drain(self, target: str) -> tuple[str, ...]:
+        """Drain a replica or all replicas of a node, by id or unique prefix; return the ids of the replicas.
+
+        Raises:
+            InvalidRequest: no replica or node matches, or more than one does.
+        """
+        await self._read_nodes()
+        name = self._find(target)
+        if name in self._replicas:
+            replicas = [self._replicas[name]]
+            replicas[0].require_drain(self._clock() + TAKEOVER_TIMEOUT_S, "an operator drains it")
+        else:
+            await self._blocking.call(f"cordoning node {name[:12]}", self._launcher.cordon, name)
+            self._nodes.depart(name, TAKEOVER_TIMEOUT_S, f"an operator drains node {name[:12]}")
+            replicas = [each for each in self._replicas.values() if name in each.node_ids]
+        self._step_due.set()
+        return tuple(replica.replica_id for replica in replicas)
+
+    def undrain(self, target: str) -> str:
+        """Take back the drain of a replica that waits for another one to take over; return its id.
+
+        Raises:
+            InvalidRequest: no replica matches, more than one does, or the replica does not wait.
+        """
+        name = self._find(target)
+        replica = self._replicas.get(name)
+        if replica is None:
+            raise InvalidRequest("target", f"is node {name[:12]}, which Ray does not take back")
+        if self._nodes.departure_of(replica.node_ids) is not None:
+            raise InvalidRequest("target", f"is {name}, whose node drains")
+        if not replica.cancel_drain():
+            raise InvalidRequest(
+                "target", f"is {name}, which is {replica.state} and waits for no other replica"
+            )
+        self._notify_change()
+        self._step_due.set()
+        return name
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """Change a deployment's bounds; None keeps one. Returns both.
+
+        Raises:
+            ModelNotFound: the model is not deployed.
+            ConfigError: a bound is out of its range.
+        """
+        known = self._models.get(model)
+        if known is None:
+            raise ModelNotFound(f"model {model!r} is not deployed")
+        limits = known.deployment.limits
+        bounds = (
+            limits.min_replicas if min_replicas is None else min_replicas,
+            limits.max_replicas if max_replicas is None else max_replicas,
+        )
+        scaled = replace(limits, min_replicas=bounds[0], max_replicas=bounds[1])
+        await self.deploy(replace(known.deployment, limits=scaled))
+        return bounds
+
+    def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
+        """Add a gateway's demand since its last report; `demand` is model |-> Demand."""
+        for name, count in demand.items():
+            model = self._models.get(name)
+            if model is not None:
+                model.demand.add(gateway_id, count, self._clock())
+                if count.num_waiting:
+                    self._step_due.set()
+
+    def state(self) -> FleetState:
+        """Return the present state."""
+        return FleetState(
+            self._state_version(),
+            tuple(
+                DeploymentEntry(model.deployment, model.decision.target, model.decision.reason, model.problem)
+                for model in self._models.values()
+            ),
+            tuple(replica.entry() for replica in self._replicas.values()),
+            self._nodes.nodes,
+        )
+
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
+        """Return the state once its version differs from `since`, or None after `timeout_s` without a change."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while since == self._state_version():
+                    await self._changes.wait()
+                return self.state()
+        return None
+
+    async def close(self) -> None:
+        """Stop managing; replicas keep running."""
+        replicas, self._replicas = list(self._replicas.values()), {}
+        await asyncio.gather(*(replica.detach() for replica in replicas))
+        self._blocking.close()
+
+    def _state_version(self) -> str:
+        return f"{self._epoch}-{self._version}"
+
+    def _find(self, target: str) -> str:
+        """Return the id of the only running replica or node whose id begins with the target."""
+        running = [each.replica_id for each in self._replicas.values() if each.state not in _ENDED]
+        nodes = [node.node_id for node in self._nodes.nodes]
+        matching = [name for name in (*running, *nodes) if target and name.startswith(target)]
+        if len(matching) != 1:
+            which = f"matches {len(matching)} of" if matching else "is none of"
+            raise InvalidRequest("target", f"is {target!r}, which {which} the replicas and nodes that run")
+        return matching[0]
+
+    def _add_model(self, deployment: Deployment) -> None:
+        scaling = ScalingState()
+        first = Decision(deployment.limits.min_replicas, "min_replicas", scaling)
+        self._models[deployment.name] = _Model(deployment, scaling, first)
+
+    def _add_replica(self, replica_id: str, deployment: Deployment) -> ReplicaLifecycle:
+        replica = self._replicas[replica_id] = ReplicaLifecycle(replica_id, deployment, self._context)
+        self._notify_change()
+        return replica
+
+    def _replicas_of(self, name: str) -> list[ReplicaLifecycle]:
+        return [each for each in self._replicas.values() if each.deployment.name == name]
+
+    async def _read_nodes(self) -> None:
+        self._nodes_read_at, before = self._clock(), self._nodes.nodes
+        nodes = await self._blocking.call("reading the nodes", self._launcher.nodes)
+        self._nodes.update(nodes, {name for each in self._replicas.values() for name in each.node_ids})
+        if nodes != before:
+            self._notify_change()
+
+    def _drain_departing_nodes(self) -> None:
+        for replica in self._replicas.values():
+            departure = self._nodes.departure_of(replica.node_ids)
+            if departure is not None:  # the drain's grace period must end before the node does
+                replica.require_drain(departure.deadline - replica.deployment.drain_grace_s, departure.reason)
+
+    def _scale(self, model: _Model) -> None:
+        """Set the model's target."""
+        now = self._clock()
+        replicas = [(each.state, each.status) for each in self._replicas_of(model.deployment.name)]
+        snapshot = take_snapshot(now, replicas, model.demand)
+        decision = decide(snapshot, model.deployment.limits, model.scaling)
+        model.scaling = decision.state
+        if (decision.target, decision.reason) != (model.decision.target, model.decision.reason):
+            if decision.target != model.decision.target:
+                _log.info(
+                    "%s: the target is %d replicas: %s",
+                    model.deployment.name, decision.target, decision.reason,
+                )  # fmt: skip
+            self._notify_change()
+        model.decision = decision
+
+    def _reconcile(self, model: _Model) -> None:
+        """Start, drain and stop replicas towards the target."""
+        now, version = self._clock(), model.deployment.version
+        replicas = self._replicas_of(model.deployment.name)
+        actions = plan(model.decision.target, version, [each.view() for each in replicas], now)
+        for replica in (self._replicas[name] for name in actions.stop):
+            replica.stop(replica.drain_reason or "it is not needed any more")
+        for replica in (self._replicas[name] for name in actions.drain):
+            replica.drain(replica.drain_reason or _scale_down_reason(model, replica))
+        if any(each.is_stable(now) and each.deployment.version == version for each in replicas):
+            model.backoff.reset()
+        for _ in range(self._num_starts_now(model, actions.num_starts)):
+            self._add_replica(f"replica-{secrets.token_hex(4)}", model.deployment).launch()
+
+    def _num_starts_now(self, model: _Model, num_starts: int) -> int:
+        """Return the starts that the backoff allows: after a failed start, one replica at a time."""
+        if model.backoff.num_failures == 0:
+            return num_starts
+        replicas = self._replicas_of(model.deployment.name)
+        is_starting = any(each.state is ReplicaState.STARTING for each in replicas)
+        return 0 if is_starting or not model.backoff.is_due(self._clock()) else min(num_starts, 1)
+
+    def _on_replica_state(self, replica: ReplicaLifecycle) -> None:
+        model = self._models.get(replica.deployment.name)
+        if model is not None and model.deployment.version == replica.deployment.version:
+            if replica.state is ReplicaState.READY:
+                self._on_replica_ready(model, replica)
+            elif replica.state is ReplicaState.FAILED:
+                self._on_replica_failed(model, replica)
+        self._notify_change()
+        self._step_due.set()
+
+    def _on_replica_ready(self, model: _Model, replica: ReplicaLifecycle) -> None:
+        model.problem = ""
+        if not replica.is_adopted:  # an adoption is much faster than a cold start
+            model.demand.cold_start_s = self._clock() - replica.started_at
+
+    def _on_replica_failed(self, model: _Model, replica: ReplicaLifecycle) -> None:
+        model.problem = f"{replica.replica_id}: {replica.reason}"
+        # A replica that failed after it was stable is replaced without delay.
+        if not replica.is_stable(self._clock()):
+            delay_s = model.backoff.fail(self._clock())
+            _log.warning("%s: the next replica starts in %g s", model.deployment.name, delay_s)
+
+    def _drop_ended(self) -> None:
+        """Keep only the latest MAX_ENDED_REPLICAS ended replicas."""
+        ended = [replica_id for replica_id, replica in self._replicas.items() if replica.has_ended]
+        for replica_id in ended[:-MAX_ENDED_REPLICAS]:
+            del self._replicas[replica_id]
+            self._notify_change()
+
+    def _notify_change(self) -> None:
+        self._version += 1
+        self._changes.notify()
+
+
+def _scale_down_reason(model: _Model, replica: ReplicaLifecycle) -> str:
+    if replica.deployment.version != model.deployment.version:
+        return f"version {model.deployment.version} replaces it"
+    return f"the target is {model.decision.target} replicas: {model.decision.reason}"

@@ -1,0 +1,365 @@
+"""ReplicaLifecycle: one replica from its launch or adoption to its end.
+
+    STARTING ──canary──► READY ──drain──► DRAINING ──empty──► STOPPED
+        └──stop─────────────────────────────┘ (with nothing to drain)
+
+Every state can change to FAILED. In every case the replica's processes are removed at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ....proto.errors import QuireError, RankFailed, ReplicaUnavailable
+from ....proto.replica_status import ReplicaStatus
+from ....proto.stream import Drain
+from ...config.deployment import Deployment
+from ...os_utils.background import run_in_background
+from ...os_utils.backoff import Backoff
+from ..replica.canary import run_canary
+from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
+from ..replica.launch_progress import LaunchProgress, LaunchStage
+from ..replica.record import ReplicaRecord
+from ..replica.replacement_limit import ReplacementLimit
+from .blocking_calls import CALL_TIMEOUT_S, BlockingCalls
+from .fleet_state import ReplicaEntry, ReplicaState
+from .fleet_store import FleetStore
+from .interfaces import Launcher, LiveReplica
+from .reconcile import ReplicaView
+
+# Time beyond its grace period after which a draining replica is ended with the requests that it still has.
+DRAIN_SLACK_S = 10.0
+# A replica that was ready for this long counts as proof that its version can run.
+STABLE_AFTER_S = 60.0
+# Delays between attempts to remove a replica.
+FIRST_RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+
+ReplaceScheduler = Callable[[LiveReplica, int], LiveReplica]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleContext:
+    """Dependencies shared by the replicas of a fleet.
+
+    Attributes:
+        clock: monotonic time in seconds.
+        canary_timeout_s: how long the first token of a replica may take.
+        on_state: called when a replica's state changed.
+        on_progress: called when a starting replica's `reason` changed.
+        replace_scheduler: starts another scheduler for a replica whose scheduler ended; blocks for seconds. The
+            number counts from 2. None if a replica whose scheduler ends is replaced as a whole.
+    """
+
+    launcher: Launcher
+    store: FleetStore
+    blocking: BlockingCalls
+    clock: Callable[[], float]
+    canary_timeout_s: float
+    on_state: Callable[[ReplicaLifecycle], None]
+    on_progress: Callable[[], None]
+    replace_scheduler: ReplaceScheduler | None = None
+
+
+class ReplicaLifecycle:
+    """One replica, from `launch` or `adopt` on. For one event loop.
+
+    Attributes:
+        started_at: when this object was made.
+        ready_at: when its canary passed; None before that.
+        drain_by: when the replica must drain at the latest; None if it may stay.
+        drain_reason: why it must drain.
+        is_adopted: an earlier controller launched the replica.
+    """
+
+    def __init__(self, replica_id: str, deployment: Deployment, context: LifecycleContext) -> None:
+        self.replica_id = replica_id
+        self.deployment = deployment
+        self.started_at = context.clock()
+        self.state = ReplicaState.STARTING
+        self.reason = ""
+        self.ready_at: float | None = None
+        self.drain_by: float | None = None
+        self.drain_reason = ""
+        self.is_adopted = False
+        self._context = context
+        self._no_room_since: float | None = None
+        self._is_canceled = False
+        self._must_drain = asyncio.Event()
+        self._launching: Future[LiveReplica] | None = None  # the latest launch or replacement
+        self._live: LiveReplica | None = None
+        self._client: ReplicaClient | None = None
+        self._num_schedulers = 1
+        self._limit = ReplacementLimit(context.clock)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def status(self) -> ReplicaStatus | None:
+        """The replica's latest status, or None before the first."""
+        return None if self._client is None else self._client.latest_status
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        return () if self._live is None else self._live.record.node_ids
+
+    @property
+    def has_ended(self) -> bool:
+        """The replica has been removed, or its lifecycle detached."""
+        return bool(self._tasks) and all(task.done() for task in self._tasks)
+
+    def is_stable(self, now: float) -> bool:
+        """Return whether the replica became ready at least STABLE_AFTER_S ago."""
+        return self.ready_at is not None and now - self.ready_at >= STABLE_AFTER_S
+
+    def view(self) -> ReplicaView:
+        """Return the replica as `reconcile.plan` sees it."""
+        status = self.status
+        return ReplicaView(
+            self.replica_id,
+            self.deployment.version,
+            self.state,
+            self.started_at,
+            0 if status is None else status.num_running + status.num_waiting,
+            self.drain_by,
+            self._no_room_since,
+            self.is_adopted,
+        )
+
+    def entry(self) -> ReplicaEntry:
+        """Return the replica as gateways and operators see it."""
+        return ReplicaEntry(
+            self.replica_id,
+            self.deployment.name,
+            self.deployment.version,
+            self.state,
+            self.reason,
+            None if self._live is None else self._live.record,
+            self.drain_reason if self.state is ReplicaState.READY else "",
+        )
+
+    def launch(self) -> None:
+        """Begin to launch the replica's processes."""
+        loop = asyncio.get_running_loop()
+
+        def on_progress(progress: LaunchProgress) -> None:
+            if self._is_canceled:
+                raise ReplicaUnavailable(f"the launch of {self.replica_id} was canceled")
+            loop.call_soon_threadsafe(self._on_progress, progress)
+
+        self._begin(lambda: self._context.launcher.launch(self.deployment, self.replica_id, on_progress))
+
+    def adopt(self, record: ReplicaRecord) -> None:
+        """Begin to take over a running replica."""
+        self.is_adopted, self.reason = True, "is adopted"
+        self._begin(lambda: self._context.launcher.adopt(record))
+
+    def require_drain(self, by: float, reason: str) -> None:
+        """Set the time by which the replica must drain, unless an earlier one is set."""
+        if self.drain_by is None or by < self.drain_by:
+            self.drain_by, self.drain_reason = by, reason
+            self._context.on_progress()
+
+    def cancel_drain(self) -> bool:
+        """Let a ready replica that must drain stay. Returns False if it must not drain, or drains already."""
+        if self.drain_by is None or self.state is not ReplicaState.READY:
+            return False
+        self.drain_by, self.drain_reason = None, ""
+        return True
+
+    def drain(self, reason: str) -> None:
+        """Drain the replica and then end it; a replica that is not ready yet is stopped."""
+        if self.state is ReplicaState.READY:
+            self._set_state(ReplicaState.DRAINING, reason)
+            self._must_drain.set()
+        else:
+            self.stop(reason)
+
+    def stop(self, reason: str) -> None:
+        """End a replica that is not ready yet."""
+        if self.state is ReplicaState.STARTING:
+            self._set_state(ReplicaState.DRAINING, reason)
+            self._is_canceled = True
+            self._tasks[0].cancel()
+
+    async def detach(self) -> None:
+        """Stop managing the replica: if it runs, it keeps running; if it launches, the launch is canceled."""
+        self._is_canceled = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._client is not None:
+            await self._client.close()
+
+    def _begin(self, make: Callable[[], LiveReplica]) -> None:
+        self._launching = self._context.blocking.launch(lambda: self._make_and_record(make))
+        serving = asyncio.create_task(self._serve(asyncio.wrap_future(self._launching)))
+        finishing = run_in_background(self._finish(serving), f"managing {self.replica_id}")
+        self._tasks = [serving, finishing]
+
+    def _make_and_record(self, make: Callable[[], LiveReplica]) -> LiveReplica:
+        """Runs in a thread. The record is stored first, so that a restarted controller finds the replica."""
+        live = make()
+        self._context.store.write_replica(self.deployment, live.record)
+        return live
+
+    def _on_progress(self, progress: LaunchProgress) -> None:
+        if self.state is not ReplicaState.STARTING:
+            return
+        if progress.stage is not LaunchStage.WAITING_FOR_ROOM:
+            self._no_room_since = None
+        elif self._no_room_since is None:
+            self._no_room_since = self._context.clock()
+        self.reason = str(progress)
+        self._context.on_progress()
+
+    async def _finish(self, serving: asyncio.Task[None]) -> None:
+        """Remove the replica after it drained, was stopped or failed."""
+        await asyncio.wait((serving,))
+        error = None if serving.cancelled() else serving.exception()
+        if error is not None:
+            self._on_failure(error)
+        await self._remove_with_retries()
+        if self.state is not ReplicaState.FAILED:
+            self._set_state(ReplicaState.STOPPED, self.reason)
+
+    async def _serve(self, launched: asyncio.Future[LiveReplica]) -> None:
+        """From the launch until the replica has drained."""
+        client = self._connect(await launched)
+        if await self._is_draining_already(client):
+            self._set_state(ReplicaState.DRAINING, "the replica was draining when it was adopted")
+        else:
+            self._on_progress(LaunchProgress(LaunchStage.CANARY))
+            await run_canary(client, self._context.canary_timeout_s)
+            self.ready_at = self._context.clock()
+            self._set_state(ReplicaState.READY, "")
+            client = await self._serve_until_drain(client)
+        await self._drain_requests(client)
+
+    def _connect(self, live: LiveReplica) -> ReplicaClient:
+        silence_timeout_s = self.deployment.engine.step_timeout_s + SILENCE_MARGIN_S
+        client = self._context.launcher.connect(live.record, silence_timeout_s)
+        self._live, self._client = live, client
+        client.start()
+        client.fail_after(live.failure)
+        return client
+
+    async def _serve_until_drain(self, client: ReplicaClient) -> ReplicaClient:
+        """Return the present client once the replica must drain, replacing schedulers that end.
+
+        Raises:
+            QuireError: the replica failed, and cannot be repaired.
+        """
+        while True:
+            try:
+                await self._wait_for_drain(client)
+                return client
+            except ReplicaUnavailable as error:
+                client = await self._replace_scheduler(error)
+
+    async def _replace_scheduler(self, error: ReplicaUnavailable) -> ReplicaClient:
+        """Start another scheduler for the ranks, which keep their weights; return its client.
+
+        Raises:
+            QuireError: the replica's ranks failed, or its scheduler cannot be replaced.
+        """
+        live, start, failed = self._live, self._context.replace_scheduler, self._client
+        assert live is not None, "a replica that serves was launched"
+        assert failed is not None
+        has_failed_ranks = live.failure.done() and isinstance(live.failure.result(), RankFailed)
+        if start is None or has_failed_ranks:
+            raise error
+        self._limit.count(error)
+        self._num_schedulers += 1
+        _log.warning("replacing the scheduler of %s: %s", self.replica_id, error)
+        replacement = self._context.blocking.launch(
+            lambda: self._make_and_record(lambda: start(live, self._num_schedulers))
+        )
+        self._launching = replacement  # a removal waits for its end
+        try:
+            client = self._connect(await asyncio.wrap_future(replacement))
+        except QuireError as problem:
+            raise ReplicaUnavailable(f"{error}; it could not be repaired: {problem}") from problem
+        await failed.close()
+        self._context.on_state(self)  # gateways connect to the new endpoint, and send canaries of their own
+        return client
+
+    async def _is_draining_already(self, client: ReplicaClient) -> bool:
+        """Return whether an adopted replica was draining when its last controller died."""
+        return self.is_adopted and (await client.status(self._context.canary_timeout_s)).draining
+
+    async def _wait_for_drain(self, client: ReplicaClient) -> None:
+        """Return once the replica must drain. Raises ReplicaUnavailable if it fails before."""
+        failed = asyncio.ensure_future(client.wait_until_failed())
+        must_drain = asyncio.ensure_future(self._must_drain.wait())
+        try:
+            await asyncio.wait((failed, must_drain), return_when=asyncio.FIRST_COMPLETED)
+            if not must_drain.done():
+                raise ReplicaUnavailable(failed.result())
+        finally:
+            failed.cancel()
+            must_drain.cancel()
+
+    async def _drain_requests(self, client: ReplicaClient) -> None:
+        """Return once the replica has no requests, or DRAIN_SLACK_S after its grace period."""
+        grace_s, clock = self.deployment.drain_grace_s, self._context.clock
+        client.send(Drain(grace_s))
+        deadline = clock() + grace_s + DRAIN_SLACK_S
+        with suppress(ReplicaUnavailable):  # a replica that has ended has no requests either
+            while clock() < deadline:
+                status = await client.status(DRAIN_SLACK_S)
+                if status.num_running + status.num_waiting == 0:
+                    return
+                await client.next_status(DRAIN_SLACK_S)
+
+    def _on_failure(self, error: BaseException) -> None:
+        if not isinstance(error, QuireError):
+            _log.error("managing %s failed unexpectedly", self.replica_id, exc_info=error)
+            error = ReplicaUnavailable(f"the controller failed on this replica: {error!r}")
+        self._set_state(ReplicaState.FAILED, str(error))
+
+    async def _remove_with_retries(self) -> None:
+        """Remove the replica, with unlimited attempts: its resources would be lost to the fleet otherwise."""
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+        while True:
+            try:
+                await self._remove()
+                return
+            except Exception:
+                retry_s = backoff.fail(self._context.clock())
+                _log.exception("removing %s failed; next attempt in %g s", self.replica_id, retry_s)
+            await asyncio.sleep(retry_s)
+
+    async def _remove(self) -> None:
+        call, context, name = self._context.blocking.call, self._context, self.replica_id
+        if self._client is not None:
+            await self._client.close()
+        if self._live is not None:
+            await call(f"closing {name}", self._live.close)
+        await call(f"removing {name}", context.launcher.remove, name)
+        await self._wait_for_launch_end()
+        await call(f"deleting the record of {name}", context.store.delete_replica, name)
+
+    async def _wait_for_launch_end(self) -> None:
+        """Wait until a canceled launch has ended; it fails as soon as its processes have been removed."""
+        assert self._launching is not None
+        launched = asyncio.wrap_future(self._launching)
+        await asyncio.wait((launched,), timeout=CALL_TIMEOUT_S)
+        if not launched.done():
+            raise ReplicaUnavailable(
+                f"the launch of {self.replica_id} has not ended {CALL_TIMEOUT_S:g} s after its removal"
+            )
+        if not launched.cancelled():
+            launched.exception()  # already reported; asyncio must not log it again
+
+    def _set_state(self, state: ReplicaState, reason: str) -> None:
+        level = logging.WARNING if state is ReplicaState.FAILED else logging.INFO
+        _log.log(level, "%s is %s%s", self.replica_id, state, f": {reason}" if reason else "")
+        self.state, self.reason = state, reason
+        self._context.on_state(self)

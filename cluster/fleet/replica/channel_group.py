@@ -1,0 +1,361 @@
+"""ChannelWorkerGroup: ranks behind a StepChannel. Ray carries no step; it starts processes and reports their deaths.
+
+A group has *lives*: from one connection of all its ranks to the failure of one of them. Each life has a channel of
+its own, so that no frame of an earlier life can arrive.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+import ray
+from ray.exceptions import RayError
+
+from ....proto.errors import RankFailed, ReplicaUnavailable
+from ....proto.lora import LoraReport
+from ....proto.replica_status import RankStatus
+from ....proto.step import StepFailure, StepPlan, StepResult, decode_reply
+from ....proto.transport.channel import ChannelAddress, StepSender
+from ....scheduler.kv.kv_tiers import KvTiers
+from ....scheduler.service.worker_group import Rebuilt
+from .rank_processes import Rank, RankHandles, RankProcesses
+from .spares_clock import SparesClock
+
+_log = logging.getLogger(__name__)
+
+# Seconds to wait for the root cause of a failure. One rank's death fails the collectives of the others, whose reports
+# come first: Ray reports a killed process 12 to 29 ms later.
+_ROOT_CAUSE_WAIT_S = 0.3
+# For a late rank's process to report its stage. On a busy machine with two cores an answer takes up to 0.8 s.
+_STAGE_TIMEOUT_S = 3.0
+_UNCHANGED = Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)
+# Begin of the reason in a rank's report that a collective failed: another rank is the cause.
+_COLLECTIVE_FAILED = "ConnectionError"
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelGroupFactory:
+    """Makes the group in the process that calls it. It is picklable; the group's sockets are not.
+
+    Attributes:
+        address: where to bind the step channel.
+        handles: the ranks.
+        join_timeout_s: for every rank to join the channel.
+        keeps_survivors: see RankProcesses.
+        is_takeover: the ranks served another scheduler, which has ended: they are connected anew first.
+    """
+
+    address: ChannelAddress
+    handles: RankHandles
+    join_timeout_s: float
+    keeps_survivors: bool = True
+    is_takeover: bool = False
+
+    def __call__(self) -> ChannelWorkerGroup:
+        return ChannelWorkerGroup(self)
+
+
+class ChannelWorkerGroup:
+    """A WorkerGroup; see scheduler.service.worker_group for its methods."""
+
+    def __init__(self, factory: ChannelGroupFactory) -> None:
+        self._address = factory.address
+        self._join_timeout_s = factory.join_timeout_s
+        self._closed = self._is_rebuilding = False
+        self._rebuilt = _UNCHANGED  # by attempts to rebuild the group that failed later
+        self._clock = SparesClock()
+        self._ranks = RankProcesses(
+            factory.handles, keeps_survivors=factory.keeps_survivors, check_open=self._check_open
+        )
+        if factory.is_takeover:
+            self._ranks.replace(())
+        self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch=1)
+        self._command_step = 0  # of the latest command, which may change the weights
+        self._ranks.keep_kv()
+        self._ranks.keep_weights()
+
+    def broadcast(self, plan: StepPlan) -> None:
+        if plan.command is not None:
+            self._command_step = plan.step_id
+        self._life.broadcast(plan)
+
+    def gather(self, timeout_s: float) -> StepResult | None:
+        result = self._life.gather(timeout_s)
+        if result is not None:
+            self._note_step(result)
+        return result
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+        self._life.examine(waited_s, is_overdue=is_overdue)
+
+    def check(self) -> None:
+        self._life.check()
+        if self._clock.note_idle(time.monotonic()):
+            self._ranks.replenish_spares()
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        if self._is_rebuilding:
+            return tuple(replace(each.status, stage="recovering") for each in self._ranks.ranks)
+        return self._life.statuses()
+
+    def rebuild(self, epoch: int) -> Rebuilt:
+        self._is_rebuilding = True
+        failed = self._life.failed_ranks
+        self._life.close()
+        attempt = self._ranks.replace(failed)
+        has_new_ranks = self._rebuilt.has_new_ranks or attempt.has_new_ranks
+        self._rebuilt = Rebuilt(has_new_ranks, self._rebuilt.kept & attempt.kept)
+        self._check_open()
+        self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
+        self._clock = SparesClock()
+        self._is_rebuilding = False
+        self._ranks.keep_weights()
+        rebuilt, self._rebuilt = self._rebuilt, _UNCHANGED
+        return rebuilt
+
+    def close(self) -> None:
+        self._closed = True
+        self._life.close()
+        self._ranks.close()
+
+    def _note_step(self, result: StepResult) -> None:
+        if self._clock.note_step(time.monotonic()):
+            self._ranks.replenish_spares()
+        if result.step_id == self._command_step:
+            self._ranks.keep_weights()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ReplicaUnavailable("the replica is shutting down")
+
+
+class _Life:
+    """One life of the group.
+
+    Attributes:
+        failed_ranks: ranks that are known to be dead or hung.
+    """
+
+    def __init__(
+        self, processes: RankProcesses, address: ChannelAddress, join_timeout_s: float, epoch: int
+    ) -> None:
+        self.failed_ranks: set[int] = set()
+        self._ranks = processes.ranks
+        self._epoch = epoch
+        self._sender = StepSender(address.of_epoch(epoch), len(self._ranks))
+        self._broadcast_step = 0
+        # rank |-> step of its latest reply; replies are in order
+        self._replied_steps = [0] * len(self._ranks)
+        self._results: deque[StepResult] = deque()  # of rank 0, not gathered yet
+        self._gathered_step = 0
+        self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
+        self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
+        self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
+        self._examination: _Examination | None = None
+        self._closed = False
+        try:
+            self._start(join_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, join_timeout_s: float) -> None:
+        for rank, each in enumerate(self._ranks):
+            # The future of run() is done when the rank's process ends, for any reason.
+            run: Future[None] = each.worker.run.remote(self._sender.address).future()
+            each.run = run
+            run.add_done_callback(partial(self._on_rank_end, rank))
+        self._sender.wait_for_ranks(join_timeout_s)
+        self.check()
+
+    def broadcast(self, plan: StepPlan) -> None:
+        if not self._broadcast_step:  # step ids go on from the life before
+            self._gathered_step = plan.step_id - 1
+            self._replied_steps = [self._gathered_step] * len(self._ranks)
+        self._broadcast_step = plan.step_id
+        self._sender.send(plan.encode())
+
+    def gather(self, timeout_s: float) -> StepResult | None:
+        deadline = time.monotonic() + timeout_s
+        while not self._results:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            self._on_frame(self._sender.receive(remaining_s))
+            self._raise_failure()
+        result = self._results.popleft()
+        self._gathered_step = result.step_id
+        self._examination = None
+        if self._lora_reports:
+            reports, self._lora_reports = (*result.lora_reports, *self._lora_reports), []
+            result = replace(result, lora_reports=reports)
+        return result
+
+    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+        step_id = self._gathered_step + 1
+        late = [rank for rank, replied in enumerate(self._replied_steps) if replied < step_id]
+        self._raise_ended(late)
+        # A rank whose process is stopped blocks the others in a collective, so it is named first.
+        for rank in late:
+            if self._ranks[rank].has_stopped_process:
+                raise self._hung(
+                    rank, f"its process{self._on_node(rank)} is stopped and does not answer", waited_s
+                )
+        if self._examination is None:
+            self._examination = _Examination({rank: self._ranks[rank].worker for rank in late})
+        stages = self._examination.stages()
+        if is_overdue or self._examination.is_over:
+            self._raise_late(late, stages, waited_s, is_overdue=is_overdue)
+
+    def _raise_late(
+        self, late: list[int], stages: dict[int, str | None], waited_s: float, *, is_overdue: bool
+    ) -> None:
+        silent = [rank for rank in late if stages.get(rank) is None]
+        if not silent and not is_overdue:
+            return
+        rank = silent[0] if silent else late[0]
+        others = ", ".join(f"rank {other} in stage {stages.get(other)}" for other in late if other != rank)
+        silence = f"; its process{self._on_node(rank)} does not answer either" if silent else ""
+        waiting = f" (also without an answer: {others})" if others else ""
+        # Of ranks that all answer, any may be the one that keeps the others in a collective.
+        self.failed_ranks |= set(silent or late)
+        problem = f"no answer in {waited_s:.1f} s{silence}{waiting}"
+        raise RankFailed(rank, problem, self._gathered_step + 1, stages.get(rank))
+
+    def _hung(self, rank: int, problem: str, waited_s: float) -> RankFailed:
+        self.failed_ranks.add(rank)
+        return RankFailed(rank, f"no answer in {waited_s:.1f} s; {problem}", self._gathered_step + 1)
+
+    def check(self) -> None:
+        while (frame := self._sender.receive(0)) is not None:
+            self._on_frame(frame)
+        self._raise_failure()
+        self._raise_ended(range(len(self._ranks)))
+
+    def _raise_ended(self, ranks: Iterable[int]) -> None:
+        """Raise RankFailed for a rank whose process has ended, although Ray has not reported it yet."""
+        for rank in ranks:
+            if self._ranks[rank].has_ended:
+                self.failed_ranks.add(rank)
+                reason = self._ranks[rank].describe_end() + self._on_node(rank)
+                raise RankFailed(rank, reason, self._step_in_flight, self._stage_of_step)
+
+    def statuses(self) -> tuple[RankStatus, ...]:
+        return tuple(
+            replace(each.status, stage=self._stage_of(each, step_id))
+            for each, step_id in zip(self._ranks, self._replied_steps, strict=True)
+        )
+
+    def _stage_of(self, rank: Rank, replied_step: int) -> str:
+        stage = "idle" if replied_step >= self._broadcast_step else "step"
+        return f"{stage}; {lost} died" if (lost := rank.lost_raylet) else stage
+
+    def close(self) -> None:
+        self._closed = True
+        self._sender.close()
+
+    def _on_frame(self, frame: bytes | None) -> None:
+        if frame is None:
+            return
+        reply = decode_reply(frame)
+        if isinstance(reply, StepFailure):
+            self._failures.append(reply)
+        elif reply.epoch == self._epoch:
+            self._replied_steps[reply.rank] = reply.step_id
+            if reply.rank == 0:
+                self._results.append(reply)
+            else:
+                self._lora_reports += reply.lora_reports
+
+    def _on_rank_end(self, rank: int, end: Future[None]) -> None:
+        """Record a process that died, on a thread of Ray's. A rank whose run() returned has sent its own reason."""
+        error = end.exception()
+        if error is None or self._closed:
+            return
+        if self._ranks[rank].outlives_raylet:
+            _log.error("rank %d goes on, though %s died", rank, self._ranks[rank].lost_raylet)
+            return
+        self._deaths[rank] = self._ranks[rank].describe_end(error)
+        self.failed_ranks.add(rank)
+        self._sender.interrupt()
+
+    def _raise_failure(self) -> None:
+        """Raise RankFailed for the rank that failed first, if any rank has failed."""
+        if not self._failures and not self._deaths:
+            return
+        self._await_root_cause()
+        if self._deaths:
+            rank, reason = next(iter(self._deaths.items()))
+            raise RankFailed(rank, reason + self._on_node(rank), self._step_in_flight, self._stage_of_step)
+        failed = {failure.rank for failure in self._failures}
+        for rank in set(range(len(self._ranks))) - failed:
+            if self._ranks[rank].has_stopped_process:
+                self.failed_ranks.add(rank)
+                raise RankFailed(
+                    rank, f"its process{self._on_node(rank)} does not answer", self._step_in_flight
+                )
+        own = [each for each in self._failures if not each.reason.startswith(_COLLECTIVE_FAILED)]
+        first = (own or self._failures)[0]
+        raise RankFailed(
+            first.rank, first.reason, first.step_id or None, first.stage, is_step_error=bool(own)
+        )
+
+    def _await_root_cause(self) -> None:
+        """Wait a moment for the report of the rank that failed first, or of its process."""
+        deadline = time.monotonic() + _ROOT_CAUSE_WAIT_S
+        while not self._deaths and len(self._failures) < len(self._ranks):
+            if (remaining_s := deadline - time.monotonic()) <= 0:
+                return
+            self._on_frame(self._sender.receive(remaining_s))
+
+    def _on_node(self, rank: int) -> str:
+        """Return the rank's node for an error, if the ranks are on several nodes."""
+        nodes = [each.status.node for each in self._ranks]
+        return f" on {nodes[rank]}" if len(set(nodes)) > 1 else ""
+
+    @property
+    def _step_in_flight(self) -> int | None:
+        return self._gathered_step + 1 if self._broadcast_step > self._gathered_step else None
+
+    @property
+    def _stage_of_step(self) -> str | None:
+        """Return the stage that the ranks that live report of the failed step, if one does."""
+        return next((failure.stage for failure in self._failures), None)
+
+
+class _Examination:
+    """Asks late ranks for the stage that they are in, without waiting.
+
+    Args:
+        workers: rank |-> its actor.
+    """
+
+    def __init__(self, workers: dict[int, ray.actor.ActorHandle]) -> None:
+        self._calls = {rank: worker.status.remote() for rank, worker in workers.items()}
+        self._deadline = time.monotonic() + _STAGE_TIMEOUT_S
+        self._stages: dict[int, str | None] = dict.fromkeys(workers)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the ranks had enough time to answer."""
+        return time.monotonic() >= self._deadline
+
+    def stages(self) -> dict[int, str | None]:
+        """Return rank |-> the stage that it reports; None for a process that has not answered."""
+        if not self._calls:
+            return self._stages
+        ready, _ = ray.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
+        for rank, call in list(self._calls.items()):
+            if call in ready:
+                del self._calls[rank]
+                try:
+                    self._stages[rank] = ray.get(call).stage
+                except RayError:
+                    continue  # the process died during the call
+        return self._stages

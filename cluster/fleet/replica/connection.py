@@ -1,0 +1,97 @@
+"""Connection: a ReplicaClient's connection to its scheduler, over ZeroMQ or simulated by tests."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from ....proto.transport.network import CurveKeys, connect
+
+
+class Connection(Protocol):
+    """Frames to and from one scheduler, in order. A connection that is lost is made again, without what was sent."""
+
+    def open(self) -> None:
+        """Begin to connect; returns at once."""
+        ...
+
+    def send(self, frame: bytes) -> None:
+        """Send without blocking."""
+        ...
+
+    async def receive(self) -> bytes:
+        """Return the next frame."""
+        ...
+
+    def receive_arrived(self) -> bytes | None:
+        """Return the next frame if it has arrived."""
+        ...
+
+    async def wait_until_lost(self) -> None:
+        """Return once the connection was lost and every frame that had arrived before was received."""
+        ...
+
+    async def close(self, linger_ms: int) -> None:
+        """Close, after what was sent has left or `linger_ms` have passed."""
+        ...
+
+
+class ZmqConnection:
+    """Connection over a ZeroMQ DEALER.
+
+    Args:
+        address: endpoint of the scheduler's ROUTER.
+        keys: CURVE keys of a tcp address; None for an ipc address.
+    """
+
+    def __init__(self, address: str, keys: CurveKeys | None = None) -> None:
+        self._address = address
+        self._keys = keys
+
+    def open(self) -> None:
+        """See `Connection`."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        # Sending never blocks: the heartbeat fails a silent replica, which bounds the unsent messages.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._arrived_frames: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
+        self._events: zmq.asyncio.Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        connect(self._socket, self._address, self._keys)
+
+    def send(self, frame: bytes) -> None:
+        """See `Connection`."""
+        self._socket.send(frame)
+
+    async def receive(self) -> bytes:
+        """See `Connection`."""
+        frame: bytes = await self._socket.recv()
+        return frame
+
+    def receive_arrived(self) -> bytes | None:
+        """See `Connection`."""
+        try:
+            return self._arrived_frames.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    async def wait_until_lost(self) -> None:
+        """See `Connection`."""
+        while parse_monitor_message(await self._events.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED:
+            pass
+        while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # its last messages give the reason
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # the event loop may have just taken one from the socket for `receive`
+
+    async def close(self, linger_ms: int) -> None:
+        """See `Connection`."""
+        self._socket.disable_monitor()
+        self._events.close(linger=0)
+        self._socket.close(linger=linger_ms)
+        # Blocks until what was sent has left.
+        await asyncio.to_thread(self._context.term)

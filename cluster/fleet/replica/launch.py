@@ -1,0 +1,228 @@
+"""Launch of a replica: placement, processes, weights, KV cache, and the connections between the processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from ....proto.config import EngineConfig
+from ....worker.rank.actor import LoadReport, RankProcess
+from ...os_utils.stopwatch import Stopwatch, format_seconds
+from ..ray.errors import await_all
+from ..ray.launch_target import LaunchTarget
+from .launch_progress import LaunchProgress, LaunchStage, OnProgress
+from .loading_bar import LoadingBar
+from .model_files import fetch_model
+from .placement import bundles_for
+from .process_starter import ProcessStarter
+from .rank_logs import log_start
+from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
+from .record import ReplicaRecord
+from .replica import Replica, remove_replica
+from .reservation import Reservation
+from .scheduler_start import start_serving
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+_PROFILE_TIMEOUT_S = 600.0
+_ANSWER_TIMEOUT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def launch_replica(
+    config: EngineConfig,
+    replica_id: str,
+    target: LaunchTarget,
+    *,
+    version: str = "",
+    on_progress: OnProgress = lambda progress: None,
+) -> Replica:
+    """Start a replica and return it when it takes requests. Logs each stage.
+
+    Args:
+        on_progress: called on entry to every stage, and repeatedly with the reason while there is no room. An
+            exception that it raises cancels the launch.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or its KV cache does not fit.
+        ReplicaUnavailable: there was no room in time (says why), or a process died or was late (names it).
+    """
+    launch = _Launch(config, replica_id, target, on_progress)
+    try:
+        stopwatch = Stopwatch()
+        launch.place()
+        stopwatch.lap("place")
+        launch.fetch_model()
+        stopwatch.lap("fetch")
+        launch.start_processes()
+        target.on_processes_started()
+        stopwatch.lap("processes")
+        reports = launch.load()
+        stopwatch.lap("load")
+        config = config.with_num_blocks(min(launch.profile()))
+        stopwatch.lap("profile")
+        config = launch.allocate(config)
+        stopwatch.lap("allocate")
+        launch.log_ranks()
+        endpoint = launch.connect(config, reports)
+        stopwatch.lap("connect")
+        launch.report(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest_seconds(reports)}")
+        record = launch.record(config, endpoint, version)
+        return Replica(record, config, launch.scheduler, launch.starter, target)
+    except BaseException:
+        try:
+            remove_replica(replica_id, target.namespace)
+        except Exception:  # the launch's own error is the one to raise
+            _log.exception("the processes of %s could not be removed", replica_id)
+        raise
+
+
+class _Launch:
+    """The steps of a launch, in the order of their methods."""
+
+    def __init__(
+        self, config: EngineConfig, replica_id: str, target: LaunchTarget, on_progress: OnProgress
+    ) -> None:
+        self._config = config
+        self._replica_id = replica_id
+        self._target = target
+        self._on_progress = on_progress
+        self._bundles = bundles_for(config, target.resources_per_rank)
+        self._reservation = Reservation(replica_id, self._bundles, target, self.report)
+        self._actors: list[ActorHandle] = []
+        self._scheduler_host = ""
+        # The scheduler's first, then each rank's.
+        self._node_ids: tuple[str, ...] = ()
+        self._scheduler_pid = 0
+        self._processes: tuple[RankProcess, ...] = ()  # by rank
+        # node id |-> the configuration with the model's path on that node, where it differs.
+        self._config_on: dict[str, EngineConfig] = {}
+
+    @property
+    def scheduler(self) -> ActorHandle:
+        return self._actors[0]
+
+    @property
+    def _workers(self) -> list[ActorHandle]:
+        return self._actors[1:]
+
+    def report(self, stage: LaunchStage, detail: object = "") -> None:
+        """Log the progress and pass it to `on_progress`."""
+        progress = LaunchProgress(stage, str(detail))
+        _log.info("%s %s", self._replica_id, progress)
+        self._on_progress(progress)
+
+    def place(self) -> None:
+        """Reserve resources for all processes; while there are none, report why at intervals."""
+        self._node_ids = self._reservation.reserve()
+
+    def fetch_model(self) -> None:
+        """Download a hub model on the ranks' nodes. On one host, `resolve` has downloaded it."""
+        model = self._config.model
+        if model.hub_id and self._target.is_detached:
+            self.report(LaunchStage.DOWNLOADING, model.hub_id)
+            self._config_on = fetch_model(self._config, self._node_ids[1:])
+
+    def start_processes(self) -> None:
+        """Start the scheduler's process and the ranks'."""
+        size = self._config.parallel.tensor_parallel_size
+        self.report(LaunchStage.STARTING, 1 + size)
+        self._actors.append(self.starter.start_scheduler())
+        self._actors += (self.starter.start_rank(rank) for rank in range(size))
+        calls = {"the scheduler": self.scheduler.where.remote()} | self._call_workers("process")
+        (self._scheduler_host, self._scheduler_pid), *ranks = await_all(
+            calls, PROCESS_TIMEOUT_S, "starting its process"
+        )
+        self._processes = tuple(ranks)
+
+    def load(self) -> list[LoadReport]:
+        """Connect the ranks to each other and load the weights; return the ranks' reports, by rank."""
+        self.report(LaunchStage.LOADING, self._config.model.name)
+        store = None
+        if len(self._workers) > 1:
+            creating = {"rank 0": self._workers[0].create_store.remote(one_host=self._is_one_host)}
+            (store,) = await_all(creating, PROCESS_TIMEOUT_S, "creating its store")
+        with LoadingBar(len(self._workers)) as bar:
+            watch = partial(self._show_bytes_read, bar) if bar.is_shown else None
+            return await_all(self._call_workers("load", store), LOAD_TIMEOUT_S, "loading", watch)
+
+    def profile(self) -> list[int]:
+        """Return the number of KV blocks that fit into each rank's memory; every rank must have loaded."""
+        return await_all(self._call_workers("profile"), _PROFILE_TIMEOUT_S, "profiling its memory")
+
+    def _show_bytes_read(self, bar: LoadingBar) -> None:
+        # The pending call to `load` reports a rank that does not answer.
+        with suppress(RayError):
+            calls = self._call_workers("bytes_read")
+            for rank, counts in enumerate(ray.get(list(calls.values()), timeout=_ANSWER_TIMEOUT_S)):
+                bar.update(rank, *counts)
+
+    def allocate(self, config: EngineConfig) -> EngineConfig:
+        """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rate."""
+        calls = self._call_workers("allocate", config.cache.num_blocks)
+        return config.with_swap_rate(min(await_all(calls, LOAD_TIMEOUT_S, "allocating its KV cache")))
+
+    def log_ranks(self) -> None:
+        """Log what the ranks have logged until now, for example which of their fast paths are off, and why."""
+        calls = self._call_workers("take_start_log")
+        log_start(self._replica_id, await_all(calls, PROCESS_TIMEOUT_S, "passing on its log"))
+
+    def connect(self, config: EngineConfig, reports: Sequence[LoadReport]) -> str:
+        """Connect the scheduler to the ranks and start it; return its endpoint for gateways."""
+        host = self._scheduler_host
+        assert config.cache.num_blocks is not None
+        handles = RankHandles(
+            tuple(self._workers),
+            tuple(report.status for report in reports),
+            self._processes,
+            self.starter,
+            config.cache.num_blocks,
+            self._is_one_host,
+        )
+        return start_serving(self.scheduler, host, config, handles, self._replica_id, self._target)
+
+    def record(self, config: EngineConfig, endpoint: str, version: str) -> ReplicaRecord:
+        """Return the record from which other processes find the replica."""
+        assert config.cache.num_blocks is not None
+        return ReplicaRecord(
+            replica_id=self._replica_id,
+            model=config.model.name,
+            version=version,
+            endpoint=endpoint,
+            num_kv_blocks=config.cache.num_blocks,
+            namespace=self._target.namespace,
+            node_ids=self._node_ids,
+            pids=(self._scheduler_pid, *(process.pid for process in self._processes)),
+        )
+
+    @property
+    def _is_one_host(self) -> bool:
+        return len(set(self._node_ids[1:])) == 1
+
+    @property
+    def starter(self) -> ProcessStarter:
+        return ProcessStarter(
+            self._replica_id,
+            self._target.namespace,
+            self._reservation.group,
+            tuple(self._bundles),
+            tuple(self._config_on.get(node_id, self._config) for node_id in self._node_ids[1:]),
+            self._node_ids,
+        )
+
+    def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:
+        workers = enumerate(self._workers)
+        return {f"rank {rank}": getattr(worker, method).remote(*arguments) for rank, worker in workers}
+
+
+def _slowest_seconds(reports: Sequence[LoadReport]) -> str:
+    return format_seconds(max(reports, key=lambda report: sum(report.seconds.values())).seconds)

@@ -1,0 +1,214 @@
+"""Placement of a replica: its resource bundles, one node or several, and the reason why there is no room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+import yaml
+
+from ....proto.config import EngineConfig
+from ....proto.errors import ConfigError, joined_lines
+from ..ray import compat
+from ..ray.compat import AutoscalerStatus
+from ..ray.errors import describe
+
+Resources = Mapping[str, float]
+
+STRICT_PACK = "STRICT_PACK"
+PACK = "PACK"
+
+# `ray up` leaves the file that it was given on the head node, here.
+BOOTSTRAP_CONFIG = Path("~/ray_bootstrap_config.yaml")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A live node.
+
+    Attributes:
+        total, free: resource |-> amount: ``CPU``, ``GPU`` and the operator's custom resources.
+    """
+
+    node_id: str
+    address: str
+    total: Resources
+    free: Resources
+
+
+@dataclass(frozen=True, slots=True)
+class NodeType:
+    """A type of node that the autoscaler can add.
+
+    Attributes:
+        max_nodes: limit of nodes of this type at once.
+    """
+
+    name: str
+    resources: Resources
+    max_nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """State of a Ray cluster as placement needs it.
+
+    Attributes:
+        node_types: empty if there is no autoscaler, or its configuration is unknown.
+        launches: a line per node type that the autoscaler is starting or could not start.
+    """
+
+    nodes: tuple[Node, ...] = ()
+    node_types: tuple[NodeType, ...] = ()
+    launches: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(autoscaling_config: str | None = None) -> ClusterView:
+        """Return the state of the cluster that this process is connected to.
+
+        Args:
+            autoscaling_config: path of the file that the autoscaler was started with; None for the file that
+                `ray up` leaves on the head node, if it is there.
+
+        Raises:
+            ConfigError: the file cannot be read.
+        """
+        node_types: tuple[NodeType, ...] = ()
+        left_by_ray_up = BOOTSTRAP_CONFIG.expanduser()
+        if autoscaling_config is not None:
+            node_types = read_node_types(Path(autoscaling_config))
+        elif left_by_ray_up.is_file():
+            node_types = read_node_types(left_by_ray_up)
+        return ClusterView(tuple(_live_nodes()), node_types, tuple(_read_launches()))
+
+
+def bundles_for(config: EngineConfig, resources_per_rank: Resources | None = None) -> list[dict[str, float]]:
+    """Return a replica's resource bundles: the scheduler's, then one per rank.
+
+    Args:
+        resources_per_rank: resources of each rank beside its CPU and, if it computes on one, its GPU.
+    """
+    gpu = {"GPU": 1.0} if config.parallel.device == "cuda" else {}
+    rank = {"CPU": 1.0} | gpu | dict(resources_per_rank or {})
+    return [{"CPU": 1.0}, *(dict(rank) for _ in range(config.parallel.tensor_parallel_size))]
+
+
+def choose_strategy(
+    bundles: Sequence[Resources], nodes: Iterable[Node], node_types: Iterable[NodeType]
+) -> str:
+    """Return ``STRICT_PACK`` if one node, live or addable, can hold all bundles; else ``PACK``, over few nodes.
+
+    Ranks on one node communicate through shared memory or NVLink; a network is much slower.
+    """
+    needed = _sum(bundles)
+    hosts = [node.total for node in nodes] + [each.resources for each in node_types if each.max_nodes > 0]
+    return STRICT_PACK if any(_holds(resources, needed) for resources in hosts) else PACK
+
+
+def explain_shortage(bundles: Sequence[Resources], strategy: str, view: ClusterView) -> str:
+    """Return one line on a replica without room: its resources, and those of each node and node type."""
+    needed = _sum(bundles)
+    spread = (
+        "on one node" if strategy == STRICT_PACK else f"over several nodes, each rank {_format(bundles[-1])}"
+    )
+    nodes = ", ".join(f"{node.address} has {_format_free(node, needed)}" for node in view.nodes)
+    node_types = ", ".join(
+        f"{each.name} offers {_format(each.resources, needed)} (max {each.max_nodes} nodes)"
+        for each in view.node_types
+    )
+    parts = [
+        f"replica needs {_format(needed)} {spread}",
+        f"nodes: {nodes or 'none'}",
+        f"node types: {node_types}" if node_types else "no autoscaler is known that could add nodes",
+        *view.launches,
+        _hard_limit(bundles, view),
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def read_node_types(autoscaling_config: Path) -> tuple[NodeType, ...]:
+    """Return the worker node types of a file for `ray up`, with their resources.
+
+    Raises:
+        ConfigError: the file cannot be read or is not such a file.
+    """
+    try:
+        config = yaml.safe_load(autoscaling_config.read_text())
+        max_workers = int(config.get("max_workers", 0))
+        return tuple(
+            NodeType(
+                name,
+                {resource: float(amount) for resource, amount in (settings.get("resources") or {}).items()},
+                min(max_workers, int(settings.get("max_workers", max_workers))),
+            )
+            for name, settings in config["available_node_types"].items()
+            if name != config.get("head_node_type")
+        )
+    except (OSError, yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{autoscaling_config} is not a cluster file of Ray's autoscaler: {joined_lines(error)}"
+        ) from error
+
+
+def _live_nodes() -> Iterable[Node]:
+    free = compat.free_resources()
+    for node in ray.nodes():
+        if node["Alive"]:
+            node_id = node["NodeID"]
+            yield Node(node_id, node["NodeManagerAddress"], node["Resources"], free.get(node_id, {}))
+
+
+def _read_launches() -> list[str]:
+    """Return a line per node type that the autoscaler starts or failed to start.
+
+    An unreadable status is a line too: placement does not depend on it.
+    """
+    try:
+        return _describe_launches(compat.autoscaler_status())
+    except Exception as error:
+        return [f"the autoscaler's status cannot be read: {describe(error)}"]
+
+
+def _describe_launches(status: AutoscalerStatus) -> list[str]:
+    pending = [f"{count} of {node_type} being started" for node_type, count in status.num_pending.items()]
+    failed = [f"{node_type} could not be started: {reason}" for node_type, reason in status.failures]
+    return pending + failed
+
+
+def _hard_limit(bundles: Sequence[Resources], view: ClusterView) -> str:
+    """Return why the bundles fit not even with every node that may be added; empty if they do fit."""
+    offers = [(node.total, 1) for node in view.nodes] + [
+        (each.resources, each.max_nodes) for each in view.node_types
+    ]
+    most = _sum({name: count * amount for name, amount in resources.items()} for resources, count in offers)
+    needed = _sum(bundles)
+    if lacking := [name for name in sorted(needed) if needed[name] > most.get(name, 0.0)]:
+        return f"the whole cluster, fully grown, has {_format(most, lacking)}"
+    if not any(_holds(resources, bundles[-1]) for resources, count in offers if count):
+        return f"no node or node type holds one rank: {_format(bundles[-1])}"
+    return ""
+
+
+def _sum(bundles: Iterable[Resources]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for bundle in bundles:
+        for name, amount in bundle.items():
+            total[name] = total.get(name, 0.0) + amount
+    return total
+
+
+def _holds(resources: Resources, needed: Resources) -> bool:
+    return all(resources.get(name, 0.0) >= amount for name, amount in needed.items())
+
+
+def _format_free(node: Node, names: Iterable[str]) -> str:
+    return ", ".join(
+        f"{node.free.get(name, 0.0):g} of {node.total.get(name, 0.0):g} {name} free" for name in sorted(names)
+    )
+
+
+def _format(resources: Resources, names: Iterable[str] | None = None) -> str:
+    chosen = resources if names is None else names
+    return ", ".join(f"{resources.get(name, 0.0):g} {name}" for name in sorted(chosen))

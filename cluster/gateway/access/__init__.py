@@ -1,0 +1,1 @@
+"""Who may call: addresses, TLS, tokens, and limits per tenant."""

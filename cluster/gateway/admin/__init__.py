@@ -1,0 +1,1 @@
+"""What operators ask of a gateway: status, engine control, faults and fleet events."""

@@ -1,0 +1,199 @@
+"""AdminService: quire.v1.Admin of one gateway, for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+
+from ....proto import admin_pb2, admin_pb2_grpc
+from ....proto.engine_command import Action, EngineCommand
+from ....proto.errors import ConfigError, ShuttingDown
+from ....proto.stream import FlushCache
+from ...client.wire.deployment_messages import deployment_from_message
+from ...client.wire.engine_messages import mode_from_message
+from ...client.wire.status_messages import block_map_to_message
+from ..admin.engine_control import control_replicas, sleep_command, update_command, wake_up_command
+from ..admin.fault_injection import inject_fault
+from ..admin.fleet_events import FleetEvents
+from ..admin.services import GatewayServices
+from ..admin.status import block_map, current_status, latest_status
+from ..routing.fleet_interface import Fleet
+from ..routing.load import current_load
+from .grpc_errors import convert_errors
+
+# A map is for a display, which shows the replica's silence instead.
+BLOCK_MAP_TIMEOUT_S = 3.0
+
+
+class AdminService(admin_pb2_grpc.AdminServicer):
+    """quire.v1.Admin, whose callers are operators: the interceptor has checked that.
+
+    Args:
+        services: without a fleet if the gateway has one replica of its own, which cannot be changed.
+    """
+
+    def __init__(self, services: GatewayServices) -> None:
+        self._services = services
+        self._is_closing = False
+
+    @convert_errors
+    async def GetStatus(
+        self, message: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetStatusResponse:
+        return latest_status(self._services) if message.cached else await current_status(self._services)
+
+    @convert_errors
+    async def GetBlockMap(
+        self, message: admin_pb2.GetBlockMapRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetBlockMapResponse:
+        blocks = await block_map(self._services, message.replica_id, BLOCK_MAP_TIMEOUT_S)
+        return block_map_to_message(blocks)
+
+    @convert_errors
+    async def Deploy(
+        self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeployResponse:
+        fleet = self._writable_fleet()
+        deployment = deployment_from_message(message.deployment)
+        return admin_pb2.DeployResponse(version=await fleet.deploy(deployment))
+
+    @convert_errors
+    async def Delete(
+        self, message: admin_pb2.DeleteRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DeleteResponse:
+        await self._writable_fleet().delete(message.model)
+        return admin_pb2.DeleteResponse()
+
+    @convert_errors
+    async def Drain(
+        self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.DrainResponse:
+        return admin_pb2.DrainResponse(replica_ids=await self._writable_fleet().drain(message.target))
+
+    @convert_errors
+    async def Undrain(
+        self, message: admin_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UndrainResponse:
+        return admin_pb2.UndrainResponse(replica_ids=[await self._writable_fleet().undrain(message.target)])
+
+    @convert_errors
+    async def SetScale(
+        self, message: admin_pb2.SetScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SetScaleResponse:
+        least = message.min_replicas if message.HasField("min_replicas") else None
+        most = message.max_replicas if message.HasField("max_replicas") else None
+        least, most = await self._writable_fleet().set_scale(message.model, least, most)
+        return admin_pb2.SetScaleResponse(min_replicas=least, max_replicas=most)
+
+    @convert_errors
+    async def FlushCache(
+        self, message: admin_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.FlushCacheResponse:
+        clients = self._services.models.find(message.model).pool.clients
+        for client in clients.values():
+            client.send(FlushCache())
+        return admin_pb2.FlushCacheResponse(replica_ids=clients)
+
+    @convert_errors
+    async def InjectFault(
+        self, message: admin_pb2.InjectFaultRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.InjectFaultResponse:
+        return await inject_fault(self._services, message)
+
+    @convert_errors
+    async def LoadLora(
+        self, message: admin_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.LoadLoraResponse:
+        models = self._services.models
+        await models.load_lora(message.model, message.name, message.path, replace=message.replace)
+        return admin_pb2.LoadLoraResponse()
+
+    @convert_errors
+    async def UnloadLora(
+        self, message: admin_pb2.UnloadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UnloadLoraResponse:
+        self._services.models.unload_lora(message.name)
+        return admin_pb2.UnloadLoraResponse()
+
+    @convert_errors
+    async def ListLoras(
+        self, message: admin_pb2.ListLorasRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ListLorasResponse:
+        adapters = [
+            admin_pb2.LoraAdapter(name=each.name, path=each.path, model=model.name)
+            for model in self._services.models
+            for each in model.pool.adapters.adapters
+        ]
+        return admin_pb2.ListLorasResponse(adapters=adapters)
+
+    @convert_errors
+    async def GetLoad(
+        self, message: admin_pb2.GetLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.GetLoadResponse:
+        return current_load(self._services.models)
+
+    @convert_errors
+    async def Sleep(
+        self, message: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.SleepResponse:
+        command = sleep_command(message.level or 1, mode_from_message(message.mode))
+        await self._control(message.model, command)
+        return admin_pb2.SleepResponse()
+
+    @convert_errors
+    async def WakeUp(
+        self, message: admin_pb2.WakeUpRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.WakeUpResponse:
+        await self._control(message.model, wake_up_command(message.tags))
+        return admin_pb2.WakeUpResponse()
+
+    @convert_errors
+    async def Pause(
+        self, message: admin_pb2.PauseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.PauseResponse:
+        command = EngineCommand(Action.PAUSE, mode_from_message(message.mode))
+        await self._control(message.model, command)
+        return admin_pb2.PauseResponse()
+
+    @convert_errors
+    async def Resume(
+        self, message: admin_pb2.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.ResumeResponse:
+        await self._control(message.model, EngineCommand(Action.RESUME))
+        return admin_pb2.ResumeResponse()
+
+    @convert_errors
+    async def UpdateWeights(
+        self, message: admin_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.UpdateWeightsResponse:
+        command = update_command(message.path, message.version, mode_from_message(message.mode))
+        await self._control(message.model, command)
+        return admin_pb2.UpdateWeightsResponse()
+
+    @convert_errors
+    async def WatchEvents(
+        self, message: admin_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        events, models = FleetEvents(self._services), self._services.models
+        while not self._is_closing:
+            changes = events.take()
+            for change in changes:
+                await context.write(change)
+            if not changes:
+                await models.wait_for_change()
+        raise ShuttingDown("the gateway stops")
+
+    def close(self) -> None:
+        """End the streams of events."""
+        self._is_closing = True
+        self._services.models.notify_change()
+
+    async def _control(self, model: str, command: EngineCommand) -> None:
+        await control_replicas(self._services.models.find(model).pool, command)
+
+    def _writable_fleet(self) -> Fleet:
+        """Raises ConfigError if there is no fleet."""
+        if self._services.fleet is None:
+            raise ConfigError("this server has one replica of its own; only a fleet can be changed")
+        return self._services.fleet

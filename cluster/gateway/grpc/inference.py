@@ -1,0 +1,225 @@
+"""InferenceService: quire.v1.Inference over all models of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+
+from ....proto import inference_pb2, inference_pb2_grpc
+from ....proto.errors import InvalidRequest, QuireError
+from ...client.wire.request_limits import check_counts
+from ...client.wire.request_messages import prompt_from_message, received_from_message, sampling_from_message
+from ...client.wire.response_messages import event_to_message, output_to_message
+from ...text.requests.outputs import collect_output
+from ..access.authentication import authorization_of
+from ..admin.services import GatewayServices
+from ..generation.generation import CallHead, GenerationCall
+from ..generation.pooled_calls import pool_all
+from ..routing.served_models import ServedModel
+from .embed_messages import embed_calls, embed_response
+from .grpc_errors import convert_errors
+from .version import server_version
+
+# As many as a JSON body may have.
+MAX_DETOKENIZED = 1 << 19
+
+
+class InferenceService(inference_pb2_grpc.InferenceServicer):
+    """quire.v1.Inference over all models."""
+
+    def __init__(self, services: GatewayServices, max_message_bytes: int) -> None:
+        self._models = services.models
+        self._generation = services.generation
+        self._authenticator = services.authenticator
+        self._on_refused = services.on_refused
+        self._max_message_bytes = max_message_bytes
+        self._started_at = time.monotonic()
+
+    @convert_errors
+    async def Generate(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.GenerateResponse:
+        async with self._generation.run(self._call(message, context)) as generation:
+            events = [event async for event in generation.events]
+        request = generation.request
+        output = collect_output(
+            events,
+            prompt=None,  # not part of the response
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            with_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+        )
+        return output_to_message(output, request.sampling)
+
+    @convert_errors
+    async def GenerateStream(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        async with self._generation.run(self._call(message, context)) as generation:
+            sampling = generation.request.sampling
+            async for number, event in generation.numbered_events:
+                response = event_to_message(event, sampling)
+                response.sequence_number = number
+                await context.write(response)
+
+    @convert_errors
+    async def Embed(
+        self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.EmbedResponse:
+        vectors = await pool_all(self._generation, self._embed_calls(message, context))
+        return await asyncio.to_thread(embed_response, message.model or vectors[0].model.name, vectors)
+
+    @convert_errors
+    async def Abort(
+        self, message: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.AbortResponse:
+        aborted = self._generation.abort(self._tenant(message.tenant, context), message.request_id)
+        return inference_pb2.AbortResponse(aborted=aborted)
+
+    @convert_errors
+    async def ListModels(
+        self, message: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.ListModelsResponse:
+        return inference_pb2.ListModelsResponse(models=map(_model_to_message, self._models))
+
+    @convert_errors
+    async def Tokenize(
+        self, message: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.TokenizeResponse:
+        model = self._models.find(message.model)
+        adds_special_tokens = message.add_special_tokens if message.HasField("add_special_tokens") else True
+        check = functools.partial(
+            model.checker.token_ids, prompt_from_message(message), add_special_tokens=adds_special_tokens
+        )
+        token_ids = await self._generation.prompt_turns.run(self._tenant("", context), check)
+        texts = map(model.tokenizer.token_text, token_ids) if message.return_tokens else ()
+        return await asyncio.to_thread(
+            inference_pb2.TokenizeResponse,
+            token_ids=token_ids,
+            tokens=texts,
+            max_model_len=model.config.model.max_model_len,
+        )
+
+    @convert_errors
+    async def Detokenize(
+        self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.DetokenizeResponse:
+        if len(message.token_ids) > MAX_DETOKENIZED:
+            problem = f"has {len(message.token_ids)} tokens, must have at most {MAX_DETOKENIZED}"
+            raise InvalidRequest("token_ids", problem)
+        model, token_ids = self._models.find(message.model), list(message.token_ids)
+        model.checker.check_token_ids("token_ids", token_ids)
+        text = await asyncio.to_thread(
+            model.tokenizer.decode, token_ids, skip_special_tokens=message.skip_special_tokens
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    @convert_errors
+    async def GetServerInfo(
+        self, message: inference_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> inference_pb2.GetServerInfoResponse:
+        limits = self._generation.limits
+        return inference_pb2.GetServerInfoResponse(
+            version=server_version(),
+            uptime_s=time.monotonic() - self._started_at,
+            models=map(_model_to_message, self._models),
+            resume_window_s=limits.resume_window_s,
+            retention_s=limits.retention_s,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    def _call(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> GenerationCall:
+        """Return the call.
+
+        Raises:
+            Unauthenticated: the call has no valid token.
+            InvalidRequest: a field is invalid.
+            QuotaExceeded, Overloaded: the call is refused before it is read.
+        """
+        with self._counting_refusals():
+            model, head = self._models.find(message.model), self._head(message, context)
+        self._generation.check_room(head)  # counts its own refusals
+        with self._counting_refusals():
+            check_counts(message, model.config.model.max_model_len)
+            return _call_of(message, head)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except QuireError as error:
+            self._on_refused(error)
+            raise
+
+    def _head(
+        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> CallHead:
+        return CallHead(
+            model=message.model,
+            request_id=message.request_id,
+            tenant=self._tenant(message.tenant, context),
+            priority=message.priority,
+            timeout_s=context.time_remaining(),
+            trace_headers=trace_headers(context),
+        )
+
+    def _embed_calls(
+        self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> list[GenerationCall]:
+        """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
+        with self._counting_refusals():
+            self._models.find(message.model)
+            tenant = self._tenant(message.tenant, context)
+            headers, left_s = trace_headers(context), context.time_remaining()
+            return [
+                replace(call, tenant=tenant, timeout_s=left_s, trace_headers=headers)
+                for call in embed_calls(message)
+            ]
+
+    def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
+        caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
+        return self._authenticator.tenant(caller, claimed)
+
+
+def _call_of(message: inference_pb2.GenerateRequest, head: CallHead) -> GenerationCall:
+    """Raises InvalidRequest for an invalid field."""
+    return GenerationCall(
+        prompt_from_message(message),
+        sampling_from_message(message.sampling),
+        model=head.model,
+        request_id=head.request_id,
+        tenant=head.tenant,
+        priority=head.priority,
+        timeout_s=head.timeout_s,
+        cache_salt=message.cache_salt,
+        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
+        after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
+        is_resumable=message.resumable,
+        received=received_from_message(message.received) if message.HasField("received") else None,
+        trace_headers=head.trace_headers,
+    )
+
+
+def _model_to_message(model: ServedModel) -> inference_pb2.Model:
+    config = model.config.model
+    return inference_pb2.Model(
+        name=model.name,
+        architecture=config.architecture,
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+    )
+
+
+def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    """Return the caller's W3C trace context."""
+    metadata = context.invocation_metadata() or ()
+    return {key: str(value) for key, value in metadata if key in ("traceparent", "tracestate")}

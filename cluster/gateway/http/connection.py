@@ -1,0 +1,195 @@
+"""HttpConnection: one client's connection, with limits on its headers and on how slow it may be."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from ....proto.errors import InvalidRequest, Overloaded, QuireError
+from ...os_utils.descriptors import max_connections
+from .errors import error_body
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of each connection.
+
+    Attributes:
+        max_head_bytes: size of the request line and all headers.
+        head_timeout_s: time for a request's headers to arrive, from the connection or the request's first byte.
+        body_timeout_s: time for the body to arrive after the headers.
+        write_timeout_s: time that a client may leave a full send buffer unread.
+        keep_alive_s: time that a connection may be idle between requests.
+        vanished_s: time until a client whose machine vanished is detected.
+        max_connections: connections at once; also limited to half of the process's file descriptors.
+    """
+
+    max_head_bytes: int = 64 << 10
+    head_timeout_s: float = 20.0
+    body_timeout_s: float = 120.0
+    write_timeout_s: float = 60.0
+    keep_alive_s: float = 75.0
+    vanished_s: float = 40.0
+    max_connections: int = 16_384
+
+    def num_connections(self) -> int:
+        """Return the number of connections that the process can hold."""
+        return max_connections(self.max_connections)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's protocol with limits, which answers what it refuses in OpenAI's form.
+
+    Args:
+        on_refused: receives the error of each request that is refused here.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        limits: ConnectionLimits,
+        on_refused: Callable[[QuireError], None],
+    ) -> None:
+        super().__init__(config, server_state, app_state={})
+        self._limits = limits
+        self._on_refused = on_refused
+        self._max_connections = limits.num_connections()
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        _detect_vanished_peer(transport, self._limits.vanished_s)
+        if len(self.connections) > self._max_connections:
+            self._refuse(
+                HTTPStatus.SERVICE_UNAVAILABLE, Overloaded("too many connections are open; retry later")
+            )
+        else:
+            self._expect("headers", self._limits.head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_receive_timer()
+        self._cancel_write_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():  # refused; further data would be parsed as another request
+            return
+        if self._receive_timer is None:  # ends uvicorn's keep-alive timeout
+            self._expect("headers", self._limits.head_timeout_s)
+        super().data_received(data)
+        self._check_head(len(data))
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._num_head_bytes = 0
+        self.server_state.default_headers = _default_headers(int(time.time()))
+        self._expect("body", self._limits.body_timeout_s)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._cancel_receive_timer()
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cancel_write_timer()
+        self._write_timer = self.loop.call_later(self._limits.write_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._cancel_write_timer()
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(HTTPStatus.BAD_REQUEST, InvalidRequest("request", "is not valid HTTP/1.1"))
+
+    def _expect(self, part: str, timeout_s: float) -> None:
+        """Refuse the request unless the part arrives in time."""
+        self._cancel_receive_timer()
+        error = InvalidRequest(part, f"did not arrive in {timeout_s:g} s")
+        self._receive_timer = self.loop.call_later(timeout_s, self._refuse, HTTPStatus.REQUEST_TIMEOUT, error)
+
+    def _check_head(self, num_bytes: int) -> None:
+        if not self._is_in_head or self.transport.is_closing():
+            return
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > self._limits.max_head_bytes:
+            error = InvalidRequest("headers", f"exceed {self._limits.max_head_bytes} bytes")
+            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, error)
+
+    def _refuse(self, status: HTTPStatus, error: QuireError) -> None:
+        """Answer without the application, and close the connection."""
+        if self.transport.is_closing():
+            return
+        self._on_refused(error)
+        cycle = self._open_cycle
+        if cycle is not None and not cycle.more_body:
+            self.transport.abort()  # an earlier request runs, whose response is awaited first
+        else:
+            self.end(error, status)
+
+    @property
+    def _open_cycle(self) -> RequestResponseCycle | None:
+        """The request whose response is not complete."""
+        return None if self.cycle is None or self.cycle.response_complete else self.cycle
+
+    def end(self, error: QuireError, status: HTTPStatus) -> None:
+        """Close the connection, with the error as the response to the request if it has none yet."""
+        if self.transport.is_closing():
+            return
+        cycle = self._open_cycle
+        if cycle is not None and cycle.response_started:
+            self.transport.abort()  # nothing can be said inside a response
+            return
+        body = error_body(error, "" if cycle is None else cycle.scope["path"], status)
+        headers = [
+            f"HTTP/1.1 {status.value} {status.phrase}",
+            "content-type: application/json",
+            f"content-length: {len(body)}",
+            "connection: close",
+        ]
+        self.transport.write("\r\n".join([*headers, "", ""]).encode() + body)
+        self.transport.close()
+
+    def _cancel_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
+
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+@functools.lru_cache(1)
+def _default_headers(second: int) -> list[tuple[bytes, bytes]]:
+    return [(b"date", formatdate(second, usegmt=True).encode())]
+
+
+def _detect_vanished_peer(transport: asyncio.Transport, after_s: float) -> None:
+    """Let the kernel end a connection to a machine that no longer answers, idle or with data on the way."""
+    opened: Any = transport.get_extra_info("socket")
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, int(after_s * 3 / 4)))
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, int(after_s / 4)))
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(after_s * 1000))

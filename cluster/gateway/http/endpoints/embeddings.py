@@ -1,0 +1,121 @@
+"""/v1/embeddings, as OpenAI's API and vLLM, and /classify, as vLLM."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from .....proto.codec import FloatArray
+from .....proto.errors import InvalidRequest
+from ...admin.services import GatewayServices
+from ...generation.pooled_calls import PooledAnswer, pool_all
+from ..call_context import preparing, renamed_fields, with_context
+from ..disconnect import unless_client_leaves
+from ..large_response import response_of
+from ..response_head import ResponseHead
+from ..schema.error_body import OPENAI_ERRORS
+from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PromptsBody
+from ..usage_json import total_usage, usage_json
+
+# field of quire.v1 |-> field of this endpoint
+FIELDS = {
+    "prompt": "input",
+    "pooling.dimensions": "dimensions",
+    "pooling.truncate_prompt_tokens": "truncate_prompt_tokens",
+}
+
+
+def router(services: GatewayServices) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
+
+    @router.post("/v1/embeddings", summary="Embed prompts")
+    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        head = ResponseHead.new("embd-", body.request_id)
+        with preparing(services, FIELDS):
+            _require(services, body.model, classifies=False)
+        answers = await _pool(services, body, request, body.dimensions)
+        encode = _ENCODERS[body.encoding_format]
+
+        def entries() -> list[dict[str, Any]]:
+            return [
+                {"index": index, "object": "embedding", "embedding": encode(answer.result.values)}
+                for index, answer in enumerate(answers)
+            ]
+
+        return await _list_response(head, answers, entries)
+
+    @router.post("/classify", summary="Return the scores of a classifier's classes")
+    async def classify(body: ClassifyRequest, request: Request) -> Response:
+        head = ResponseHead.new("classify-", body.request_id)
+        with preparing(services, FIELDS):
+            _require(services, body.model, classifies=True)
+        answers = await _pool(services, body, request)
+
+        def entries() -> list[dict[str, Any]]:
+            return [{"index": index, **_classes(answer)} for index, answer in enumerate(answers)]
+
+        return await _list_response(head, answers, entries)
+
+    return router
+
+
+async def _pool(
+    services: GatewayServices, body: PromptsBody, request: Request, dimensions: int | None = None
+) -> list[PooledAnswer]:
+    with preparing(services, FIELDS):
+        pooling = body.pooling(dimensions)
+        calls = [with_context(body.call(prompt, pooling), request, services) for prompt in body.prompts]
+    async with unless_client_leaves(request.receive):
+        with renamed_fields(FIELDS):
+            return await pool_all(services.generation, calls)
+
+
+def _require(services: GatewayServices, name: str | None, *, classifies: bool) -> None:
+    """Raise InvalidRequest if the model does the other of embedding and classifying."""
+    model = services.models.find(name or "")
+    pooling = model.config.model.pooling
+    if pooling is not None and pooling.classifies != classifies:
+        own, other = ("classifies", "embeds") if pooling.classifies else ("embeds", "classifies")
+        raise InvalidRequest(
+            "model", f"{model.name} {own} prompts; this endpoint is for a model that {other} them"
+        )
+
+
+def _base64(values: FloatArray) -> str:
+    """Return the numbers as little-endian float32 in base64, as OpenAI's clients read them."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
+
+
+_ENCODERS: dict[str, Callable[[FloatArray], str | list[float]]] = {
+    "float": lambda values: values.tolist(),
+    "base64": _base64,
+}
+
+
+def _classes(answer: PooledAnswer) -> dict[str, Any]:
+    pooling = answer.model.config.model.pooling
+    assert pooling is not None, "the request was pooled"
+    scores = answer.result.values.tolist()
+    label = pooling.labels[int(np.argmax(answer.result.values))]
+    return {"label": label, "probs": scores, "num_classes": len(scores)}
+
+
+async def _list_response(
+    head: ResponseHead, answers: Sequence[PooledAnswer], entries: Callable[[], list[dict[str, Any]]]
+) -> Response:
+    def body() -> dict[str, Any]:
+        return {
+            "id": head.id,
+            "object": "list",
+            "created": head.created,
+            "model": answers[0].model.name,
+            "data": entries(),
+            "usage": usage_json(total_usage(answer.result.usage for answer in answers)),
+        }
+
+    num_values = sum(answer.result.values.size + 1 for answer in answers)
+    return await response_of(head, body, num_values=num_values)

@@ -1,0 +1,89 @@
+"""/sleep, /wake_up, /pause, /resume and /update_weights: for trainers, with the routes of vLLM's development mode.
+
+The endpoints exist only if an operator allows it: their callers stop the engine, and name files that the ranks read.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query
+from pydantic import Field
+
+from .....proto.engine_command import Action, EngineCommand, PauseMode
+from ....client.wire.engine_messages import read_mode
+from ...admin.engine_control import (
+    control_replicas,
+    is_paused,
+    is_sleeping,
+    sleep_command,
+    update_command,
+    wake_up_command,
+)
+from ...admin.services import GatewayServices
+from ..call_context import preparing
+from ..schema.error_body import OPENAI_ERRORS
+from ..schema.request_model import RequestModel
+
+
+class UpdateWeights(RequestModel):
+    """Weights to load in place of the present ones.
+
+    Attributes:
+        path: a directory of safetensors files on every node of the ranks.
+        version: a new name of the weights, which answers report.
+        mode: keep, wait or abort running requests.
+        model: not needed if the server serves one.
+    """
+
+    path: str
+    version: str
+    mode: str = Field("keep", description="keep, wait or abort: the treatment of running requests.")
+    model: str = ""
+
+
+def router(services: GatewayServices) -> APIRouter:
+    router = APIRouter(tags=["engine"], responses=OPENAI_ERRORS)
+    if not services.allows_engine_control:
+        return router
+
+    async def control(model: str, command: EngineCommand) -> None:
+        await control_replicas(services.models.find(model).pool, command)
+
+    @router.post("/sleep", summary="Free the memory of weights and KV cache")
+    async def sleep(level: int = 1, mode: str = PauseMode.KEEP, model: str = "") -> None:
+        with preparing(services, {}):
+            await control(model, sleep_command(level, read_mode(mode)))
+
+    @router.post("/wake_up", summary="End a sleep, or a part of it: weights, kv_cache")
+    async def wake_up(tags: Annotated[list[str] | None, Query()] = None, model: str = "") -> None:
+        with preparing(services, {}):
+            await control(model, wake_up_command(tags or ()))
+
+    @router.get("/is_sleeping", summary="Tell whether the engine sleeps")
+    async def get_sleeping(model: str = "") -> dict[str, bool]:
+        return {"is_sleeping": is_sleeping(services.models.find(model).pool)}
+
+    @router.post("/pause", summary="Hold the steps; new requests wait")
+    async def pause(mode: str = PauseMode.KEEP, model: str = "") -> dict[str, str]:
+        with preparing(services, {}):
+            await control(model, EngineCommand(Action.PAUSE, read_mode(mode)))
+        return {"status": "paused"}
+
+    @router.post("/resume", summary="End a pause")
+    async def resume(model: str = "") -> dict[str, str]:
+        with preparing(services, {}):
+            await control(model, EngineCommand(Action.RESUME))
+        return {"status": "resumed"}
+
+    @router.get("/is_paused", summary="Tell whether the engine is paused")
+    async def get_paused(model: str = "") -> dict[str, bool]:
+        return {"is_paused": is_paused(services.models.find(model).pool)}
+
+    @router.post("/update_weights", summary="Replace the weights by those of other files")
+    async def update_weights(body: UpdateWeights) -> dict[str, str]:
+        with preparing(services, {}):
+            await control(body.model, update_command(body.path, body.version, read_mode(body.mode)))
+        return {"weights_version": body.version}
+
+    return router

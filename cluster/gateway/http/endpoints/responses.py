@@ -1,0 +1,184 @@
+"""/v1/responses: OpenAI's responses, which may continue others that are kept, and may run in the background."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from .....proto.errors import InvalidRequest, Overloaded, QuireError, RequestNotFound
+from ...admin.services import GatewayServices
+from ...generation.generation import GenerationCall
+from ...generation.retention import RequestKey
+from ..background_response import BackgroundResponse
+from ..call_context import preparing, renamed_fields, with_context
+from ..disconnect import unless_client_leaves
+from ..errors import openai_error_event
+from ..event_stream import EventStream
+from ..response_head import ResponseHead
+from ..response_store import ResponseStore
+from ..response_stream import ResponseBuilder
+from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
+from ..schema.response_request import Message, ResponseRequest
+
+# Responses in the background hold no connection, so that nothing else limits them.
+MAX_BACKGROUND = 256
+
+# field of quire.v1 |-> field of this endpoint
+_FIELDS = {
+    "sampling.max_tokens": "max_output_tokens",
+    "prompt": "input",
+    "chat": "input",
+    "chat.messages": "input",
+    "chat.template_options": "chat_template_kwargs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A checked call: what runs, and the conversation without its answer."""
+
+    head: ResponseHead
+    body: ResponseRequest
+    generation: GenerationCall
+    messages: list[Message]
+
+    @property
+    def key(self) -> RequestKey:
+        return self.generation.tenant, self.head.id
+
+
+class Responses:
+    """Runs the calls of one server and keeps their responses for a while."""
+
+    def __init__(self, services: GatewayServices) -> None:
+        self._services = services
+        self.store = ResponseStore()
+
+    def prepare(self, body: ResponseRequest, request: Request) -> _Call:
+        """Raises InvalidRequest, also for a previous response that is not kept."""
+        with preparing(self._services, _FIELDS):
+            if body.background and not body.keeps:
+                raise InvalidRequest("background", "needs a response that is stored")
+            messages = [*self._previous(request, body.previous_response_id), *body.messages()]
+            call = GenerationCall(
+                body.chat(messages),
+                body.sampling(),
+                model=body.model or "",
+                priority=-body.priority,
+                cache_salt=body.cache_salt,
+            )
+            call = with_context(call, request, self._services)
+        return _Call(ResponseHead.new("resp_"), body, call, messages)
+
+    async def run(self, call: _Call) -> Response:
+        with renamed_fields(_FIELDS):
+            async with self._services.generation.run(call.generation) as generation:
+                builder = ResponseBuilder(call.head, call.body, generation.model_name)
+                async for event in generation.events:
+                    builder.event(event)
+        self._keep(call, builder.response)
+        return call.head.response(builder.response)
+
+    async def stream(self, call: _Call) -> AsyncGenerator[bytes, None]:
+        with renamed_fields(_FIELDS):
+            async with self._services.generation.run(call.generation) as generation:
+                builder = ResponseBuilder(call.head, call.body, generation.model_name)
+                try:
+                    async for event in generation.events:
+                        if chunk := builder.event(event):
+                            yield chunk.encode()
+                except QuireError as error:
+                    if not builder.has_begun:
+                        raise
+                    yield builder.failed(error).encode()
+                    return
+        self._keep(call, builder.response)
+
+    async def start(self, call: _Call) -> BackgroundResponse:
+        """Start a response in the background.
+
+        Raises:
+            Overloaded: too many run.
+            QuireError: the request is refused.
+        """
+        if self.store.num_running >= MAX_BACKGROUND:
+            error = Overloaded(f"{MAX_BACKGROUND} responses run in the background, which is the limit")
+            self._services.on_refused(error)
+            raise error
+
+        def on_end(ended: BackgroundResponse) -> None:
+            self.store.remove_running(call.key)
+            self.store.put(call.key, call.messages, ended.response, ended.events)
+
+        async with AsyncExitStack() as cleanup:
+            with renamed_fields(_FIELDS):
+                generation = await cleanup.enter_async_context(self._services.generation.run(call.generation))
+            builder = ResponseBuilder(call.head, call.body, generation.model_name)
+            running = BackgroundResponse(builder, generation, cleanup.pop_all(), on_end)
+            self.store.add_running(call.key, running)
+        return running
+
+    def key(self, request: Request, response_id: str) -> RequestKey:
+        return self._services.authenticator.tenant(request.state.caller, ""), response_id
+
+    def _previous(self, request: Request, response_id: str | None) -> list[Message]:
+        if response_id is None:
+            return []
+        try:
+            return self.store.conversation(self.key(request, response_id))
+        except RequestNotFound as error:
+            raise InvalidRequest("previous_response_id", f"is unknown: {error}") from error
+
+    def _keep(self, call: _Call, response: dict[str, Any]) -> None:
+        if call.body.keeps:
+            self.store.put(call.key, call.messages, response)
+
+
+def router(services: GatewayServices) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
+    responses = Responses(services)
+
+    @router.post("/v1/responses", summary="Answer items, or continue a response", responses=WHOLE_OR_STREAM)
+    async def create_response(body: ResponseRequest, request: Request) -> Response:
+        call = responses.prepare(body, request)
+        if body.background:
+            running = await responses.start(call)
+            if body.stream:
+                return EventStream(running.events.read(), openai_error_event, call.head.headers)
+            return call.head.response(running.response)
+        if body.stream:
+            return EventStream(responses.stream(call), openai_error_event, call.head.headers)
+        async with unless_client_leaves(request.receive):
+            return await responses.run(call)
+
+    @router.get(
+        "/v1/responses/{response_id}",
+        summary="Return a response that is kept, or the events of one that was made in the background",
+        responses=WHOLE_OR_STREAM,
+        response_model=None,
+    )
+    async def get_response(
+        response_id: str,
+        request: Request,
+        stream: bool = False,
+        starting_after: Annotated[int, Query(ge=-1)] = -1,
+    ) -> Response | dict[str, Any]:
+        key = responses.key(request, response_id)
+        if stream:
+            return EventStream(responses.store.events(key).read(starting_after), openai_error_event, {})
+        return responses.store.response(key)
+
+    @router.post("/v1/responses/{response_id}/cancel", summary="End a response that runs in the background")
+    async def cancel_response(response_id: str, request: Request) -> dict[str, Any]:
+        return await responses.store.cancel(responses.key(request, response_id))
+
+    @router.delete("/v1/responses/{response_id}", summary="Drop a response that is kept")
+    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+        await responses.store.discard(responses.key(request, response_id))
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    return router

@@ -1,0 +1,77 @@
+"""/tokenize and /detokenize, as vLLM has them: what a prompt costs, without running it."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from fastapi import APIRouter, Request, Response
+
+from .....proto.errors import InvalidRequest
+from ....text.requests.chat import Chat
+from ....text.requests.request import Prompt
+from ...admin.services import GatewayServices
+from ..call_context import preparing
+from ..large_response import MAX_VALUES_IN_LOOP, encode, in_thread
+from ..schema.error_body import OPENAI_ERRORS
+from ..schema.tokenize import DetokenizeRequest, TokenizeRequest
+
+_FIELDS = {
+    "chat": "messages",
+    "chat.template_options": "chat_template_kwargs",
+}
+
+
+def router(services: GatewayServices) -> APIRouter:
+    router = APIRouter(tags=["tokens"], responses=OPENAI_ERRORS)
+
+    @router.post("/tokenize", summary="Tokenize a text or a conversation")
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        with preparing(services, _FIELDS):
+            model = services.models.find(body.model or "")
+            tenant = services.authenticator.tenant(request.state.caller, "")
+            check = partial(
+                model.checker.token_ids, _prompt(body), add_special_tokens=body.add_special_tokens
+            )
+            token_ids = await services.generation.prompt_turns.run(tenant, check)
+
+        def content() -> bytes:
+            texts = map(model.tokenizer.token_text, token_ids) if body.return_token_strs else None
+            return encode(
+                {
+                    "count": len(token_ids),
+                    "max_model_len": model.config.max_servable_tokens,
+                    "tokens": token_ids,
+                    "token_strs": None if texts is None else list(texts),
+                }
+            )
+
+        is_large = len(token_ids) > MAX_VALUES_IN_LOOP
+        return Response(await in_thread(content) if is_large else content(), media_type="application/json")
+
+    @router.post("/detokenize", summary="Return the text of token ids")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        with preparing(services, {"prompt": "tokens"}):
+            model = services.models.find(body.model or "")
+            model.checker.check_token_ids("prompt", body.tokens)
+        text = await asyncio.to_thread(
+            model.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+        )
+        return {"prompt": text}
+
+    return router
+
+
+def _prompt(body: TokenizeRequest) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("prompt", "must be given, or messages, and not both")
+    if body.prompt is not None:
+        return body.prompt
+    return Chat(
+        body.messages or (),
+        continue_final_message=body.continue_final_message,
+        template_options=body.chat_template_kwargs or {},
+        tools=body.tools or (),
+        chat_template=body.chat_template,
+        add_generation_prompt=body.add_generation_prompt,
+    )

@@ -1,0 +1,225 @@
+"""ResponseBuilder: the items of a /v1/responses response, and the events of its stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ....proto.errors import QuireError
+from ...text.chat_format.deltas import ChatDelta, ContentDelta, ReasoningDelta, ToolCallStart
+from ...text.requests.outputs import CompletionDelta, CompletionFinished, StreamEvent, Usage
+from .errors import openai_error
+from .json_text import json_text
+from .response_head import ResponseHead
+from .schema.response_request import ResponseRequest
+from .usage_json import version_json
+
+Item = dict[str, Any]
+
+
+class ResponseBuilder:
+    """Collects the completion of one conversation as items: reasoning, message and function calls.
+
+    Attributes:
+        response: the response so far; complete after the last event.
+    """
+
+    def __init__(self, head: ResponseHead, body: ResponseRequest, model: str) -> None:
+        self.response = _response(head, body, model)
+        self._item: Item | None = None  # the last item, until it is complete
+        self._num_events = 0
+        self._is_running = False
+
+    def queued(self) -> str:
+        """Return the first events of a response that has begun before its first token."""
+        self.response["status"] = "queued"
+        return self._event("response.created", response=self.response) + self._event(
+            "response.queued", response=self.response
+        )
+
+    def event(self, event: StreamEvent) -> str:
+        """Add an event of the completion; return its events of the stream."""
+        if isinstance(event, CompletionDelta):
+            return self._begin() + "".join([self._delta(part) for part in event.chat or ()])
+        if isinstance(event, CompletionFinished):
+            return self._begin() + self._finish(event)
+        return ""
+
+    def failed(self, error: QuireError) -> str:
+        """Return the last event of a stream that has begun.
+
+        It is OpenAI's event `error` for readers of events; the member `error` is what OpenAI's packages raise.
+        """
+        details = json.loads(openai_error(error))["error"]
+        self._break_off("failed")
+        self.response["error"] = {name: details[name] for name in ("code", "message")}
+        return self._event(
+            "error", **{name: details[name] for name in ("code", "message", "param")}, error=details
+        )
+
+    def cancel(self) -> None:
+        """Let the response end as it is."""
+        self._break_off("cancelled")
+
+    @property
+    def has_begun(self) -> bool:
+        """The stream has an event."""
+        return bool(self._num_events)
+
+    def _begin(self) -> str:
+        """Return the first events of a stream, once, with the first token: before it the request may be refused."""
+        if self._is_running:
+            return ""
+        self._is_running = True
+        self.response["status"] = "in_progress"
+        created = "" if self._num_events else self._event("response.created", response=self.response)
+        return created + self._event("response.in_progress", response=self.response)
+
+    def _delta(self, delta: ChatDelta) -> str:
+        if isinstance(delta, ToolCallStart):
+            call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+            return self._start_item("function_call", "fc", **call)
+        if isinstance(delta, ContentDelta):
+            return self._text_delta("message", "output_text", delta.text)
+        if isinstance(delta, ReasoningDelta):
+            return self._text_delta("reasoning", "reasoning_text", delta.text)
+        assert self._item is not None, "arguments follow the start of their call"
+        self._item["arguments"] += delta.text
+        return self._event("response.function_call_arguments.delta", **self._place, delta=delta.text)
+
+    def _text_delta(self, kind: str, part_kind: str, text: str) -> str:
+        started = ""
+        if self._item is None or self._item["type"] != kind:
+            started = self._start_text(kind, part_kind)
+        assert self._item is not None
+        self._item["content"][0]["text"] += text
+        extra: Item = {"logprobs": []} if part_kind == "output_text" else {}
+        return started + self._event(
+            f"response.{part_kind}.delta", **self._place, content_index=0, delta=text, **extra
+        )
+
+    def _start_text(self, kind: str, part_kind: str) -> str:
+        part: Item = {"type": part_kind, "text": ""}
+        if kind == "message":
+            part |= {"annotations": [], "logprobs": []}
+            started = self._start_item(kind, "msg", role="assistant", content=[])
+        else:
+            started = self._start_item(kind, "rs", summary=[], content=[])
+        assert self._item is not None
+        self._item["content"].append(part)
+        return started + self._event(
+            "response.content_part.added", **self._place, content_index=0, part=dict(part)
+        )
+
+    def _start_item(self, kind: str, prefix: str, **members: Any) -> str:
+        ended = self._end_item("completed")
+        output: list[Item] = self.response["output"]
+        item_id = f"{prefix}_{self.response['id'].removeprefix('resp_')}_{len(output)}"
+        self._item = {"id": item_id, "type": kind, "status": "in_progress", **members}
+        output.append(self._item)
+        return ended + self._event(
+            "response.output_item.added", output_index=len(output) - 1, item=self._item
+        )
+
+    def _end_item(self, status: str) -> str:
+        item = self._item
+        if item is None:
+            return ""
+        item["status"] = status
+        place, self._item = self._place, None
+        done = self._end_parts(item, place)
+        return done + self._event("response.output_item.done", output_index=place["output_index"], item=item)
+
+    def _end_parts(self, item: Item, place: Item) -> str:
+        if item["type"] == "function_call":
+            arguments = item["arguments"]
+            return self._event(
+                "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
+            )
+        part = item["content"][0]
+        extra: Item = {"logprobs": []} if part["type"] == "output_text" else {}
+        return self._event(
+            f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **extra
+        ) + self._event("response.content_part.done", **place, content_index=0, part=part)
+
+    def _break_off(self, status: str) -> None:
+        self.response["status"] = status
+        if self._item is not None:
+            self._item["status"] = "incomplete"
+
+    def _finish(self, event: CompletionFinished) -> str:
+        is_cut = event.finish_reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        ended = self._end_item(status)
+        self.response["status"] = status
+        if is_cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = _usage(event.usage)
+        self.response |= version_json(event)
+        return ended + self._event(f"response.{status}", response=self.response)
+
+    @property
+    def _place(self) -> Item:
+        """The item that an event is about."""
+        assert self._item is not None
+        return {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
+
+    def _event(self, kind: str, **members: Any) -> str:
+        data = json_text({"type": kind, "sequence_number": self._num_events, **members})
+        self._num_events += 1
+        return f"event: {kind}\ndata: {data}\n\n"
+
+
+def assistant_message(response: Item) -> Item:
+    """Return the items of a response as one message of a conversation."""
+    message: Item = {"role": "assistant"}
+    for item in response["output"]:
+        if item["type"] == "message":
+            message["content"] = message.get("content", "") + item["content"][0]["text"]
+        elif item["type"] == "reasoning":
+            message["reasoning_content"] = item["content"][0]["text"]
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(call)
+    if len(message) == 1:
+        message["content"] = ""
+    return message
+
+
+def _response(head: ResponseHead, body: ResponseRequest, model: str) -> Item:
+    return {
+        "id": head.id,
+        "object": "response",
+        "background": body.background is True,
+        "created_at": head.created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "store": body.keeps,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    }
+
+
+def _usage(usage: Usage) -> Item:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

@@ -1,0 +1,187 @@
+"""Bodies of /v1/messages and /v1/messages/count_tokens, and their conversation in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .....proto.errors import InvalidRequest
+from .....proto.sampling import SamplingParams
+from .....proto.structured_outputs import StructuredOutputsParams
+from ....text.requests.chat import Chat
+from ..structured_output import schema_form
+from .chat_completion import JsonObject
+from .request_model import RequestModel
+
+Message = dict[str, Any]
+
+
+class AnthropicMessage(BaseModel):
+    """A message of the conversation, whose content is text or blocks."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: str
+    content: str | list[JsonObject]
+
+
+class CountTokensRequest(RequestModel):
+    """A conversation in Anthropic's form."""
+
+    model: str | None = None
+    messages: list[AnthropicMessage]
+    system: str | list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: JsonObject | None = Field(None, description="Of the type auto, any, tool or none.")
+    thinking: JsonObject | None = Field(
+        None, description="The template's variable enable_thinking, and budget_tokens if it is enabled."
+    )
+    chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
+
+    def chat(self) -> Chat:
+        """Return the conversation. Raises InvalidRequest for a block that cannot be part of it."""
+        messages = (
+            [] if self.system is None else [{"role": "system", "content": _text("system", self.system)}]
+        )
+        for index, message in enumerate(self.messages):
+            messages += _messages(f"messages[{index}].content", message)
+        choice = self.tool_choice or {"type": "auto"}
+        return Chat(
+            messages,
+            template_options=self._thinking() | (self.chat_template_kwargs or {}),
+            tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())],
+            tool_choice=_tool_choice(choice),
+            parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
+        )
+
+    def _thinking(self) -> dict[str, Any]:
+        """Return the variables of the template."""
+        kind = (self.thinking or {}).get("type")
+        return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
+
+
+class MessagesRequest(CountTokensRequest):
+    """Anthropic's fields."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    output_config: JsonObject | None = Field(None, description="Its format is a json_schema.")
+
+    def sampling(self) -> SamplingParams:
+        """Return the settings. Raises InvalidRequest for a value that is not allowed."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop_sequences or ()),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            structured_outputs=self._form(),
+            thinking_token_budget=self._thinking_budget(),
+        )
+
+    def _thinking_budget(self) -> int | None:
+        """Return the most tokens of the reasoning; None for no limit. A budget counts only if thinking is enabled."""
+        thinking = self.thinking or {}
+        return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
+
+    def _form(self) -> StructuredOutputsParams | None:
+        """Return the form of the text; None for any."""
+        wanted = (self.output_config or {}).get("format")
+        if not wanted:
+            return None
+        if not isinstance(wanted, Mapping) or wanted.get("type") != "json_schema":
+            raise InvalidRequest("output_config.format", "must be an object of the type json_schema")
+        return schema_form("output_config.format.schema", wanted.get("schema"))
+
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def _tool_choice(choice: Mapping[str, Any]) -> str | JsonObject:
+    """Return the choice in OpenAI's form."""
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": _member("tool_choice", choice, "name")}}
+    if kind not in _TOOL_CHOICES:
+        raise InvalidRequest("tool_choice.type", f"is {str(kind)[:64]!r}, must be auto, any, tool or none")
+    return _TOOL_CHOICES[kind]
+
+
+def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:
+    """Yield OpenAI's messages: results of tools are messages of their own there."""
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    texts: list[str] = []
+    rest: Message = {"role": message.role}
+    for index, block in enumerate(message.content):
+        where = f"{field}[{index}]"
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_member(where, block, "text"))
+        elif kind == "tool_result":
+            yield {
+                "role": "tool",
+                "tool_call_id": _member(where, block, "tool_use_id"),
+                "content": _text(f"{where}.content", block.get("content") or ""),
+            }
+        elif kind == "tool_use":
+            rest.setdefault("tool_calls", []).append(_call(where, block))
+        elif kind == "thinking":
+            rest["reasoning_content"] = rest.get("reasoning_content", "") + _member(where, block, "thinking")
+        elif kind != "redacted_thinking":
+            known = "text, thinking, tool_use or tool_result: the model reads text only"
+            raise InvalidRequest(f"{where}.type", f"is {str(kind)[:100]!r}, must be {known}")
+    if texts:
+        rest["content"] = "\n".join(texts)
+    if len(rest) > 1:
+        yield rest
+
+
+def _text(field: str, content: Any) -> str:
+    """Return the text of a string or of text blocks."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(field, "must be text or a list of text blocks")
+    texts = []
+    for index, block in enumerate(content):
+        where = f"{field}[{index}]"
+        if not isinstance(block, Mapping) or block.get("type") != "text":
+            raise InvalidRequest(where, "must be a text block: the model reads text only")
+        texts.append(_member(where, block, "text"))
+    return "\n".join(texts)
+
+
+def _member(field: str, block: Mapping[str, Any], name: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{name}", "must be text")
+    return value
+
+
+def _call(field: str, block: Mapping[str, Any]) -> Message:
+    given = block.get("input")
+    if given is not None and not isinstance(given, dict):
+        raise InvalidRequest(f"{field}.input", "must be an object")
+    function = {"name": _member(field, block, "name"), "arguments": json.dumps(given or {})}
+    return {"id": _member(field, block, "id"), "type": "function", "function": function}
+
+
+def _tool(field: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(
+            f"{field}.type",
+            f"is {str(tool['type'])[:100]!r}, must be custom: the server has no tools of its own",
+        )
+    function = {"name": _member(field, tool, "name"), "parameters": tool.get("input_schema") or {}}
+    if tool.get("description") is not None:
+        function["description"] = _member(field, tool, "description")
+    return {"type": "function", "function": function}

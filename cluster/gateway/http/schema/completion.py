@@ -1,0 +1,61 @@
+"""Body of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from .....proto.errors import InvalidRequest
+from .....proto.sampling import SamplingParams
+from ..structured_output import GUIDED_FIELDS
+from .sampling_fields import SamplingFields
+
+MAX_PROMPTS = 256
+
+
+class CompletionRequest(SamplingFields):
+    """OpenAI's fields, and vLLM's beside them."""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(
+        description="Text or token ids, or a list of these; each prompt has n choices."
+    )
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool = False
+    add_special_tokens: bool = True
+    suffix: str | None = Field(None, description="Is refused unless it is empty.")
+
+    refused: ClassVar[dict[str, str]] = GUIDED_FIELDS
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts. Raises InvalidRequest if there are too many."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [[each for each in prompt if isinstance(each, int)]]
+        several = [each for each in prompt if not isinstance(each, int)]
+        if not 0 < len(several) <= MAX_PROMPTS:
+            raise InvalidRequest("prompt", f"has {len(several)} prompts, must have 1 to {MAX_PROMPTS}")
+        return several
+
+    @property
+    def scores_prompt_only(self) -> bool:
+        """The prompt is echoed and nothing follows it, as programs that score texts ask for."""
+        return self.echo and self.max_tokens == 0
+
+    def sampling(self) -> SamplingParams:
+        """Return the settings. Raises InvalidRequest, also for a field that is not supported."""
+        if self.suffix:
+            raise InvalidRequest("suffix", "is not supported: the prompt is continued at its end only")
+        max_tokens = 1 if self.scores_prompt_only else self.max_tokens
+        prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else None
+        return self.sampling_params(
+            max_tokens=max_tokens,
+            logprobs=self.logprobs,
+            best_of=self.best_of,
+            prompt_logprobs=prompt_logprobs,
+        )

@@ -1,0 +1,128 @@
+"""Bodies of /v1/embeddings, /classify, /score and /rerank, with the names of OpenAI, vLLM, Cohere and Jina."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import AliasChoices, ConfigDict, Field
+
+from .....proto.errors import InvalidRequest
+from .....proto.pooling import PoolingParams
+from .....proto.sampling import SamplingParams
+from ...generation.generation import GenerationCall
+from ...generation.pooled_calls import check_num_inputs
+from .chat_completion import JsonObject
+from .request_model import RequestModel
+
+
+class PoolingFields(RequestModel):
+    """Fields that all these bodies have."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), populate_by_name=True)
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep this many of the first tokens; -1 for the model's context."
+    )
+    use_activation: bool | None = Field(None, description="Normalize, or apply the classifier's activation.")
+    add_special_tokens: bool = True
+    user: str | None = Field(None, description="Has no effect; tenants come from tokens.")
+    priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
+    cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
+    request_id: str = Field("", description="The id of the response; chosen if missing.")
+
+    def pooling(self, dimensions: int | None = None) -> PoolingParams:
+        """Return the settings. Raises InvalidRequest for a value that is not allowed."""
+        use_activation = True if self.use_activation is None else self.use_activation
+        return PoolingParams(dimensions, use_activation, self.truncate_prompt_tokens)
+
+    def call(self, prompt: str | list[int], pooling: PoolingParams) -> GenerationCall:
+        """Return the call of a prompt, without its tenant."""
+        return GenerationCall(
+            prompt,
+            SamplingParams(),
+            model=self.model or "",
+            priority=-self.priority,  # in quire.v1, higher runs first
+            cache_salt=self.cache_salt,
+            add_special_tokens=self.add_special_tokens,
+            pooling=pooling,
+        )
+
+
+class PromptsBody(PoolingFields):
+    """A body with prompts."""
+
+    input: str | list[int] | list[str] | list[list[int]] = Field(
+        description="Text or token ids, or a list of these."
+    )
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts. Raises InvalidRequest if there are none or too many."""
+        given = self.input
+        if isinstance(given, str):
+            return [given]
+        if given and isinstance(given[0], int):
+            return [[each for each in given if isinstance(each, int)]]
+        check_num_inputs("input", len(given))
+        return [each for each in given if not isinstance(each, int)]
+
+
+class EmbeddingRequest(PromptsBody):
+    """OpenAI's fields, and vLLM's beside them."""
+
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class ClassifyRequest(PromptsBody):
+    """The fields of vLLM."""
+
+
+Texts = str | list[str]
+
+
+class ScoreRequest(PoolingFields):
+    """Two texts, or lists of them; the names are those of several releases of vLLM."""
+
+    queries: Texts = Field(validation_alias=AliasChoices("queries", "text_1", "data_1"))
+    documents: Texts = Field(validation_alias=AliasChoices("documents", "text_2", "data_2", "items"))
+    instruction: str | None = Field(None, description="For models whose template has one.")
+
+    @property
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """The queries and the documents. Raises InvalidRequest if there are none or too many."""
+        queries, documents = (
+            [each] if isinstance(each, str) else each for each in (self.queries, self.documents)
+        )
+        check_num_inputs("queries", len(queries))
+        check_num_inputs("documents", len(documents))
+        return queries, documents
+
+
+class RerankRequest(PoolingFields):
+    """The fields of Cohere and Jina."""
+
+    query: str
+    documents: list[str | JsonObject] = Field(description='Texts, or objects with a member "text".')
+    top_n: int | None = Field(None, ge=0, description="Return the best ones only; 0 returns all.")
+    return_documents: bool = True
+    max_tokens_per_doc: int | None = Field(None, description="Is refused; see truncate_prompt_tokens.")
+    instruction: str | None = Field(None, description="For models whose template has one.")
+
+    @property
+    def texts(self) -> list[str]:
+        """The documents' texts. Raises InvalidRequest if there are none or too many, or one has no text."""
+        if self.max_tokens_per_doc is not None:
+            raise InvalidRequest(
+                "max_tokens_per_doc", "is not supported; truncate_prompt_tokens cuts whole prompts"
+            )
+        check_num_inputs("documents", len(self.documents))
+        return [_text(index, document) for index, document in enumerate(self.documents)]
+
+
+def _text(index: int, document: str | dict[str, Any]) -> str:
+    text = document if isinstance(document, str) else document.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"documents[{index}].text", "is missing, must be text")
+    return text

@@ -1,0 +1,192 @@
+"""Body of /v1/responses, and its items as messages of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from .....proto.errors import InvalidRequest
+from .....proto.sampling import SamplingParams
+from .....proto.structured_outputs import StructuredOutputsParams
+from ....text.requests.chat import Chat
+from ....text.requests.tool_choice import allowed_tools, is_allowed_tools
+from ..structured_output import ResponseFormat, requested_form, schema_form
+from .chat_completion import JsonObject
+from .request_model import RequestModel
+
+Message = dict[str, Any]
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+
+
+class ResponseRequest(RequestModel):
+    """OpenAI's fields."""
+
+    model: str | None = None
+    input: str | list[JsonObject]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="Keep the response for a while; true if missing.")
+    stream: bool | None = None
+    background: bool | None = Field(
+        None, description="Make the response whether or not a client waits for it; it can be fetched later."
+    )
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: str | JsonObject | None = Field(
+        None, description="none, auto, required, a function or allowed_tools."
+    )
+    parallel_tool_calls: bool | None = None
+    reasoning: JsonObject | None = Field(None, description="Its effort is a variable of the chat template.")
+    text: JsonObject | None = Field(None, description="Its format is text, json_object or json_schema.")
+    metadata: dict[str, str] | None = None
+    chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
+    priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
+    cache_salt: str = ""
+
+    refused: ClassVar[dict[str, str]] = {
+        "conversation": "use previous_response_id",
+        "prompt": "the server has no stored prompts",
+    }
+
+    @property
+    def keeps(self) -> bool:
+        """The response may be continued and fetched later."""
+        return self.store is not False
+
+    def messages(self) -> list[Message]:
+        """Return the new messages. Raises InvalidRequest for an item that cannot be part of a conversation."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[Message] = []
+        for index, item in enumerate(self.input):
+            _add(messages, f"input[{index}]", item)
+        return messages
+
+    def chat(self, messages: list[Message]) -> Chat:
+        """Return the conversation with these messages."""
+        if self.instructions is not None:
+            messages = [{"role": "system", "content": self.instructions}, *messages]
+        options = dict(self.chat_template_kwargs or {})
+        if (effort := (self.reasoning or {}).get("effort")) is not None:
+            options.setdefault("reasoning_effort", effort)
+        return Chat(
+            messages,
+            template_options=options,
+            tools=[_tool(f"tools[{index}]", tool) for index, tool in enumerate(self.tools or ())],
+            tool_choice=_tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+        )
+
+    def sampling(self) -> SamplingParams:
+        """Return the settings. Raises InvalidRequest, also for a form that is not supported."""
+        return SamplingParams(
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            structured_outputs=_form((self.text or {}).get("format")),
+        )
+
+
+def _form(wanted: Any) -> StructuredOutputsParams | None:
+    """Return the form of the text; None for any."""
+    if wanted is None:
+        return None
+    if not isinstance(wanted, Mapping) or not isinstance(wanted.get("type"), str):
+        raise InvalidRequest("text.format", "must be an object with a type")
+    if wanted["type"] == "json_schema":
+        return schema_form("text.format.schema", wanted.get("schema"))
+    if wanted["type"] not in ("text", "json_object"):
+        problem = f"is {wanted['type'][:64]!r}, must be text, json_object or json_schema"
+        raise InvalidRequest("text.format.type", problem)
+    return requested_form(ResponseFormat(type=wanted["type"]))
+
+
+def _tool_choice(choice: str | JsonObject | None) -> str | JsonObject:
+    if choice is None:
+        return "auto"
+    if isinstance(choice, str):
+        return choice
+    if is_allowed_tools(choice):
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_named_function(each) if isinstance(each, dict) else each for each in tools]
+        return allowed_tools(choice.get("mode"), tools)
+    return _named_function(choice)
+
+
+def _named_function(choice: JsonObject) -> JsonObject:
+    """Return the name of a function in the form of /v1/chat/completions; without a name, the object as it is."""
+    if "name" not in choice:
+        return choice
+    return {"type": choice.get("type", "function"), "function": {"name": choice["name"]}}
+
+
+def _add(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
+    """Add an item: calls and reasoning belong to the assistant's message beside them."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        _add_message(messages, field, item)
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = _text(f"{field}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+    elif kind == "reasoning":
+        parts = item.get("content") or item.get("summary") or []
+        message: Message = {"role": "assistant"}
+        if reasoning := _text(f"{field}.content", parts):
+            messages.append(message | {"reasoning_content": reasoning})
+    else:
+        known = "message, function_call, function_call_output or reasoning"
+        raise InvalidRequest(f"{field}.type", f"is {str(kind)[:100]!r}, must be {known}")
+
+
+def _add_message(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
+    role = item.get("role")
+    content = _text(f"{field}.content", item.get("content"))
+    if role == "assistant":
+        message = _assistant(messages)
+        if "content" not in message and "tool_calls" not in message:
+            message["content"] = content
+            return
+    messages.append({"role": "system" if role == "developer" else role, "content": content})
+
+
+def _assistant(messages: list[Message]) -> Message:
+    """Return the last message if it is the assistant's, otherwise a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _text(field: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(field, "must be text or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in (*_TEXT_PARTS, "reasoning_text", "summary_text"):
+            raise InvalidRequest(f"{field}[{index}]", "must be a part with text: the model reads text only")
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{field}[{index}].text", "must be text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool(field: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        problem = f"is {str(tool.get('type'))[:100]!r}, must be function: the server has no tools of its own"
+        raise InvalidRequest(f"{field}.type", problem)
+    names = "name", "description", "parameters", "strict"
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}

@@ -1,0 +1,121 @@
+"""SamplingFields: the fields of OpenAI's and vLLM's requests that are fields of SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from .....proto.sampling import SamplingParams
+from ....text.requests.request import Prompt
+from ...generation.generation import GenerationCall
+from ..structured_output import ResponseFormat, requested_form
+from .request_model import RequestModel
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream.
+
+    Attributes:
+        include_usage: send a last chunk with the usage.
+        continuous_usage_stats: send the usage so far with each chunk.
+    """
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SamplingFields(RequestModel):
+    """Fields that completions and chat completions share; null stands for the default."""
+
+    model: str | None = Field(None, description="A served model; may be left out if there is only one.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    bad_words: list[str | list[int]] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object and structural_tag."
+    )
+    thinking_token_budget: int | None = Field(None, description="Most tokens of the reasoning.")
+    repetition_detection: dict[str, int] | None = Field(
+        None,
+        description="max_pattern_size, min_pattern_size and min_count of a repetition that ends the output.",
+    )
+    vllm_xargs: dict[str, Any] | None = Field(
+        None, description="Name of a custom logits processor and its arguments."
+    )
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    length_penalty: float | None = None
+    use_beam_search: bool = Field(False, description="Beam search with n beams, of which all are returned.")
+    user: str | None = Field(None, description="Has no effect; tenants come from tokens.")
+    request_id: str = Field("", description="Identifies the request in quire.v1; chosen if missing.")
+    resumable: bool = Field(
+        False,
+        description="The stream has event ids, from which Last-Event-ID continues it; needs request_id.",
+    )
+    priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
+    cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
+    return_token_ids: bool = Field(False, description="Send token ids beside the text.")
+
+    def call(
+        self, prompt: Prompt, sampling: SamplingParams, *, add_special_tokens: bool = True
+    ) -> GenerationCall:
+        """Return the call of a prompt, without its tenant."""
+        return GenerationCall(
+            prompt,
+            sampling,
+            model=self.model or "",
+            request_id=self.request_id,
+            priority=-self.priority,  # in quire.v1, higher runs first
+            cache_salt=self.cache_salt,
+            add_special_tokens=add_special_tokens,
+            is_resumable=self.resumable,
+        )
+
+    def sampling_params(self, **others: Any) -> SamplingParams:
+        """Return the settings. `others` are fields of SamplingParams; as here, None stands for the default.
+
+        Raises:
+            InvalidRequest: a value is not allowed.
+        """
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        given |= {name: value for name, value in others.items() if value is not None}
+        if self.vllm_xargs is not None:
+            given["extra_args"] = self.vllm_xargs
+        form = requested_form(self.response_format, self.structured_outputs)
+        if form is not None:
+            given["structured_outputs"] = form
+        if self.use_beam_search:
+            given["beam_width"] = self.n or 1
+        return SamplingParams(**given)
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+_SAMPLING = tuple(
+    (SamplingParams.__dataclass_fields__.keys() & SamplingFields.model_fields.keys()) - {"structured_outputs"}
+)

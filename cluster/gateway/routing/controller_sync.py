@@ -1,0 +1,313 @@
+"""ControllerSync: keeps a gateway's models in step with the fleet controller and reports demand to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ....proto import admin_pb2
+from ....proto.config import EngineConfig
+from ....proto.errors import QuireError
+from ....proto.transport.network import CurveKeys
+from ...config.deployment import Deployment
+from ...config.engine_summary import engine_summary
+from ...config.model_source import pin_revision
+from ...config.resolve import resolve_deployment
+from ...config.step_limits import LARGE_GPU_BYTES
+from ...fleet.controller.controller_client import Controller
+from ...fleet.controller.demand import Demand
+from ...fleet.controller.fleet_state import FleetState, ReplicaEntry, ReplicaState
+from ...fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient
+from ...fleet.replica.record import ReplicaRecord
+from ...os_utils.background import run_in_background
+from ...os_utils.backoff import Backoff
+from ...text.requests.tokenizer import Tokenizer
+from .fleet_messages import fleet_state_to_message
+from .replica_pool import ReplicaPool
+from .served_models import ServedModel, ServedModels
+
+WATCH_TIMEOUT_S = 30.0
+REPORT_INTERVAL_S = 1.0
+FIRST_RETRY_S = 0.2
+MAX_RETRY_S = 5.0
+
+_ENDED = ReplicaState.STOPPED, ReplicaState.FAILED
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _SyncedModel:
+    """A model that the controller deploys.
+
+    Attributes:
+        version: of the deployment that `served` was read from.
+        silence_timeout_s: silence after which a replica of that version counts as failed.
+        is_logged: the log has a summary of that version.
+    """
+
+    version: str
+    served: ServedModel
+    silence_timeout_s: float
+    is_logged: bool = False
+
+
+class ControllerSync:
+    """Applies each state of the controller to a gateway's models. They stay unchanged while the controller is away.
+
+    Args:
+        models: the gateway's models; this object adds and removes them.
+    """
+
+    def __init__(self, controller: Controller, models: ServedModels) -> None:
+        self._controller = controller
+        self._models = models
+        self._gateway_id = secrets.token_hex(8)
+        self._keys: CurveKeys | None = None
+        self._state = FleetState("")
+        self._synced: dict[str, _SyncedModel] = {}
+        self._retired: list[ReplicaPool] = []  # of deleted models, while they have replicas
+        self._problem = "the fleet's controller has not answered yet"
+        self._report_due = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to follow the controller. Call it in the gateway's event loop."""
+        self._tasks = [
+            run_in_background(self._watch_loop(), "following the controller"),
+            run_in_background(self._report_loop(), "reporting to the controller"),
+        ]
+
+    async def close(self) -> None:
+        """Stop following, and end what still runs."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(pool.close() for pool in self._retired))
+        await self._models.close()
+
+    async def deploy(self, deployment: Deployment) -> str:
+        """See `Fleet`."""
+        pinned = await asyncio.to_thread(pin_revision, deployment)
+        await self._controller.deploy(pinned)
+        return pinned.version
+
+    async def delete(self, model: str) -> None:
+        """See `Fleet`."""
+        await self._controller.delete(model)
+
+    async def drain(self, target: str) -> Sequence[str]:
+        """See `Fleet`."""
+        return await self._controller.drain(target)
+
+    async def undrain(self, target: str) -> str:
+        """See `admin.Fleet`."""
+        return await self._controller.undrain(target)
+
+    async def set_scale(
+        self, model: str, min_replicas: int | None, max_replicas: int | None
+    ) -> tuple[int, int]:
+        """See `admin.Fleet`."""
+        return await self._controller.set_scale(model, min_replicas, max_replicas)
+
+    def describe(self) -> admin_pb2.GetStatusResponse:
+        """See `Fleet`."""
+        return fleet_state_to_message(self._state, self._problem)
+
+    async def _watch_loop(self) -> None:
+        """Apply every new state of the controller."""
+        backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
+        while True:
+            try:
+                self._keys = self._keys or await self._controller.keys()
+                state = await self._controller.watch(self._state.version, WATCH_TIMEOUT_S)
+                if state is not None:
+                    await self._apply(state)
+                    self._state = state
+                    self._models.notify_change()
+            except Exception as error:
+                # On any error the gateway serves on with the last state, and tries again.
+                self._on_sync_failed(error)
+                await asyncio.sleep(backoff.fail(time.monotonic()))
+                continue
+            if self._problem and backoff.num_failures:
+                _log.info("the fleet's controller answers again")
+            self._problem = ""
+            backoff.reset()
+
+    def _on_sync_failed(self, error: Exception) -> None:
+        is_unexpected = not isinstance(error, QuireError)
+        problem = f"the gateway cannot apply the fleet's state: {error!r}" if is_unexpected else str(error)
+        if problem != self._problem:
+            traceback = error if is_unexpected else None
+            _log.warning("the fleet's state is out of date: %s", problem, exc_info=traceback)
+        self._problem = problem
+
+    async def _apply(self, state: FleetState) -> None:
+        _log_changes(self._state, state)
+        for entry in state.deployments:
+            await self._apply_deployment(entry.deployment, state)
+        self._retire_deleted(state)
+        for pool in [*(model.served.pool for model in self._synced.values()), *self._retired]:
+            _remove_ended(pool, state)
+            _drain_draining(pool, state)
+        for model in self._synced.values():
+            self._add_ready(model, state)
+        for pool in [pool for pool in self._retired if not pool.clients]:
+            await pool.close()
+            self._retired.remove(pool)
+
+    async def _apply_deployment(self, deployment: Deployment, state: FleetState) -> None:
+        """Serve the deployment, or update the model that is served already."""
+        reachable = [entry for entry in state.replicas_of(deployment.name) if entry.record is not None]
+        model = self._synced.get(deployment.name)
+        if model is None or _must_switch(model.version, deployment.version, reachable):
+            try:
+                config, tokenizer = await asyncio.to_thread(_read_model, deployment)
+            except QuireError as error:
+                _log.error("%s cannot be served by this gateway: %s", deployment.name, error)
+                return
+            pool = self._new_pool(config) if model is None else model.served.pool
+            served = ServedModel.of(config, tokenizer, pool)
+            served.workers.start()
+            silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+            model = self._synced[deployment.name] = _SyncedModel(
+                deployment.version, served, silence_timeout_s
+            )
+            self._models.add(served)
+        _limit_to_smallest_replica(model.served, reachable)
+        model.served.scales_from_zero = deployment.limits.min_replicas == 0
+        self._models.notify_change()
+
+    def _retire_deleted(self, state: FleetState) -> None:
+        for name in set(self._synced) - {entry.deployment.name for entry in state.deployments}:
+            pool = self._synced.pop(name).served.pool
+            self._models.remove(name)
+            pool.retire()
+            self._retired.append(pool)
+
+    def _new_pool(self, config: EngineConfig) -> ReplicaPool:
+        name = config.model.name
+        return ReplicaPool(
+            name,
+            config.cache.block_size,
+            is_fixed=False,
+            max_waiting=config.scheduler.max_queue_len,
+            on_demand=self._report_due.set,
+            on_change=self._models.notify_change,
+            explain_unavailable=lambda: self._explain_unavailable(name),
+        )
+
+    def _add_ready(self, model: _SyncedModel, state: FleetState) -> None:
+        """Add the replicas that have become ready. Not for deleted models: their pools get no more requests."""
+        pool = model.served.pool
+        for entry in state.replicas_of(pool.model):
+            if entry.state is not ReplicaState.READY or entry.record is None:
+                continue
+            client = pool.clients.get(entry.replica_id)
+            if client is not None and client.address != entry.record.endpoint:
+                pool.remove(entry.replica_id, "its scheduler was replaced")
+                client = None
+            if client is None:
+                pool.add(self._connect(entry.record, model.silence_timeout_s))
+                _log_summary(model)
+
+    def _connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
+        client = ReplicaClient(
+            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, keys=self._keys
+        )
+        client.start()
+        return client
+
+    def _explain_unavailable(self, name: str) -> str:
+        """Return why the model has no replica, from the controller's last state."""
+        lines = [
+            f"{entry.replica_id} is {entry.state}{_in_parentheses(entry.reason)}"
+            for entry in self._state.replicas_of(name)
+            if entry.state is not ReplicaState.STOPPED
+        ]
+        lines += [entry.problem for entry in self._state.deployments if entry.deployment.name == name]
+        lines.append(self._problem)
+        return "; ".join(dict.fromkeys(filter(None, lines)))
+
+    async def _report_loop(self) -> None:
+        """Report demand every second in which there is any, and immediately when a request begins to wait."""
+        last_reported: dict[str, Demand] = {}
+        while True:
+            collected = {model.name: model.pool.collect_demand() for model in self._models}
+            # A model without demand is reported once more after requests waited for it: the controller must know.
+            had_waiting = {name for name, demand in last_reported.items() if demand.num_waiting}
+            report = {
+                name: demand
+                for name, demand in collected.items()
+                if demand != Demand() or name in had_waiting
+            }
+            last_reported = collected
+            if report:
+                with suppress(QuireError):  # the next report has the requests that still wait
+                    await self._controller.report(self._gateway_id, report)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._report_due.wait()
+            self._report_due.clear()
+
+
+def _must_switch(served_version: str, version: str, reachable: Iterable[ReplicaEntry]) -> bool:
+    """Return whether to serve a new version: once a replica of it is ready, or if no replica is ready at all."""
+    ready_versions = {entry.version for entry in reachable if entry.state is ReplicaState.READY}
+    return served_version != version and (version in ready_versions or not ready_versions)
+
+
+def _limit_to_smallest_replica(served: ServedModel, reachable: Iterable[ReplicaEntry]) -> None:
+    """Reject requests that do not fit into the smallest replica: a request may run on any of them."""
+    sizes = [entry.record.num_kv_blocks for entry in reachable if entry.record is not None]
+    config = served.config
+    if sizes and config.cache.num_blocks != min(sizes):
+        config = replace(config, cache=replace(config.cache, num_blocks=min(sizes)))
+        served.resize(config)
+
+
+def _remove_ended(pool: ReplicaPool, state: FleetState) -> None:
+    entries = {entry.replica_id: entry for entry in state.replicas_of(pool.model)}
+    for replica_id in pool.clients:
+        entry = entries.get(replica_id)
+        if entry is None or entry.state in _ENDED:
+            pool.remove(replica_id, (entry.reason if entry is not None else "") or "it was ended")
+
+
+def _drain_draining(pool: ReplicaPool, state: FleetState) -> None:
+    for entry in state.replicas_of(pool.model):
+        if entry.state is ReplicaState.DRAINING:
+            pool.drain(entry.replica_id)
+
+
+def _log_summary(model: _SyncedModel) -> None:
+    """Log what is served, once per version: with its first replica, whose KV cache has a size."""
+    if not model.is_logged:
+        _log.info("serving version %s: %s", model.version, engine_summary(model.served.config))
+    model.is_logged = True
+
+
+def _log_changes(before: FleetState, after: FleetState) -> None:
+    """Log every replica whose state or reason changed."""
+    known = {entry.replica_id: (entry.state, entry.reason) for entry in before.replicas}
+    for entry in after.replicas:
+        if known.get(entry.replica_id) != (entry.state, entry.reason):
+            reason = f": {entry.reason}" if entry.reason else ""
+            _log.info("%s of %s is %s%s", entry.replica_id, entry.model, entry.state, reason)
+
+
+def _read_model(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
+    """Read config and tokenizer from the model's directory on this machine; the ranks may run elsewhere."""
+    has_gpus = deployment.engine.device != "cpu"
+    config = resolve_deployment(deployment, has_gpus, LARGE_GPU_BYTES)
+    return config, Tokenizer(config.model.path)
+
+
+def _in_parentheses(text: str) -> str:
+    return f" ({text})" if text else ""

@@ -1,0 +1,448 @@
+"""ReplicaPool: one gateway's view of one model's replicas. Chooses replicas and holds requests that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ....proto.errors import Overloaded, QuireError, ReplicaUnavailable
+from ....proto.replica_status import Activity, ReplicaStatus
+from ....proto.stream import CacheQuery, CacheReport, Finish, RecalledOutput
+from ....scheduler.core.state.retained_outputs import best_outputs
+from ....scheduler.kv.prefix_cache import make_root, prefix_hashes
+from ...fleet.controller.demand import Demand
+from ...fleet.replica.canary import run_canary
+from ...fleet.replica.client import ReplicaClient
+from ...os_utils.background import run_in_background
+from ...os_utils.change_notifier import ChangeNotifier
+from ...text.requests.request import Request
+from .lora_registry import LoraRegistry
+from .recent_refusals import Moment, RecentRefusals, Refusal
+from .request_migration import MigratingRequest, MoveListener, ignore_move
+from .router import ReplicaLoad, Router
+from .weights_registry import WeightsRegistry
+
+CANARY_TIMEOUT_S = 60.0
+CANARY_RETRY_S = 1.0
+# An idle replica that is ready has generated a token within this time.
+IDLE_CANARY_S = 10.0
+# A replica that does not answer in this time may hang: the request is computed again, which takes as long at most.
+RECALL_TIMEOUT_S = 1.0
+# Blocks of a prompt that are hashed for routing, at most.
+MAX_HASHED_BLOCKS = 4096
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A replica of the pool.
+
+    Attributes:
+        is_ready: a canary token has come through all ranks to this gateway since the replica's last problem.
+        is_draining: the replica must get no more requests.
+        cache_version: version of the replica's prefix cache that the router has.
+        num_sent_tokens: prompt tokens to compute that were sent to the replica since its last status.
+        was_held_by: `held_by` at the last status.
+    """
+
+    client: ReplicaClient
+    weights: WeightsRegistry
+    is_ready: bool = False
+    is_draining: bool = False
+    cache_version: int = 0
+    num_sent_tokens: int = 0
+    was_held_by: str = ""
+    refusals: RecentRefusals = field(default_factory=RecentRefusals)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def takes_requests(self) -> bool:
+        status = self.client.latest_status
+        drains = self.is_draining or (status is not None and status.draining)
+        return self.is_ready and not drains and not self.client.problem and not self.held_by
+
+    @property
+    def held_by(self) -> str:
+        """Return the command of an operator that keeps requests away; empty if none does."""
+        status = self.client.latest_status
+        if status is None:
+            return ""
+        if status.sleep_level:
+            return "the engine sleeps; wake it up first"
+        return "" if self.weights.is_current(status) else "it has not loaded the latest weights yet"
+
+    @property
+    def proves_itself(self) -> bool:
+        """Return whether a canary may run: no operator holds the steps."""
+        status = self.client.latest_status
+        return not self.held_by and (status is None or not status.is_paused)
+
+    @property
+    def may_become_ready(self) -> bool:
+        return not self.client.has_failed and not self.is_draining
+
+    @property
+    def load(self) -> ReplicaLoad:
+        status = self.client.latest_status
+        assert status is not None, "a ready replica has sent a status"
+        return ReplicaLoad(queued_tokens=status.queued_tokens + self.num_sent_tokens, kv_use=status.kv_use)
+
+
+class ReplicaPool:
+    """Runs requests on the replicas that are added to it. For one event loop.
+
+    Args:
+        model: name of the model that the replicas serve.
+        block_size: tokens per KV block.
+        is_fixed: no replica will be added: a request without a ready replica fails at once, and a request fails with
+            its replica. Otherwise requests wait for replicas and resume at other replicas.
+        is_own: the gateway's own process replaces the replicas, and no fleet does.
+        max_waiting: requests that may wait for a replica.
+        max_wait_s: time that each request may wait for a replica.
+        on_demand: called when a request begins to wait.
+        on_change: called when the readiness of the pool may have changed.
+        explain_unavailable: returns why there is no replica, for the error of requests that waited in vain.
+
+    Attributes:
+        adapters: the LoRA adapters that its replicas serve.
+        weights: those that its replicas must have.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        block_size: int,
+        *,
+        is_fixed: bool,
+        is_own: bool = False,
+        max_waiting: int = 4096,
+        max_wait_s: float = 600.0,
+        on_demand: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
+        explain_unavailable: Callable[[], str] = lambda: "",
+    ) -> None:
+        self.model = model
+        self.is_fixed = is_fixed
+        self.is_own = is_own
+        self.max_waiting = max_waiting
+        self.max_wait_s = max_wait_s
+        self._block_size = block_size
+        self._on_demand = on_demand
+        self._on_change = on_change
+        self._explain_unavailable = explain_unavailable
+        self._members: dict[str, _Member] = {}
+        self._router = Router(block_size)
+        self.adapters = LoraRegistry(model)
+        self.weights = WeightsRegistry()
+        self._num_arrived_requests = self._num_arrived_tokens = 0
+        self._num_waiting = self._num_waiting_tokens = 0
+        self._changes = ChangeNotifier()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_ready(self) -> bool:
+        """A request would be sent to a replica at once."""
+        return any(member.takes_requests for member in self._members.values())
+
+    @property
+    def queue_delay_s(self) -> float | None:
+        """Estimated time for the shortest queue to be computed at its replica's present speed; None if unknown."""
+        statuses = [m.client.latest_status for m in self._members.values() if m.takes_requests]
+        delays = [
+            each.queued_tokens / each.tokens_per_s for each in statuses if each and each.tokens_per_s > 0
+        ]
+        return min(delays, default=None)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a replica."""
+        return self._num_waiting
+
+    @property
+    def clients(self) -> Mapping[str, ReplicaClient]:
+        """replica_id |-> its client."""
+        return {replica_id: member.client for replica_id, member in self._members.items()}
+
+    @property
+    def statuses(self) -> list[ReplicaStatus]:
+        """Latest status of each replica that has sent one."""
+        found = (member.client.latest_status for member in self._members.values())
+        return [status for status in found if status is not None]
+
+    def why_unavailable(self, replica_id: str) -> str:
+        """Return why the replica gets no requests; empty if it gets requests."""
+        member = self._members.get(replica_id)
+        if member is None:
+            return "removed from the pool"
+        if member.takes_requests:
+            return ""
+        if member.is_draining:
+            return "draining"
+        return member.held_by or "no canary token has come through all ranks yet"
+
+    def add(self, client: ReplicaClient) -> None:
+        """Add a replica whose client has been started. It gets requests after its first canary token."""
+        member = _Member(client, self.weights)
+        self._members[client.replica_id] = member
+        client.add_listener(lambda message: self._on_message(member, message))
+        member.tasks = [
+            run_in_background(self._maintain_readiness(member), f"checking {client.replica_id}"),
+            run_in_background(self._notify_on_failures(client), f"watching {client.replica_id}"),
+        ]
+
+    def drain(self, replica_id: str) -> None:
+        """Send the replica no more requests. Its running requests continue until it hands them off."""
+        member = self._members.get(replica_id)
+        if member is not None and not member.is_draining:
+            member.is_draining = True
+            self._notify_change()
+
+    def retire(self) -> None:
+        """The model was deleted: no replica will be added any more."""
+        self.is_fixed = True
+        self._notify_change()
+
+    def remove(self, replica_id: str, reason: str) -> None:
+        """Close the client of a replica that has ended or will end; its running requests move to other replicas."""
+        member = self._members.pop(replica_id)
+        self._router.remove_replica(replica_id)
+        self.weights.forget(member.client)
+        closing = run_in_background(self._close_member(member, reason), f"closing the client of {replica_id}")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Remove every replica, and end what runs there."""
+        for replica_id in list(self._members):
+            self.remove(replica_id, "its gateway was closed")
+        if self._closing:
+            # Unlike gather, a canceled wait leaves its tasks alone: a client that is not closed blocks the collector.
+            await asyncio.wait(self._closing)
+
+    async def recall(self, request: Request) -> dict[int, RecalledOutput]:
+        """Return index |-> what the replicas know of the request's outputs from another gateway's run of it."""
+        if not request.may_be_recalled:
+            return {}
+        clients = [client for client in self.clients.values() if not client.has_failed]
+        queries = (client.recall(request, RECALL_TIMEOUT_S) for client in clients)
+        answers = await asyncio.gather(*queries, return_exceptions=True)
+        return best_outputs(each for answer in answers if isinstance(answer, tuple) for each in answer)
+
+    def has_refused(self, tenant: str) -> bool:
+        """Return whether a refusal of the tenant is kept; it may not hold any more."""
+        return any(tenant in member.refusals for member in self._members.values())
+
+    def check_room(self, tenant: str, priority: int, timeout_s: float | None) -> None:
+        """Refuse a request, of whatever size, that each replica would refuse as it has just refused another one.
+
+        Raises:
+            Overloaded: with the shortest delay of all replicas.
+        """
+        found: list[tuple[str, Refusal]] = []
+        now_s = time.monotonic()
+        for replica_id, member in self._members.items():
+            if not member.takes_requests:
+                continue
+            refusal = member.refusals.find(
+                tenant, priority, timeout_s, Moment(now_s, member.client.num_ended)
+            )
+            if refusal is None:
+                return
+            found.append((replica_id, refusal))
+        if found:
+            replica_id, refusal = min(found, key=lambda each: each[1].retry_after_s or 0.0)
+            self._num_arrived_requests += 1
+            # An estimate: the request is not tokenized.
+            self._num_arrived_tokens += refusal.num_prompt_tokens
+            raise refusal.repeat(replica_id, now_s)
+
+    def on_refused(self, client: ReplicaClient, request: Request, finish: Finish, sent: Moment) -> None:
+        """See `ReplicaPicker`."""
+        member = self._members.get(client.replica_id)
+        if member is not None and member.client is client:
+            member.refusals.add(request, finish, sent)
+
+    def submit(
+        self,
+        request: Request,
+        on_move: MoveListener = ignore_move,
+        recalled: Mapping[int, RecalledOutput] | None = None,
+    ) -> MigratingRequest:
+        """Run the request.
+
+        Args:
+            on_move, recalled: see MigratingRequest.
+
+        Raises:
+            Overloaded: too many requests wait for a replica already.
+            ReplicaUnavailable: there is no replica, and none will be added.
+        """
+        self._num_arrived_requests += 1
+        self._num_arrived_tokens += len(request.prompt_token_ids)
+        if not self.is_ready:
+            self._check_may_wait()
+        running = MigratingRequest(request, self, on_move=on_move, recalled=recalled)
+        running.start()
+        return running
+
+    def collect_demand(self) -> Demand:
+        """Return the requests that arrived since the last call, and those that wait now."""
+        demand = Demand(
+            self._num_arrived_requests, self._num_arrived_tokens, self._num_waiting, self._num_waiting_tokens
+        )
+        self._num_arrived_requests = self._num_arrived_tokens = 0
+        return demand
+
+    def choose(self, request: Request) -> ReplicaClient | None:
+        """See `ReplicaPicker`."""
+        candidates = {name: member for name, member in self._members.items() if member.takes_requests}
+        if not candidates:
+            return None
+        num_cached_tokens = 0
+        if len(candidates) == 1:  # no hashing for a choice of one
+            (replica_id,) = candidates
+        else:
+            hashes = self._hashes(request)
+            loads = {name: member.load for name, member in candidates.items()}
+            replica_id = self._router.choose(hashes, request.salt, loads)
+            num_cached_tokens = self._block_size * self._router.num_cached_blocks(replica_id, hashes)
+            self._router.record_submit(replica_id, hashes)
+        candidates[replica_id].num_sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
+        return candidates[replica_id].client
+
+    async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
+        """See `ReplicaPicker`. Requests that have begun wait even if `max_waiting` requests wait already."""
+        wait_s = self.max_wait_s if timeout_s is None else min(timeout_s, self.max_wait_s)
+        self._num_waiting += 1
+        self._num_waiting_tokens += len(request.prompt_token_ids)
+        self._on_demand()
+        try:
+            async with asyncio.timeout(wait_s):
+                while (client := self.choose(request)) is None:
+                    self._check_may_become_ready()
+                    await self._changes.wait()
+                return client
+        except TimeoutError:
+            why = self._explain_unavailable()
+            reason = f"no replica of {self.model} was ready in {wait_s:.0f} s" + (f": {why}" if why else "")
+            raise ReplicaUnavailable(reason) from None
+        finally:
+            self._num_waiting -= 1
+            self._num_waiting_tokens -= len(request.prompt_token_ids)
+
+    def _check_may_wait(self) -> None:
+        self._check_may_become_ready()
+        if self._num_waiting >= self.max_waiting:
+            raise Overloaded(
+                f"no replica of {self.model} is ready, and {self._num_waiting} requests wait for one already"
+            )
+
+    def _check_may_become_ready(self) -> None:
+        """Raise ReplicaUnavailable if no replica can become ready, or an operator has put all of them to sleep."""
+        statuses = self.statuses
+        if statuses and all(status.sleep_level for status in statuses):
+            raise ReplicaUnavailable(f"all replicas of {self.model} sleep; wake them up first")
+        if not self.is_fixed or any(member.may_become_ready for member in self._members.values()):
+            return
+        problems = [member.client.problem for member in self._members.values()]
+        raise ReplicaUnavailable(
+            "; ".join(filter(None, problems)) or f"no replica of {self.model} takes requests"
+        )
+
+    def _hashes(self, request: Request) -> list[bytes]:
+        tokens = request.prompt_token_ids
+        if len(request.generated_token_ids):
+            tokens = np.concatenate([tokens, request.generated_token_ids])
+        adapter = "" if request.lora is None else request.lora.cache_key
+        root = make_root(self.model, request.salt, adapter, tenant=request.tenant, pool=request.prefix_pool)
+        return prefix_hashes(tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, root)
+
+    def _on_message(self, member: _Member, message: ReplicaStatus | CacheReport) -> None:
+        if isinstance(message, ReplicaStatus):
+            self._on_status(member, message)
+        elif member.client.replica_id in self._members and message.since in (0, member.cache_version):
+            member.cache_version = message.version
+            self._router.apply_report(member.client.replica_id, message)
+
+    def _on_status(self, member: _Member, status: ReplicaStatus) -> None:
+        """Reset the load estimate, and query the replica's cache unless it is the only replica."""
+        member.num_sent_tokens = 0
+        self.weights.on_status(member.client, status)
+        if member.held_by != member.was_held_by:
+            member.was_held_by = member.held_by
+            self._notify_change()
+        if self.adapters.on_status(member.client, status):
+            self._on_change()
+        if len(self._members) > 1 and status.cache_version != member.cache_version:
+            member.client.send(CacheQuery(member.cache_version))
+        if status.draining:
+            self.drain(member.client.replica_id)
+        if status.activity is Activity.RECOVERING and self.is_ready:
+            # Another replica continues sooner: at two busy cores after 0.75 s, a rebuilt rank after 2 to 3 s.
+            member.client.release(status.problem)
+
+    async def _maintain_readiness(self, member: _Member) -> None:
+        """Mark the replica ready after a canary token, and not ready while it has a problem."""
+        client = member.client
+        while True:
+            await client.wait_until_healthy()
+            try:
+                while not member.proves_itself:
+                    await client.next_status(CANARY_TIMEOUT_S)
+                await run_canary(client, CANARY_TIMEOUT_S)
+            except QuireError as error:
+                if member.is_draining:
+                    return
+                _log.warning("the canary request failed: %s", error)
+                await asyncio.sleep(CANARY_RETRY_S)
+                continue
+            member.is_ready = True
+            self._notify_change()
+            try:
+                await self._until_unhealthy(member)
+            except QuireError as error:
+                _log.warning("the canary request of an idle replica failed: %s", error)
+            member.is_ready = False
+            self._notify_change()
+
+    async def _until_unhealthy(self, member: _Member) -> None:
+        """Return once the replica has a problem. While it is idle, run canaries: a hung rank shows only in a step.
+
+        Raises:
+            QuireError: a canary failed.
+        """
+        client = member.client
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_CANARY_S):
+                    await client.wait_until_unhealthy()
+                    return
+            status = client.latest_status
+            is_idle = status is not None and not status.num_running + status.num_waiting
+            if is_idle and member.proves_itself and time.monotonic() - client.proved_at >= IDLE_CANARY_S:
+                await run_canary(client, CANARY_TIMEOUT_S)
+
+    async def _notify_on_failures(self, client: ReplicaClient) -> None:
+        """Wake waiting requests when the replica fails, even if it was not ready before."""
+        while True:
+            await client.wait_until_failed()
+            self._notify_change()
+            await client.wait_until_healthy()
+
+    def _notify_change(self) -> None:
+        self._changes.notify()
+        self._on_change()
+
+    async def _close_member(self, member: _Member, reason: str) -> None:
+        for task in member.tasks:
+            task.cancel()
+        await asyncio.gather(*member.tasks, return_exceptions=True)
+        self._notify_change()
+        await member.client.close(reason)

@@ -1,0 +1,355 @@
+"""MigratingRequest: a request that survives the loss of its replica.
+
+Sequences that a draining replica hands off, or that a failed replica loses, resume at another replica from the tokens
+already generated. Sampling is a function of seed and position, so the output is the same token for token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from operator import add, attrgetter
+from typing import Protocol
+
+from ....proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
+from ....proto.stream import Finish, FinishReason, RecalledOutput, Timings
+from ...fleet.replica.client import ReplicaClient
+from ...os_utils.background import run_in_background
+from ...text.requests.observer import MoveCause
+from ...text.requests.request import Request
+from ...text.requests.request_stream import UpdateQueue
+from ...text.requests.sequence_update import SequenceUpdate
+from .recent_refusals import Moment
+
+# After this many replica failures under one request, without a token between, it is assumed to be their cause.
+MAX_FAILED_REPLICAS = 3
+
+# dataclasses.astuple takes five times as long.
+_values_of = attrgetter(*(each.name for each in fields(Timings)))
+
+MoveListener = Callable[[str, MoveCause], None]
+
+
+def ignore_move(replica_id: str, cause: MoveCause) -> None:
+    """MoveListener that does nothing."""
+
+
+class ReplicaPicker(Protocol):
+    """Chooses replicas for requests.
+
+    Attributes:
+        is_fixed: no replica will be added; a request fails with its replica.
+    """
+
+    is_fixed: bool
+
+    def drain(self, replica_id: str) -> None:
+        """Stop choosing the replica: it drains."""
+        ...
+
+    def choose(self, request: Request) -> ReplicaClient | None:
+        """Return the replica to run the request, or None if none takes requests now."""
+        ...
+
+    def on_refused(self, client: ReplicaClient, request: Request, finish: Finish, sent: Moment) -> None:
+        """A replica refused a request, and says which further ones it would refuse.
+
+        Args:
+            sent: when the request was sent.
+        """
+        ...
+
+    async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
+        """Return the result of `choose` as soon as there is one.
+
+        Raises:
+            QuireError: no replica can become ready, or none did in time.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class _Output:
+    """State of one output sequence across all replicas that ran it.
+
+    Attributes:
+        attempt: runs the sequence now; None while it waits for a replica.
+        since: when the present replica got the sequence, or when the last replica lost it.
+        timings: of earlier replicas, and of the waits between them.
+        num_cached_tokens: as counted by the first replica; None before that.
+    """
+
+    since: float
+    token_ids: list[int] = field(default_factory=list)
+    attempt: _Attempt | None = None
+    timings: Timings = field(default_factory=Timings)
+    num_cached_tokens: int | None = None
+    num_moves: int = 0
+    is_stopped: bool = False
+
+    def place(self, attempt: _Attempt, now: float) -> None:
+        """Account for the wait: queueing before the first replica, preemption after it."""
+        waited_s = now - self.since
+        waited = Timings(preempted_s=waited_s) if self.num_moves else Timings(queued_s=waited_s)
+        self.timings = _add(self.timings, waited)
+        self.attempt, self.since = attempt, now
+
+    def unplace(self, now: float, spent: Timings) -> None:
+        """Account for the time at the replica that the sequence leaves."""
+        self.timings = _add(self.timings, spent)
+        self.attempt, self.since = None, now
+        self.num_moves += 1
+
+    def merge(self, finish: Finish, num_prompt_tokens: int) -> Finish:
+        """Return the finish with timings and cached tokens of all replicas."""
+        cached = finish.num_cached_tokens if self.num_cached_tokens is None else self.num_cached_tokens
+        timings = replace(_add(self.timings, finish.timings), num_moves=self.num_moves)
+        # A later replica may have found tokens of the output itself in its cache.
+        return replace(finish, num_cached_tokens=min(cached, num_prompt_tokens), timings=timings)
+
+
+class _Attempt:
+    """Receiver of the sequences that were submitted to one replica together."""
+
+    def __init__(
+        self, owner: MigratingRequest, client: ReplicaClient, indices: tuple[int, ...], handles: range
+    ) -> None:
+        self._owner = owner
+        self._index_of = dict(zip(handles, indices, strict=True))
+        self._handle_of = dict(zip(indices, handles, strict=True))
+        self.client = client
+        self.handles = handles
+        self.sent = Moment(owner._clock(), client.num_ended)
+
+    def put(self, handle: int, update: SequenceUpdate) -> None:
+        """See `UpdateReceiver`."""
+        self._owner._on_update(self, self._index_of[handle], update)
+
+    def fail(self, error: QuireError) -> None:
+        """See `UpdateReceiver`."""
+        self._owner._on_replica_lost(self, error)
+
+    def stop(self, index: int) -> None:
+        self.client.stop(self._handle_of[index])
+
+    def abort(self) -> None:
+        self.client.abort(self.handles)
+
+
+class MigratingRequest(UpdateQueue):
+    """A running request; see `RequestStream`.
+
+    Args:
+        picker: chooses the replicas.
+        clock: monotonic time in seconds.
+        on_move: called with a replica's id for each sequence that the replica loses before its end.
+        recalled: index |-> what an output has from another gateway's run of the request.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        picker: ReplicaPicker,
+        clock: Callable[[], float] = time.monotonic,
+        on_move: MoveListener = ignore_move,
+        *,
+        recalled: Mapping[int, RecalledOutput] | None = None,
+    ) -> None:
+        super().__init__(request.sampling.num_sequences)
+        self._request = request
+        self._picker = picker
+        self._clock = clock
+        self._on_move = on_move
+        now = clock()
+        self._deadline = None if request.timeout_s is None else now + request.timeout_s
+        self._outputs = [_Output(now) for _ in self.open]
+        self._last_failure: QuireError | None = None  # why the last replica was lost
+        self._num_failures = 0
+        # Replicas that failed since something was placed there: every attempt at a replica reports the same failure.
+        self._failed_replicas: set[str] = set()
+        self._placing: asyncio.Task[None] | None = None
+        for index, output in (recalled or {}).items():
+            self._take_recalled(index, output)
+
+    def start(self) -> None:
+        """Submit the request to a replica, immediately if one is ready."""
+        if not self._unplaced():
+            return
+        client = self._picker.choose(self._request)
+        if client is None or not self._place(client):
+            self._start_placing()
+
+    def stop(self, index: int) -> None:
+        """See `RequestStream`."""
+        output = self._outputs[index]
+        if index not in self.open or output.is_stopped:
+            return
+        output.is_stopped = True
+        if output.attempt is not None:
+            output.attempt.stop(index)
+        else:
+            self._finish_stopped(index)
+
+    def abort(self) -> None:
+        """See `RequestStream`."""
+        if self._placing is not None:
+            self._placing.cancel()
+        for attempt in dict.fromkeys(output.attempt for output in self._outputs):  # each once, in order
+            if attempt is not None:
+                attempt.abort()
+        self.open.clear()
+
+    def end(self, error: QuireError) -> None:
+        """See `RequestStream`."""
+        self.abort()
+        self.fail(error)
+
+    def _on_update(self, attempt: _Attempt, index: int, update: SequenceUpdate) -> None:
+        output, finish = self._outputs[index], update.finish
+        output.token_ids += update.token_ids
+        if update.token_ids:
+            self._num_failures = 0
+        is_moved = finish is not None and finish.reason is FinishReason.MOVED
+        is_lost = finish is not None and finish.grpc_status == ReplicaUnavailable.grpc_status
+        if finish is None:
+            self.add(index, update)
+        elif is_moved or is_lost:
+            # Tokens that came with the end go to the reader: the next replica continues after them.
+            self.add(index, replace(update, finish=None))
+        else:
+            output.attempt = None
+            if finish.scope is not None:
+                self._picker.on_refused(attempt.client, self._request, finish, attempt.sent)
+            self.add(index, replace(update, finish=self._merge(output, finish)))
+        if finish is not None and is_moved:
+            self._on_moved(attempt, index, finish)
+        elif finish is not None and is_lost:
+            self._on_replica_lost(attempt, finish.to_error())
+
+    def _take_recalled(self, index: int, recalled: RecalledOutput) -> None:
+        output, finish, token_ids = self._outputs[index], recalled.finish, recalled.token_ids.tolist()
+        output.token_ids += token_ids
+        if finish.reason is FinishReason.MOVED:
+            output.num_cached_tokens = finish.num_cached_tokens
+            output.unplace(self._clock(), finish.timings)
+            self.add(index, SequenceUpdate(token_ids))
+        else:
+            self.add(index, SequenceUpdate(token_ids, finish=self._merge(output, finish)))
+
+    def _on_moved(self, attempt: _Attempt, index: int, finish: Finish) -> None:
+        """A draining replica handed the sequence off."""
+        output = self._outputs[index]
+        if output.num_cached_tokens is None:
+            output.num_cached_tokens = finish.num_cached_tokens
+        output.unplace(self._clock(), finish.timings)
+        self._on_move(attempt.client.replica_id, MoveCause.DRAIN)
+        self._picker.drain(attempt.client.replica_id)
+        self._last_failure = ReplicaUnavailable(f"replica {attempt.client.replica_id} drains")
+        self._resume()
+
+    def _on_replica_lost(self, attempt: _Attempt, error: QuireError) -> None:
+        attempt.abort()
+        now = self._clock()
+        for index in sorted(self.open):
+            output = self._outputs[index]
+            if output.attempt is attempt:
+                # The replica's own timings are lost with it. Most of the time before the first token was queueing.
+                spent_s = now - output.since
+                spent = Timings(decode_s=spent_s) if output.token_ids else Timings(queued_s=spent_s)
+                output.unplace(now, spent)
+                if not self._picker.is_fixed:
+                    self._on_move(attempt.client.replica_id, MoveCause.FAILURE)
+        self._num_failures += attempt.client.replica_id not in self._failed_replicas
+        self._failed_replicas.add(attempt.client.replica_id)
+        self._last_failure = error
+        if self._picker.is_fixed:
+            self.end(error)
+        elif self._num_failures >= MAX_FAILED_REPLICAS:
+            reason = f"{self._num_failures} replicas failed while running this request; the last: {error}"
+            self.end(ReplicaUnavailable(reason))
+        else:
+            self._resume()
+
+    def _resume(self) -> None:
+        """Finish unplaced outputs that were stopped; place the other ones."""
+        for index in self._unplaced():
+            if self._outputs[index].is_stopped:
+                self._finish_stopped(index)
+        if self._unplaced():
+            self._start_placing()
+
+    def _start_placing(self) -> None:
+        if self._placing is None or self._placing.done():
+            self._placing = run_in_background(self._place_all(), "placing a request", self._on_placing_failed)
+
+    async def _place_all(self) -> None:
+        """Wait for replicas until every output is placed."""
+        try:
+            while self._unplaced():
+                client = await self._picker.wait_for_replica(self._request, self._time_left_s())
+                self._place(client)
+        except QuireError as error:
+            self.end(self._with_last_failure(error))
+
+    def _on_placing_failed(self, error: BaseException) -> None:
+        self.end(ProtocolError("the gateway failed on this request; its log has the traceback"))
+
+    def _place(self, client: ReplicaClient) -> bool:
+        """Submit all unplaced outputs to the replica. Returns False if the replica has just failed."""
+        for indices, request in self._unplaced_requests():
+            try:
+                attempt = client.submit_with(request, partial(_Attempt, self, client, indices))
+            except ReplicaUnavailable as error:
+                self._last_failure = error
+                return False
+            self._failed_replicas.discard(client.replica_id)
+            now = self._clock()
+            for index in indices:
+                self._outputs[index].place(attempt, now)
+        return True
+
+    def _unplaced_requests(self) -> list[tuple[tuple[int, ...], Request]]:
+        """Return (output indices, request) pairs to submit: the whole request if nothing of it has begun."""
+        unplaced = self._unplaced()
+        request = replace(self._request, timeout_s=self._time_left_s())
+        has_begun = len(unplaced) < len(self._outputs) or any(output.token_ids for output in self._outputs)
+        if not has_begun or self._request.sampling.beam_width is not None:
+            return [(unplaced, request)] if unplaced else []
+        return [((index,), request.resumed(index, self._outputs[index].token_ids)) for index in unplaced]
+
+    def _unplaced(self) -> tuple[int, ...]:
+        """Return the indices of open outputs that no replica runs."""
+        return tuple(index for index in sorted(self.open) if self._outputs[index].attempt is None)
+
+    def _time_left_s(self) -> float | None:
+        """Return the time until the caller's deadline. Raises DeadlineExpired if it has passed."""
+        if self._deadline is None:
+            return None
+        left_s = self._deadline - self._clock()
+        if left_s <= 0:
+            raise DeadlineExpired("the caller's deadline passed while the request waited for a replica")
+        return left_s
+
+    def _with_last_failure(self, error: QuireError) -> QuireError:
+        """Return an error that names the last replica's failure, if the error only says that no replica is left."""
+        if self._last_failure is None or not isinstance(error, ReplicaUnavailable):
+            return error
+        return (
+            self._last_failure if self._num_failures else ReplicaUnavailable(f"{self._last_failure}; {error}")
+        )
+
+    def _finish_stopped(self, index: int) -> None:
+        """Finish an output whose reader stopped it while no replica ran it."""
+        output = self._outputs[index]
+        finish = Finish(0, FinishReason.STOP, num_completion_tokens=len(output.token_ids))
+        self.add(index, SequenceUpdate(finish=self._merge(output, finish)))
+
+    def _merge(self, output: _Output, finish: Finish) -> Finish:
+        return output.merge(finish, len(self._request.prompt_token_ids))
+
+
+def _add(left: Timings, right: Timings) -> Timings:
+    return Timings(*map(add, _values_of(left), _values_of(right)))

@@ -1,1 +1,0 @@
-"""Processes that compile grammars within limits of time and memory."""

@@ -1,0 +1,154 @@
+"""Chat: a conversation, which the model's chat template renders to a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....proto.errors import InvalidRequest
+from .chat_messages import (
+    Message,
+    check_function,
+    check_message,
+    message_texts,
+    template_message,
+)
+from .json_values import check_count, check_json, check_mapping, check_text, show_value
+from .tool_choice import ToolChoice, check_tool_choice
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 1024
+MAX_DOCUMENTS = 1024
+MAX_CHAT_CHARS = 4 << 20  # of the texts of a conversation together
+
+Tool = Mapping[str, Any]
+
+# Variables of a template that quire sets, and arguments of transformers that templates do not see.
+_RESERVED_OPTIONS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+        "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+        "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, and the functions that the model may call.
+
+    Args:
+        messages: oldest first, in the form of OpenAI's API; the roles are usually ``system``, ``user``,
+            ``assistant`` and ``tool``. Content is text, a list of text parts, or None beside tool calls.
+        continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
+        template_options: further variables of the template by name, for example ``enable_thinking``.
+        tools: functions that the model may call, ``{"type": "function", "function": {"name": ...}}`` each.
+        tool_choice: ``auto``; ``none`` for a reply without tool calls, whose prompt has no tools; ``required`` for a
+            reply of at least one tool call; ``{"type": "function", "function": {"name": ...}}`` for calls of one
+            function; or ``{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}`` for ``auto`` or
+            ``required`` with calls of some functions only, each named as above. The prompt has all tools then.
+        parallel_tool_calls: allow several tool calls in one reply.
+        documents: for templates of models that answer from documents.
+        chat_template: a template for this conversation instead of the model's, if the server permits it.
+        add_generation_prompt: end the prompt with the beginning of the assistant's message.
+    """
+
+    messages: Sequence[Message]
+    continue_final_message: bool = False
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Tool] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    documents: Sequence[Mapping[str, Any]] = ()
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def offers_tools(self) -> bool:
+        """The model may call functions."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The functions that the reply may or must call; call it on a checked conversation."""
+        return ToolChoice.of(self.tool_choice)
+
+    @property
+    def may_constrain(self) -> bool:
+        """The reply may have a form, which has to be compiled. Also of a conversation that is not checked."""
+        return bool(self.tools) and (
+            self.tool_choice not in ("auto", "none") or any(map(_is_strict, self.tools))
+        )
+
+    @property
+    def has_tool_calls(self) -> bool:
+        """A message has tool calls."""
+        return any(message.get("tool_calls") for message in self.messages)
+
+    @property
+    def parameters_by_tool(self) -> dict[str, Mapping[str, Any]]:
+        """name |-> JSON schema of the parameters, of the functions that the prompt offers."""
+        functions = (tool["function"] for tool in self.tools if self.offers_tools)
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+    def check(self) -> None:
+        """Raises InvalidRequest, which names the member, if this is not a valid conversation."""
+        check_count("chat.messages", self.messages, 1, MAX_MESSAGES)
+        for index, message in enumerate(self.messages):
+            check_message(f"chat.messages[{index}]", message)
+        self._check_total()
+        self._check_tools()
+        check_count("chat.documents", self.documents, 0, MAX_DOCUMENTS)
+        for index, document in enumerate(self.documents):
+            check_mapping(f"chat.documents[{index}]", document)
+        check_json("chat.documents", self.documents)
+        self._check_template()
+
+    def template_messages(
+        self, *, none_content: bool, arguments_as_text: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the messages as templates read them, with the parts of a content joined.
+
+        Args:
+            none_content: leave the content of a message without any None instead of the empty text.
+            arguments_as_text: give the arguments of tool calls as JSON text instead of an object.
+        """
+        return [
+            template_message(message, none_content=none_content, arguments_as_text=arguments_as_text)
+            for message in self.messages
+        ]
+
+    def _check_total(self) -> None:
+        num_chars = sum(len(text) for message in self.messages for text in message_texts(message))
+        if num_chars > MAX_CHAT_CHARS:
+            raise InvalidRequest("chat.messages", f"have {num_chars} characters, at most {MAX_CHAT_CHARS}")
+
+    def _check_tools(self) -> None:
+        check_count("chat.tools", self.tools, 0, MAX_TOOLS)
+        check_json("chat.tools", self.tools)
+        for index, tool in enumerate(self.tools):
+            _check_tool(f"chat.tools[{index}]", tool)
+        check_tool_choice("chat.tool_choice", self.tool_choice, self.parameters_by_tool)
+
+    def _check_template(self) -> None:
+        check_mapping("chat.template_options", self.template_options)
+        for name, value in self.template_options.items():
+            if name in _RESERVED_OPTIONS:
+                raise InvalidRequest(f"chat.template_options[{name!r}]", "is reserved, must not be set")
+            check_json(f"chat.template_options[{show_value(name)}]", value)
+        check_json("chat.template_options", self.template_options)
+        if self.chat_template is not None:
+            check_text("chat.chat_template", self.chat_template, MAX_CHAT_CHARS)
+
+
+def _is_strict(tool: object) -> bool:
+    """Return whether a tool, which may not have been checked yet, is a strict function."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and bool(function.get("strict"))
+
+
+def _check_tool(field: str, tool: object) -> None:
+    function = check_function(field, check_mapping(field, tool))
+    if function.get("parameters") is not None:
+        check_mapping(f"{field}.function.parameters", function["parameters"])

@@ -1,0 +1,123 @@
+"""ChatEncoder: conversations to token ids, and the parsers of their completions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ....proto.block_tables import IntArray
+from ....proto.config import ChatConfig
+from ....proto.errors import InvalidRequest
+from ....proto.structured_outputs import StructuredOutputsParams
+from ..chat_format.chat_format import ChatFormat, OpenReasoning
+from ..chat_format.output_parser import ChatOutputParser
+from .chat import Chat
+from .chat_template import TemplateError, prepare_rendering
+from .prompt_encoder import PromptEncoder
+from .tokenizer import Tokenizer
+from .tool_constraint import tool_constraint
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """Prompt of a conversation.
+
+    Attributes:
+        new_parser: returns a parser for one completion.
+        needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
+        can_reason: the format of the model's reasoning is known.
+        reasoning: reasoning that may begin the completion; None if there is none.
+        constraint: form of the reply, after the reasoning; None for any.
+    """
+
+    token_ids: IntArray
+    new_parser: Callable[[], ChatOutputParser]
+    needs_special_tokens: bool
+    can_reason: bool = False
+    reasoning: OpenReasoning | None = None
+    constraint: StructuredOutputsParams | None = None
+
+
+class ChatEncoder:
+    """Renders and tokenizes the conversations of one model. Threads may share one."""
+
+    def __init__(self, config: ChatConfig, tokenizer: Tokenizer, prompt_encoder: PromptEncoder) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompt_encoder = prompt_encoder
+
+    def encode(self, chat: Chat, form: StructuredOutputsParams | None = None) -> EncodedChat:
+        """Return the prompt of a conversation, rendered by the chat template with its special tokens.
+
+        Args:
+            form: the form that the request asks of the reply.
+
+        Raises:
+            InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
+        """
+        chat.check()
+        source = self._template(chat)
+        chat_format = self._format(chat, source)
+        try:
+            token_ids, end = self._render(chat, source)
+        except TemplateError as error:
+            raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
+        tools = chat.parameters_by_tool
+        structure = None if chat_format.tool_calls is None else chat_format.tool_calls.structure
+        return EncodedChat(
+            token_ids,
+            lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
+            any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
+            chat_format.reasoning is not None,
+            chat_format.open_reasoning(end),
+            tool_constraint(chat, structure, form) or form,
+        )
+
+    def format_without_chat(self) -> ChatFormat:
+        """Return the formats of the completions of texts and token ids, as the model's own template shows them."""
+        source = self._config.chat_template or self._tokenizer.chat_template()
+        return ChatFormat.find("none", self._config.reasoning_parser, source)
+
+    def _render(self, chat: Chat, source: str) -> tuple[IntArray, str]:
+        """Return the token ids and the end of the prompt. Raises TemplateError."""
+        tokens = self._tokenizer.named_special_tokens
+        try:
+            return self._prompt_encoder.encode_chat(prepare_rendering(chat, source, tokens))
+        except TemplateError as error:
+            if not chat.has_tool_calls:
+                raise
+            # Most templates write the arguments of earlier calls as JSON. Those of DeepSeek append them as text.
+            try:
+                rendering = prepare_rendering(chat, source, tokens, arguments_as_text=True)
+                return self._prompt_encoder.encode_chat(rendering)
+            except TemplateError:
+                raise error from None
+
+    def _template(self, chat: Chat) -> str:
+        source = self._config.chat_template
+        if chat.chat_template is not None:
+            if not self._config.trust_request_chat_template:
+                raise InvalidRequest(
+                    "chat.chat_template", "is not permitted: the server needs --trust-request-chat-template"
+                )
+            source = chat.chat_template
+        if source is None:
+            source = self._tokenizer.chat_template(for_tools=chat.offers_tools)
+        if source is None:
+            raise InvalidRequest(
+                "chat", "is not supported: the model has no chat template; send text or token ids"
+            )
+        return source
+
+    def _format(self, chat: Chat, template: str) -> ChatFormat:
+        config = self._config
+        found = ChatFormat.find(config.tool_call_parser, config.reasoning_parser, template)
+        if not chat.offers_tools:
+            return found.without_tool_calls()
+        if found.tool_calls is None and config.tool_call_parser != "none":
+            raise InvalidRequest(
+                "chat.tools",
+                "are not supported: the chat template does not show the format of tool calls; "
+                "the server needs --tool-call-parser",
+            )
+        return found

@@ -1,0 +1,175 @@
+"""Messages of a conversation in the form of OpenAI's API: checks, and the form that chat templates read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ....proto.errors import InvalidRequest
+from .json_values import check_count, check_json, check_mapping, check_text, show_value
+
+MAX_PARTS = 1024  # of one message's content
+MAX_CALLS = 128  # tool calls of one message
+MAX_NAME_CHARS = 256  # of roles, functions, participants and ids of calls
+
+# ``{"role": ..., "content": ...}``, with a role that the model's template supports.
+Message = Mapping[str, Any]
+
+_MESSAGE_KEYS = (
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
+)  # fmt: skip
+# Members of the messages that OpenAI's clients send back, if they are empty.
+_IGNORED_KEYS = frozenset({"annotations", "audio", "function_call", "refusal"})
+_NAMES = ("name", "tool_call_id")
+_REASONING = ("reasoning_content", "reasoning")
+
+
+def check_message(field: str, message: object) -> None:
+    message = check_mapping(field, message)
+    if "role" not in message:
+        raise InvalidRequest(field, "must have role and content")
+    for name in message:
+        if name not in _MESSAGE_KEYS and not (name in _IGNORED_KEYS and not message[name]):
+            raise InvalidRequest(field, f"has {show_value(name)}, must have {', '.join(_MESSAGE_KEYS)} only")
+    check_text(f"{field}.role", message["role"], MAX_NAME_CHARS)
+    if not message["role"]:
+        raise InvalidRequest(f"{field}.role", f"has 0 characters, 1 to {MAX_NAME_CHARS}")
+    for name in _NAMES:
+        if message.get(name) is not None:
+            check_text(f"{field}.{name}", message[name], MAX_NAME_CHARS)
+    for name in _REASONING:
+        if message.get(name) is not None:
+            check_text(f"{field}.{name}", message[name])
+    calls = message.get("tool_calls") or ()
+    _check_calls(f"{field}.tool_calls", calls)
+    if message.get("content") is None:
+        if not calls and not message.get("reasoning_content") and not message.get("reasoning"):
+            raise InvalidRequest(
+                field, "must have role and content; content may be null only beside tool_calls"
+            )
+    else:
+        _check_content(f"{field}.content", message["content"])
+
+
+def _check_content(field: str, content: object) -> None:
+    if isinstance(content, str):
+        check_text(field, content)
+        return
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(field, f"is {show_value(content)}, must be text or a list of parts")
+    check_count(field, content, 0, MAX_PARTS)
+    for index, part in enumerate(content):
+        _check_part(f"{field}[{index}]", part)
+
+
+def _check_part(field: str, part: object) -> None:
+    if isinstance(part, str):
+        check_text(field, part)
+        return
+    part = check_mapping(field, part)
+    kind = part.get("type", "text")
+    if kind != "text":
+        raise InvalidRequest(
+            f"{field}.type", f"is {show_value(kind)}, must be text: the model reads text only"
+        )
+    check_text(f"{field}.text", part.get("text"))
+
+
+def _check_calls(field: str, calls: object) -> None:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise InvalidRequest(field, f"is {show_value(calls)}, must be a list")
+    check_count(field, calls, 0, MAX_CALLS)
+    for index, call in enumerate(calls):
+        _check_call(f"{field}[{index}]", call)
+
+
+def _check_call(field: str, call: object) -> None:
+    call = check_mapping(field, call)
+    if call.get("id") is not None:
+        check_text(f"{field}.id", call["id"], MAX_NAME_CHARS)
+    function = check_function(field, call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        check_text(f"{field}.function.arguments", arguments)
+    elif arguments is not None:
+        check_mapping(f"{field}.function.arguments", arguments)
+        check_json(f"{field}.function.arguments", arguments)
+
+
+def check_function(field: str, owner: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = owner.get("type", "function")
+    if kind != "function":
+        raise InvalidRequest(f"{field}.type", f"is {show_value(kind)}, must be function")
+    function = check_mapping(f"{field}.function", owner.get("function"))
+    name = function.get("name")
+    check_text(f"{field}.function.name", name, MAX_NAME_CHARS)
+    if not name:
+        raise InvalidRequest(f"{field}.function.name", "is empty")
+    return function
+
+
+def message_texts(message: Message) -> Iterator[str]:
+    """Yield the texts of a checked message."""
+    content = message.get("content")
+    if isinstance(content, str):
+        yield content
+    for part in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
+        yield _part_text(part)
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"].get("arguments")
+        if isinstance(arguments, str):
+            yield arguments
+    for name in _REASONING:
+        yield message.get(name) or ""
+
+
+def _part_text(part: Any) -> str:
+    return str(part if isinstance(part, str) else part["text"])
+
+
+def template_message(message: Message, *, none_content: bool, arguments_as_text: bool) -> dict[str, Any]:
+    rendered: dict[str, Any] = {"role": message["role"], "content": _content_text(message, none_content)}
+    for name in _NAMES:
+        if message.get(name) is not None:
+            rendered[name] = message[name]
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        rendered["reasoning_content"] = rendered["reasoning"] = reasoning
+    if calls := message.get("tool_calls"):
+        rendered["tool_calls"] = [_template_call(call, arguments_as_text) for call in calls]
+    return rendered
+
+
+def _content_text(message: Message, none_content: bool) -> str | None:
+    content = message.get("content")
+    if content is None:
+        return None if none_content else ""
+    return content if isinstance(content, str) else "\n".join(map(_part_text, content))
+
+
+def _template_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if not arguments_as_text:
+        arguments = _parse_arguments(arguments)
+    elif not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    rendered: dict[str, Any] = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+    if call.get("id") is not None:
+        rendered["id"] = call["id"]
+    return rendered
+
+
+def _parse_arguments(arguments: Any) -> Any:
+    """Return the arguments as a dictionary; text that is not a JSON object stays as the model wrote it."""
+    if not isinstance(arguments, str):
+        return arguments or {}
+    try:
+        parsed = json.loads(arguments or "{}")
+        check_json("arguments", parsed)
+    except (ValueError, RecursionError, InvalidRequest):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments

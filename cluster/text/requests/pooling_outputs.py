@@ -1,0 +1,118 @@
+"""Outputs of pooled requests. The names and fields are vLLM's, with `usage` added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ....proto.codec import FloatArray
+from .outputs import CompletionFinished, PooledVector, StreamEvent, Usage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledResult:
+    """The vector of one prompt."""
+
+    values: FloatArray
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of dimensions."""
+        return len(self.embedding)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """Scores of all classes, probabilities unless `use_activation` is off.
+
+    Attributes:
+        labels: names of the classes.
+    """
+
+    probs: list[float]
+    labels: tuple[str, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """Score of a pair of texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput:
+    """Fields of all outputs below.
+
+    Attributes:
+        prompt_token_ids: the tokens that were pooled.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    usage: Usage = field(default_factory=Usage, compare=False, kw_only=True)
+
+    @property
+    def finished(self) -> bool:
+        """True: outputs are returned when they are complete."""
+        return True
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found in the prefix cache."""
+        return self.usage.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """Embedding of a prompt."""
+
+    outputs: EmbeddingOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """Classification of a prompt."""
+
+    outputs: ClassificationOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput(PoolingRequestOutput):
+    """Score of a pair of texts. With an embedding model the tokens of both follow each other."""
+
+    outputs: ScoringOutput
+
+
+def collect_pooled(events: Iterable[StreamEvent]) -> PooledResult:
+    """Return the result that the events of a pooled request contain."""
+    values: FloatArray | None = None
+    usage = Usage()
+    for event in events:
+        if isinstance(event, PooledVector):
+            values = event.values
+        elif isinstance(event, CompletionFinished):
+            usage = event.usage
+    assert values is not None, "the stream has no vector"
+    return PooledResult(values, usage)
+
+
+def cosine_similarity(left: FloatArray, right: FloatArray) -> float:
+    """Return the cosine of the angle between two vectors; 0 if one of them is 0."""
+    norm = float(np.linalg.norm(left) * np.linalg.norm(right))
+    return float(np.dot(left, right)) / norm if norm else 0.0

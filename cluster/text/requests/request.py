@@ -1,0 +1,513 @@
+"""Request: a validated and tokenized request, made by RequestChecker for the gateway and LLM."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ....proto.block_tables import IntArray
+from ....proto.coerce import BadWord
+from ....proto.config import EngineConfig, PoolingConfig
+from ....proto.errors import InvalidRequest
+from ....proto.lora import LoraReference
+from ....proto.pooling import PoolingParams
+from ....proto.sampling import RANDOM_SEED, SamplingParams
+from ....proto.step import NO_INTS
+from ....proto.stream import Recall, Submit
+from ....proto.structured_outputs import OutputConstraint, StructuredOutputsParams
+from ....scheduler.core.state.retained_outputs import content_digest
+from ..chat_format.chat_format import OpenReasoning
+from ..chat_format.output_parser import ChatOutputParser
+from .chat import Chat
+from .chat_encoder import ChatEncoder
+from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
+from .json_values import check_text
+from .prompt_encoder import END_CHARS, LocalPromptEncoder, PromptEncoder
+from .tokenizer import Tokenizer
+
+MAX_NAME_CHARS = 256
+# Longer texts are compared with the context before they are tokenized.
+MAX_UNCHECKED_CHARS = 4096
+# Last tokens of a prompt of token ids, which tell whether it ends in reasoning.
+_NUM_END_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class TextPair:
+    """Two texts that are scored together, as the model's tokenizer joins them."""
+
+    text: str
+    pair: str
+
+    def __len__(self) -> int:
+        return len(self.text) + len(self.pair)
+
+
+Prompt = str | Sequence[int] | Chat
+# The prompt of a request, which a gateway may have made of two texts.
+AnyPrompt = Prompt | TextPair
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A valid request: the prompt is tokenized and fits, and every sampling parameter has a value.
+
+    The fields from `tenant` to `generated_token_ids` are those of Submit.
+
+    Attributes:
+        new_parser: for a chat, returns a parser for one completion.
+        constraint: the constraints of the sampling, compiled; None if the outputs may have any form.
+        lora: the adapter; None for the model alone.
+        pooling: the prompt's pooled vector is the output; None for a request that generates.
+    """
+
+    request_id: str
+    prompt_token_ids: IntArray
+    sampling: SamplingParams
+    tenant: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
+    salt: bytes = b""
+    prefix_pool: str = ""
+    generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
+    new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
+    constraint: OutputConstraint | None = None
+    lora: LoraReference | None = None
+    pooling: PoolingParams | None = None
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """The scheduler reports log-probabilities of its tokens: requested, or needed to rank the sequences."""
+        return self.sampling.logprobs is not None or self.sampling.is_ranked
+
+    def submit_message(self, handle: int) -> Submit:
+        """Return the message to the scheduler; sequence i gets the handle `handle` + i."""
+        sampling = self.sampling
+        if self.reports_logprobs and sampling.logprobs is None:
+            sampling = replace(sampling, logprobs=0)
+        return Submit(
+            handle,
+            self.request_id,
+            self.prompt_token_ids,
+            sampling,
+            tenant=self.tenant,
+            priority=self.priority,
+            timeout_s=self.timeout_s,
+            salt=self.salt,
+            prefix_pool=self.prefix_pool,
+            generated_token_ids=self.generated_token_ids,
+            constraint=self.constraint,
+            lora=self.lora,
+            pooling=self.pooling,
+        )
+
+    @property
+    def may_be_recalled(self) -> bool:
+        """Return whether replicas keep what its output needs: they keep no log-probabilities, and no beams."""
+        sampling = self.sampling
+        has_logprobs = self.reports_logprobs or sampling.prompt_logprobs is not None
+        return not has_logprobs and sampling.beam_width is None and self.pooling is None
+
+    def recall_message(self, query_id: int) -> Recall:
+        """Return the query for the tokens that a replica knows of the request."""
+        return Recall(
+            query_id,
+            self.tenant,
+            self.request_id,
+            self.sampling.seed or 0,
+            self.sampling.num_sequences,
+            content_digest(self.prompt_token_ids, self.sampling, self.lora),
+        )
+
+    def resumed(self, index: int, token_ids: Sequence[int]) -> Request:
+        """Return a request for the rest of sequence `index`, which has generated these tokens so far."""
+        sampling = self.sampling
+        rest = replace(
+            sampling,
+            n=1,
+            best_of=None,
+            seed=(sampling.seed or 0) + index,
+            logprobs=0 if self.reports_logprobs and sampling.logprobs is None else sampling.logprobs,
+        )
+        return replace(self, sampling=rest, generated_token_ids=np.asarray(token_ids, dtype=np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class _EncodedPrompt:
+    """A tokenized prompt.
+
+    Attributes:
+        form: of the output, after the reasoning; None for any.
+        reasoning: that the prompt leaves the model in, or that it may begin next.
+        new_parser, needs_special_tokens: as for EncodedChat; None and False for other prompts.
+    """
+
+    token_ids: IntArray
+    form: StructuredOutputsParams | None
+    reasoning: OpenReasoning | None
+    new_parser: Callable[[], ChatOutputParser] | None = None
+    needs_special_tokens: bool = False
+
+
+class RequestChecker:
+    """Validates and tokenizes requests for one replica configuration. Threads may share one."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        prompt_encoder: PromptEncoder | None = None,
+        grammar_compiler: GrammarCompiler | None = None,
+    ) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self._prompt_encoder = prompt_encoder or LocalPromptEncoder(tokenizer)
+        self._grammar_compiler = grammar_compiler or LocalGrammarCompiler(config)
+        self._chat_encoder = ChatEncoder(config.chat, tokenizer, self._prompt_encoder)
+        # For requests without a seed. Makes runs of LLM with the same configuration reproducible.
+        self._seeds = random.Random(config.model.seed)
+
+    def check(
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams,
+        *,
+        request_id: str = "",
+        tenant: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
+        prefix_pool: str = "",
+        add_special_tokens: bool = True,
+        lora: LoraReference | None = None,
+        pooling: PoolingParams | None = None,
+    ) -> Request:
+        """Return the valid request, with a new id if it has none.
+
+        Args:
+            timeout_s: time left until the caller's deadline.
+            cache_salt: prefix caching shares KV only between requests of the tenant with the same salt.
+            prefix_pool: prefix caching shares KV with the other tenants of this pool; empty for none.
+            add_special_tokens: add the tokenizer's special tokens to a text prompt. A chat template adds its own.
+            lora: the adapter; None for the model alone.
+            pooling: return the prompt's pooled vector; None to generate.
+
+        Raises:
+            InvalidRequest: a field is invalid; the error names it.
+        """
+        _check_names(request_id=request_id, tenant=tenant, cache_salt=cache_salt)
+        self._check_task(pooling, lora)
+        sampling = sampling.clone()  # its fields may have been set since it was checked
+        encoded = self._encode_prompt(prompt, sampling, pooling, add_special_tokens)
+        if encoded.needs_special_tokens:
+            sampling = replace(sampling, skip_special_tokens=False)
+        token_ids, max_new_tokens = self._fit(prompt, encoded, sampling, pooling, add_special_tokens)
+        sampling = self._resolve_sampling(sampling, max_new_tokens)
+        return Request(
+            request_id or uuid.uuid4().hex,
+            token_ids,
+            sampling,
+            tenant,
+            priority,
+            timeout_s,
+            cache_salt.encode(),
+            prefix_pool,
+            new_parser=None if pooling is not None else encoded.new_parser,
+            constraint=self._compile(encoded.form, encoded.reasoning, sampling, len(token_ids)),
+            lora=lora,
+            pooling=pooling,
+        )
+
+    def _encode_prompt(
+        self,
+        prompt: AnyPrompt,
+        sampling: SamplingParams,
+        pooling: PoolingParams | None,
+        add_special_tokens: bool,
+    ) -> _EncodedPrompt:
+        """Tokenize a prompt. Raises InvalidRequest if it is invalid, empty, or too long whatever its tokens are."""
+        if isinstance(prompt, Chat):
+            chat = self._chat_encoder.encode(prompt, sampling.structured_outputs)
+            if sampling.thinking_token_budget is not None and not chat.can_reason:
+                raise self._no_reasoning()
+            encoded = _EncodedPrompt(
+                chat.token_ids, chat.constraint, chat.reasoning, chat.new_parser, chat.needs_special_tokens
+            )
+        else:
+            truncates = sampling.truncate_prompt_tokens is not None or (
+                pooling is not None and pooling.truncate_prompt_tokens is not None
+            )
+            if isinstance(prompt, str) and not truncates:
+                self._check_length(prompt)
+            token_ids = self._encode(prompt, add_special_tokens)
+            reasoning = None
+            if sampling.thinking_token_budget is not None:
+                reasoning = self._reasoning_after(prompt, token_ids)
+            encoded = _EncodedPrompt(token_ids, sampling.structured_outputs, reasoning)
+        if len(encoded.token_ids) == 0:
+            raise InvalidRequest("prompt", "is empty, must have at least one token")
+        return encoded
+
+    def _fit(
+        self,
+        prompt: AnyPrompt,
+        encoded: _EncodedPrompt,
+        sampling: SamplingParams,
+        pooling: PoolingParams | None,
+        add_special_tokens: bool,
+    ) -> tuple[IntArray, int]:
+        """Return the prompt, shortened as asked, and how many tokens may follow it.
+
+        Raises:
+            InvalidRequest: the prompt is too long.
+        """
+        token_ids = encoded.token_ids
+        if sampling.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-sampling.truncate_prompt_tokens :]
+        if pooling is not None:  # one token follows, which is not sampled
+            return self._fit_pooled(prompt, token_ids, pooling, add_special_tokens), 1
+        return token_ids, self._max_new_tokens(len(token_ids))
+
+    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a prompt, which may be empty or longer than the context.
+
+        Raises:
+            InvalidRequest: the text or the conversation is invalid.
+        """
+        if isinstance(prompt, Chat):
+            token_ids = self._chat_encoder.encode(prompt).token_ids
+        else:
+            token_ids = self._encode(prompt, add_special_tokens)
+        return [int(token_id) for token_id in token_ids]
+
+    def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
+        """Return the parameters with a value for each; checks those that depend on the model."""
+        self.check_token_ids("sampling.stop_token_ids", sampling.stop_token_ids)
+        self.check_token_ids("sampling.logit_bias", [token_id for token_id, _ in sampling.bias_pairs])
+        self.check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids or ())
+        for index, text in enumerate(sampling.stop):
+            check_text(f"sampling.stop[{index}]", text)
+        self._check_beams(sampling.beam_width)
+        self._check_extra_args(sampling)
+        return replace(
+            sampling,
+            **sampling.defaulted_values(self._config.model.sampling_defaults),
+            max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
+            seed=self._seeds.getrandbits(63) if sampling.seed in (None, RANDOM_SEED) else sampling.seed,
+            bad_words=self._bad_word_token_ids(sampling.bad_words),
+            structured_outputs=None,  # `Request.constraint` is its compiled form
+            logprobs=self._num_logprobs("logprobs", sampling.logprobs),
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
+        )
+
+    def _compile(
+        self,
+        form: StructuredOutputsParams | None,
+        reasoning: OpenReasoning | None,
+        sampling: SamplingParams,
+        num_prompt_tokens: int,
+    ) -> OutputConstraint | None:
+        """Return the compiled constraint of the outputs. Raises InvalidRequest if it is not supported."""
+        budget = None if reasoning is None else sampling.thinking_token_budget
+        if form is None and budget is None:
+            return None
+        constraint = OutputConstraint(
+            num_prompt_tokens,
+            b"" if form is None else self._grammar_compiler.compile(with_server_defaults(form, self._config)),
+        )
+        if reasoning is None:
+            return constraint
+        closing = reasoning.closings[0]
+        return replace(
+            constraint,
+            reasoning_starts=reasoning.openings,
+            reasoning_ends=reasoning.closings,
+            thinking_token_budget=budget,
+            forced_end_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)),
+        )
+
+    def _reasoning_after(self, prompt: AnyPrompt, token_ids: IntArray) -> OpenReasoning | None:
+        """Return the reasoning that a text or token ids leave the model in, or that it may begin next.
+
+        Raises:
+            InvalidRequest: the model is not known to reason.
+        """
+        chat_format = self._chat_encoder.format_without_chat()
+        if chat_format.reasoning is None:
+            raise self._no_reasoning()
+        if isinstance(prompt, str):
+            return chat_format.open_reasoning(prompt[-END_CHARS:])
+        end = token_ids[-_NUM_END_TOKENS:].tolist()
+        return chat_format.open_reasoning(self._tokenizer.decode(end, skip_special_tokens=False))
+
+    def _no_reasoning(self) -> InvalidRequest:
+        name = self._config.model.name
+        problem = (
+            f"limits reasoning, and {name} is not known to reason; leave it out or set --reasoning-parser"
+        )
+        return InvalidRequest("sampling.thinking_token_budget", problem)
+
+    def _num_logprobs(self, field: str, requested: int | None) -> int | None:
+        """Return how many of the most likely tokens to report. Raises InvalidRequest if they are too many."""
+        if requested is None:
+            return None
+        vocab_size, most = self._config.model.vocab_size, self._config.scheduler.max_logprobs
+        count = vocab_size if requested < 0 else min(requested, vocab_size)
+        if 0 <= most < count:
+            asked = (
+                f"{requested}, the whole vocabulary of {vocab_size} tokens" if requested < 0 else requested
+            )
+            problem = f"is {asked}, must be at most {most}, the server's max_logprobs"
+            raise InvalidRequest(f"sampling.{field}", problem)
+        return count
+
+    def _bad_word_token_ids(self, words: Sequence[BadWord]) -> tuple[tuple[int, ...], ...]:
+        """Return the distinct tokenizations of all words."""
+        found: list[tuple[int, ...]] = []
+        for index, word in enumerate(words):
+            where = f"sampling.bad_words[{index}]"
+            if isinstance(word, str):
+                check_text(where, word)
+                found += self._tokenizer.word_token_ids(word)
+            else:
+                self.check_token_ids(where, word)
+                found.append(word)
+        return tuple(dict.fromkeys(found))
+
+    def _check_task(self, pooling: PoolingParams | None, lora: LoraReference | None) -> None:
+        """Raise InvalidRequest if the model cannot do what is asked."""
+        model = self._config.model
+        if lora is not None and self._config.lora is None:
+            raise InvalidRequest("lora_request", "names an adapter, and the engine runs without enable_lora")
+        if pooling is None:
+            if not model.generates:
+                kind = "scores" if model.pooling is not None and model.pooling.classifies else "embeds"
+                raise InvalidRequest("model", f"{model.name} {kind} prompts, and does not generate text")
+            return
+        if model.pooling is None:
+            raise InvalidRequest(
+                "model",
+                f"{model.name} generates text, and does not embed or score; start it with --runner pooling, or both",
+            )
+        if pooling.dimensions is not None:
+            self._check_dimensions(model.pooling, pooling.dimensions)
+
+    def _check_dimensions(self, config: PoolingConfig, dimensions: int) -> None:
+        if config.classifies:
+            raise InvalidRequest("pooling.dimensions", "are of embeddings, and the model classifies")
+        if config.dimensions and dimensions not in (*config.dimensions, config.embedding_size):
+            allowed = ", ".join(map(str, config.dimensions))
+            raise InvalidRequest("pooling.dimensions", f"are {dimensions}, must be one of {allowed}")
+        if dimensions > config.embedding_size:
+            problem = f"are {dimensions}, must be at most the model's {config.embedding_size}"
+            raise InvalidRequest("pooling.dimensions", problem)
+
+    def _fit_pooled(
+        self, prompt: AnyPrompt, token_ids: IntArray, pooling: PoolingParams, add_special_tokens: bool
+    ) -> IntArray:
+        """Return the prompt, shortened as asked. Raises InvalidRequest if it is too long."""
+        most = longest = self._config.max_servable_tokens
+        if pooling.truncate_prompt_tokens is not None:
+            asked = pooling.truncate_prompt_tokens
+            most = longest if asked < 0 else min(asked, longest)
+            if len(token_ids) > most:
+                is_text = isinstance(prompt, str) and add_special_tokens
+                num_end = min(self._tokenizer.num_end_tokens, most) if is_text else 0
+                end = token_ids[len(token_ids) - num_end :]
+                token_ids = np.concatenate([token_ids[: most - num_end], end])
+        if len(token_ids) > longest:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(token_ids)} tokens, must have at most {longest}; or set truncate_prompt_tokens",
+            )
+        return token_ids
+
+    def _encode(self, prompt: str | Sequence[int] | TextPair, add_special_tokens: bool) -> IntArray:
+        if isinstance(prompt, TextPair):
+            check_text("prompt", prompt.text)
+            check_text("prompt", prompt.pair)
+            return self._prompt_encoder.encode_text(
+                prompt.text, add_special_tokens=add_special_tokens, pair=prompt.pair
+            )
+        if isinstance(prompt, str):
+            check_text("prompt", prompt)
+            if not prompt:
+                return NO_INTS
+            return self._prompt_encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
+        self.check_token_ids("prompt", prompt)
+        return np.asarray(prompt, dtype=np.int32)
+
+    def _check_length(self, text: str) -> None:
+        """Refuse a text that is too long for the context however it is tokenized, without tokenizing it."""
+        if len(text) <= MAX_UNCHECKED_CHARS:
+            return
+        num_tokens = self._config.max_servable_tokens
+        max_chars = self._tokenizer.max_chars(num_tokens)
+        if max_chars is not None and len(text) > max_chars:
+            raise InvalidRequest(
+                "prompt",
+                f"has {len(text)} characters; {num_tokens} tokens of context hold {max_chars} at most",
+            )
+
+    def check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        """Raises InvalidRequest, which names the position, for an id that is not in the vocabulary."""
+        vocab_size = self._config.model.vocab_size
+        if len(token_ids) > _NUM_END_TOKENS and _are_between(token_ids, 0, vocab_size):
+            return
+        for position, token_id in enumerate(token_ids):
+            # Accepts numpy's integers, refuses floats. A bool passes, since it is an int in Python.
+            if not isinstance(token_id, int | np.integer) or not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{field}[{position}]", f"is {token_id!r}, must be a token id from 0 to {vocab_size - 1}"
+                )
+
+    def _check_extra_args(self, sampling: SamplingParams) -> None:
+        known = self._config.parallel.logits_processor_names
+        for name, _ in sampling.extra_arg_pairs:
+            if name not in known:
+                served = (
+                    f"must be of {', '.join(known)}" if known else "and the engine has no logits_processors"
+                )
+                raise InvalidRequest("sampling.extra_args", f"has the processor {name[:64]!r}, {served}")
+
+    def _check_beams(self, width: int | None) -> None:
+        most = self._config.scheduler.max_num_seqs
+        if width is not None and width > most:
+            raise InvalidRequest(
+                "sampling.beam_width", f"is {width}, this replica runs at most {most} at once"
+            )
+
+    def _max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Return how many tokens may follow the prompt. Raises InvalidRequest if none may."""
+        config = self._config
+        max_new_tokens = config.max_servable_tokens - num_prompt_tokens
+        if max_new_tokens >= 1:
+            return max_new_tokens
+        if num_prompt_tokens >= config.model.max_model_len:
+            limit = f"the context of {config.model.max_model_len} tokens"
+        else:
+            limit = f"the whole KV memory of {config.max_servable_tokens} tokens"
+        raise InvalidRequest(
+            "prompt", f"has {num_prompt_tokens} tokens, which leaves no room for an output in {limit}"
+        )
+
+
+def _check_names(**names: str) -> None:
+    """Raise InvalidRequest for a name that is too long or no text."""
+    for field_name, name in names.items():
+        if len(name) > MAX_NAME_CHARS:
+            raise InvalidRequest(field_name, f"is {len(name)} characters, at most {MAX_NAME_CHARS}")
+        check_text(field_name, name)
+
+
+def _are_between(token_ids: Sequence[int], start: int, end: int) -> bool:
+    """Return whether all are integers from `start` to `end` - 1."""
+    try:
+        array = np.asarray(token_ids)
+    except (OverflowError, ValueError):
+        return False
+    return array.dtype.kind in "iu" and bool(array.min() >= start) and bool(array.max() < end)

@@ -1,0 +1,401 @@
+"""Registry of supported models. Imports no torch, so that the CLI can check a model before it loads anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import ModelConfig
+from ..errors import ConfigError, in_one_line
+from . import transformers_spec
+from .check_numbers import check_numbers
+from .family import Family
+from .field_names import gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
+from .quantization import read_quantization
+from .read_spec import read_layers, read_spec
+from .spec import DecoderSpec, Experts, Names, Norms
+from .transformers_spec import TransformersSpec, read_transformers_spec
+
+# Norms before and after attention and feed-forward network, and norms after them only.
+_SANDWICH = Norms(
+    after_attention="post_attention_layernorm",
+    before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm",
+)
+_AFTER_ONLY = Norms(
+    before_attention=None,
+    after_attention="post_attention_layernorm",
+    before_mlp=None,
+    after_mlp="post_feedforward_layernorm",
+)
+_GLM = Family(output_bias_field=None, fused_gate_up=True, interleaved_rope=True)
+_COHERE = Family(
+    norms=Norms(before_mlp=None),
+    norm_kind="layer_without_bias",
+    eps_field="layer_norm_eps",
+    interleaved_rope=True,
+    parallel_residual=True,
+)
+_GEMMA = Family(norms=_SANDWICH, activation_field="hidden_activation", is_gemma=True)
+
+_DEEPSEEK = Family(
+    qkv_bias=False, is_latent=True, expert_fields=("n_routed_experts", "moe_intermediate_size")
+)
+
+# Architectures that quire defines itself; TransformersSpec covers others.
+FAMILIES = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
+    "MinistralForCausalLM": Family(qkv_bias=False),
+    "Ministral3ForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
+    "MixtralForCausalLM": Family(
+        qkv_bias=False,
+        all_layers_windowed=True,
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=True,
+    ),
+    "PhimoeForCausalLM": Family(
+        norm_kind="layer",
+        all_layers_windowed=True,
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=False,
+        routing="sparsemixer",
+        head_bias_field="lm_head_bias",
+    ),
+    "GptOssForCausalLM": Family(
+        attention_sinks=True,
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=False,
+        routing="gpt_oss",
+    ),
+    "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "MiMoForCausalLM": Family(qkv_bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm="head"),
+    "Qwen3MoeForCausalLM": Family(
+        qk_norm="head", all_layers_windowed=True, expert_fields=("num_experts", "moe_intermediate_size")
+    ),
+    "Gemma2ForCausalLM": _GEMMA,
+    "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
+    "Gemma3nForCausalLM": Family(
+        qk_norm="head",
+        activation_field="hidden_activation",
+        adapt=gemma3n_fields,
+        value_norm=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        qk_norm="head",
+        norms=_SANDWICH,
+        activation_field="hidden_activation",
+        expert_fields=("num_experts", "moe_intermediate_size"),
+        experts_flag="enable_moe_block",
+        per_token_field="top_k_experts",
+        experts_normalized=True,
+        routing="beside_dense",
+        adapt=gemma4_fields,
+        value_norm=True,
+        layer_scalars=True,
+    ),
+    "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
+    "Olmo2ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
+    "Olmo3ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
+    "GraniteForCausalLM": Family(),
+    "SmolLM3ForCausalLM": Family(),
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": replace(
+        _GLM,
+        norms=Norms(
+            after_attention="post_self_attn_layernorm",
+            before_mlp="post_attention_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+    ),
+    "Glm4MoeForCausalLM": Family(
+        output_bias_field=None,
+        qk_norm="head",
+        qk_norm_field="use_qk_norm",
+        expert_fields=("n_routed_experts", "moe_intermediate_size"),
+        routing="corrected_sigmoid",
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        qkv_bias=False,
+        qk_norm="projection",
+        expert_fields=("num_local_experts", "intermediate_size"),
+        experts_normalized=True,
+        routing="corrected_sigmoid",
+    ),
+    "Exaone4ForCausalLM": Family(
+        qkv_bias=False, qk_norm="head", norms=_AFTER_ONLY, full_layers_unrotated=True
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        qkv_bias_field="use_bias",
+        output_bias_field="use_bias",
+        mlp_bias_field="use_bias",
+        interleaved_rope=True,
+    ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        qkv_bias_field="use_bias",
+        output_bias_field="use_bias",
+        mlp_bias_field="use_bias",
+        interleaved_rope=True,
+        expert_fields=("moe_num_experts", "moe_intermediate_size"),
+        per_token_field="moe_k",
+        shared_count_field="moe_num_shared_experts",
+        experts_normalized=True,
+        routing="corrected_softmax",
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        qkv_bias=True,
+        expert_fields=("num_experts", "moe_intermediate_size"),
+        shared_size_field="shared_expert_intermediate_size",
+        routing="gated_sharing",
+    ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        qk_norm="rotated_head",
+        qk_norm_names=("query_layernorm", "key_layernorm"),
+        expert_fields=("num_experts", "intermediate_size"),
+        per_token_field="moe_topk",
+        shared_size_field="intermediate_size",
+        experts_normalized=True,
+    ),
+    "OlmoeForCausalLM": Family(qk_norm="projection", expert_fields=("num_experts", "intermediate_size")),
+    "SeedOssForCausalLM": Family(output_bias_field="attention_out_bias"),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qk_norm="rotated_head", qk_norm_names=("query_layernorm", "key_layernorm")
+    ),
+    "CohereForCausalLM": replace(_COHERE, qk_norm="layer_norm", qk_norm_field="use_qk_norm"),
+    "Cohere2ForCausalLM": replace(_COHERE, full_layers_unrotated=True),
+    "NemotronForCausalLM": Family(
+        eps_field="norm_eps", norm_kind="layer", norm_offset=1.0, mlp_names=("up_proj", "down_proj")
+    ),
+    "Starcoder2ForCausalLM": Family(
+        qkv_bias_field="use_bias",
+        output_bias_field="use_bias",
+        mlp_bias_field="use_bias",
+        eps_field="norm_epsilon",
+        norm_kind="layer",
+        mlp_names=("c_fc", "c_proj"),
+        all_layers_windowed=True,
+    ),
+    "StableLmForCausalLM": Family(
+        qkv_bias_field="use_qkv_bias",
+        output_bias_field=None,
+        eps_field="layer_norm_eps",
+        norm_kind="layer",
+        qk_norm="layer_norm",
+        qk_norm_field="qk_layernorm",
+        qk_norm_names=("q_layernorm.norms.{}", "k_layernorm.norms.{}"),
+    ),
+    "GPTJForCausalLM": Family(
+        qkv_bias=False,
+        eps_field="layer_norm_epsilon",
+        norms=Norms("ln_1", before_mlp=None),
+        norm_kind="layer",
+        activation_field="activation_function",
+        mlp_names=("fc_in", "fc_out"),
+        interleaved_rope=True,
+        parallel_residual=True,
+        adapt=gptj_fields,
+        names=Names("transformer.wte", "transformer.h", "attn", "out_proj", last_norm="transformer.ln_f"),
+        head_bias=True,
+    ),
+    "Llama4ForCausalLM": Family(
+        qk_norm="rotated_unweighted",
+        qk_norm_field="use_qk_norm",
+        interleaved_rope=True,
+        expert_fields=("num_local_experts", "moe_intermediate_size"),
+        shared_size_field="moe_intermediate_size",
+        experts_normalized=False,
+        routing="llama4",
+        adapt=llama4_fields,
+        names=Names(mlp="feed_forward"),
+    ),
+    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts_normalized=False, routing="group_limited"),
+    "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
+    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
+    "DeepseekV32ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid", has_indexers=True),
+    "GlmMoeDsaForCausalLM": replace(
+        _DEEPSEEK, routing="corrected_sigmoid", has_indexers=True, indexer_interleaved=True
+    ),
+}
+
+
+# Architecture that also reads images or sound |-> model type of its text model |-> architecture of that, which is
+# served alone.
+TEXT_MODELS = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+}
+# Errors of code that reads a configuration, whose values may have any type.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+# Published name of an architecture |-> that in FAMILIES.
+ARCHITECTURE_ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+
+
+def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
+    """Check an architecture, regardless of sizes. Raises ConfigError if it is not supported."""
+    if architecture not in FAMILIES:
+        transformers_spec.check_architecture(name, architecture, hf)
+
+
+def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
+    """Return the numbers that a token is cached as if the architecture has latent attention, otherwise 0.
+
+    Raises:
+        ConfigError: a size is not a whole number.
+    """
+    if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
+        return 0
+    parts = ["kv_lora_rank", "qk_rope_head_dim"]
+    if FAMILIES[architecture].has_indexers:
+        parts.append("index_head_dim")
+    for part in parts:
+        if not isinstance(hf.get(part) or 0, int):
+            raise ConfigError(f"{part} is {hf[part]!r:.100}, must be a whole number")
+    return sum(hf.get(part) or 0 for part in parts)
+
+
+def layer_windows(model: ModelConfig) -> tuple[int, ...]:
+    """Return ModelConfig.layer_windows of a model.
+
+    A token attends to fewer tokens than a chunk has, so a layer with chunks has a window of their length.
+    """
+    family = FAMILIES.get(model.architecture)
+    if family is None:
+        return transformers_spec.layer_windows(model)
+    if family.is_latent:
+        return ()
+    try:
+        layers = read_layers(model, family)
+    except (ConfigError, *_MALFORMED):
+        return ()  # `check_supported` states the reason
+    windows = tuple(layer.window or layer.chunk for layer in layers if layer.kv_source is None)
+    return windows if any(windows) else ()
+
+
+def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return KV heads and head dim of each layer with keys and values of its own, as ModelConfig has them."""
+    family = FAMILIES.get(model.architecture)
+    if family is None or family.is_latent:
+        return ()
+    try:
+        layers = read_layers(model, family)
+    except (ConfigError, *_MALFORMED):
+        return ()  # `check_supported` states the reason
+    uniform = model.num_kv_heads, model.head_dim
+    sizes = [
+        (layer.num_kv_heads or model.num_kv_heads, layer.head_dim or model.head_dim)
+        for layer in layers
+        if layer.kv_source is None
+    ]
+    return () if sizes == [uniform] * model.num_layers else tuple(sizes)
+
+
+def check_supported(
+    model: ModelConfig, tensor_parallel_size: int, *, expert_parallel: bool = False
+) -> DecoderSpec | TransformersSpec:
+    """Return the spec of a model that this number of ranks can serve.
+
+    Args:
+        expert_parallel: each rank holds some experts whole, if the model has experts.
+
+    Raises:
+        ConfigError: the architecture, a feature or a size is not supported; states which and why.
+    """
+    if tensor_parallel_size < 1:
+        raise ConfigError(f"tensor_parallel_size is {tensor_parallel_size}, must be at least 1")
+    quantization = read_quantization(model)
+    family = FAMILIES.get(model.architecture)
+    try:
+        if family is None:
+            return read_transformers_spec(model, tensor_parallel_size)
+        spec = read_spec(model, family)
+        multiple = 1 if quantization is None else quantization.shard_multiple
+        _check_sizes(model, spec, tensor_parallel_size, None if expert_parallel else multiple)
+        check_numbers(spec)
+    except _MALFORMED as error:
+        reason = in_one_line(error)
+        raise ConfigError(f"{model.name}: its config.json has invalid settings: {reason}") from error
+    return spec
+
+
+def check_expert_parallel(model: ModelConfig, spec: DecoderSpec | TransformersSpec) -> Experts:
+    """Return the experts of a model. Raises ConfigError if the ranks cannot hold whole experts of it."""
+    if isinstance(spec, TransformersSpec):
+        raise ConfigError(
+            f"{model.name}: enable_expert_parallel does not support {model.architecture}, which is served with the "
+            "modules of transformers"
+        )
+    if spec.experts is None:
+        raise ConfigError(
+            f"{model.name}: enable_expert_parallel is for mixtures of experts, it has no experts"
+        )
+    return spec.experts
+
+
+def check_dp_attention(model: ModelConfig) -> None:
+    """Raise ConfigError unless the ranks can each hold the KV of their own sequences of a model."""
+    if not model.latent_dim:
+        raise ConfigError(
+            f"{model.name}: enable_dp_attention is for multi-head latent attention, which {model.architecture} does "
+            "not have; leave it out"
+        )
+
+
+def check_batch_invariant(model: ModelConfig) -> None:
+    """Raise ConfigError if attention of a model depends on the other sequences of a batch on a GPU."""
+    family = FAMILIES.get(model.architecture)
+    if family is not None and family.has_indexers:
+        raise ConfigError(
+            f"{model.name}: batch_invariant does not support sparse attention ({model.architecture}), whose short "
+            "sequences attend to all tokens unless a longer one is in the batch; leave it out"
+        )
+
+
+def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int | None) -> None:
+    """Check that the ranks get equal numbers of heads, and that no rank's part is empty.
+
+    Args:
+        multiple: the ranks' parts of experts are multiples of this length; None if the ranks hold whole experts.
+    """
+    # The heads of latent attention have keys and values of their own, computed from latents on each rank.
+    num_kv_heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
+    for count in {num_kv_heads, *(layer.num_kv_heads or num_kv_heads for layer in spec.layers)}:
+        check_heads(model.name, spec.num_heads, count, size)
+    lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
+    if spec.experts is not None and multiple is None and spec.experts.count < size:
+        raise ConfigError(
+            f"{model.name}: it has {spec.experts.count} experts, too few for one on each of {size} ranks; leave "
+            "enable_expert_parallel out, or use a smaller tensor_parallel_size"
+        )
+    if spec.experts is not None and multiple is not None:
+        lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple
+    for what, (length, unit) in lengths.items():
+        # All parts are equal except the last, which must not be empty.
+        if -(-length // (size * unit)) * unit * (size - 1) >= length:
+            raise ConfigError(
+                f"{model.name}: its {what}, {length}, is too small for a tensor_parallel_size of {size}"
+            )
+
+
+def check_heads(name: str, num_heads: int, num_kv_heads: int, size: int) -> None:
+    """Raise ConfigError unless `size` ranks get equal numbers of heads of a model of FAMILIES."""
+    if num_kv_heads < 1 or num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{name}: its {num_heads} attention heads cannot share {num_kv_heads} KV heads evenly"
+        )
+    if num_heads % size:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {size} does not divide its attention heads, {num_heads}"
+        )
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {size} neither divides its KV heads, {num_kv_heads}, nor is "
+            "a multiple of them"
+        )

@@ -1,0 +1,1 @@
+"""Checks and forecasts that decide whether a request is accepted."""

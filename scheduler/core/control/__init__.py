@@ -1,0 +1,1 @@
+"""Commands of operators: drains, sleep, updates and the map of blocks."""

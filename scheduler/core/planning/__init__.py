@@ -1,0 +1,1 @@
+"""The planner: it fills the plan of the next step."""

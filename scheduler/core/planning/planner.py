@@ -1,0 +1,557 @@
+"""Planner: plans one step. Running sequences first, then prompts under the token budget, then admissions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import replace
+
+import numpy as np
+
+from ....proto.block_tables import IntArray, RowArray
+from ....proto.errors import DeadlineExpired
+from ....proto.lora import NO_SLOT
+from ....proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
+from ...kv.prefix_lookup import Prefix
+from ...sequences.sequence import Sequence
+from ...speculation.repeated_text import ends_repeated
+from ..admission.forecast import Forecast
+from ..state.in_flight import InFlightStep
+from ..state.state import SchedulerState, row_of
+from .placement import Place, Placement
+from .rationing import find_victim, grow, ration_blocks
+from .step_draft import StepDraft
+
+
+class Planner:
+    """Plans for one scheduler's state.
+
+    Attributes:
+        admits: waiting sequences may start.
+    """
+
+    def __init__(self, state: SchedulerState, forecast: Forecast, epoch: int) -> None:
+        self._state = state
+        self._forecast = forecast
+        self.epoch = epoch
+        self.admits = True
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or None if nothing can be computed now."""
+        self.fail_expired(now)
+        quarantine = self._state.quarantine
+        if quarantine.is_active:
+            quarantine.forget_ended({sequence.arrival for sequence in self._state.alive.values()})
+        while True:
+            plan, preempted = self._try(now)
+            if plan is not None or self._state.in_flight:
+                return plan
+            if self._state.lora is not None and self._state.lora.has_changed:
+                continue  # a slot became free, or its adapter waits for another turn
+            if quarantine.on_trial is not None:
+                quarantine.end_trials()  # what the others hold leaves the request on trial no room
+            elif not preempted:
+                return None
+            # The try only preempted, and no result will follow: the freed blocks are available to the next try.
+
+    def _try(self, now: float) -> tuple[StepPlan | None, set[int]]:
+        """Plan once; return the plan, if anything is to be computed, and the rows that were preempted."""
+        state = self._state
+        state.blocks.begin_plan()
+        advancing = self._without_others(state.rows.advancing())
+        draft = StepDraft(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
+        draft.num_tokens_left -= advancing.size
+        chunks = self._continue_prefills(draft)
+        self._add_drafts(draft, advancing, chunks)
+        advancing, preempted = self._allocate_blocks(draft, advancing, chunks)
+        self._plan_chunks(draft, chunks)
+        self._start_forks(draft)
+        for_admission = self._admit(draft, advancing)
+        if for_admission:
+            staying = ~np.isin(advancing, list(for_admission))
+            advancing = advancing[staying]
+            draft.num_drafted = None if draft.num_drafted is None else draft.num_drafted[staying]
+        computes = bool(advancing.size or draft.chunk_rows)
+        plan = self._commit(draft, advancing) if computes or self._must_load() else None
+        return plan, preempted | for_admission
+
+    def _must_load(self) -> bool:
+        """Return whether ranks that have nothing to compute have adapters to read, and report when they have."""
+        lora = self._state.lora
+        return lora is not None and lora.is_loading and not self._state.in_flight
+
+    def fail_expired(self, now: float) -> None:
+        """End the sequences whose deadline has passed."""
+        for sequence in self._state.expired(now):
+            if (
+                sequence.seq_id in self._state.alive
+            ):  # it did not end with another sequence of its request just now
+                error = DeadlineExpired(
+                    f"request {sequence.request_id}: its deadline passed before it was complete"
+                )
+                self._state.fail_request((sequence.gateway, sequence.handle), error)
+
+    # Trials: while a request is on trial, no other is in a step
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        on_trial = self._state.quarantine.on_trial
+        return on_trial is None or sequence.arrival == on_trial
+
+    def _without_others(self, rows: RowArray) -> RowArray:
+        if self._state.quarantine.on_trial is None:
+            return rows
+        return rows[[self._may_run(self._state.running[row]) for row in rows.tolist()]]
+
+    def _next_waiting(self, passed: Set[int]) -> Sequence | None:
+        """Return the next sequence to start, except those whose seq_ids are in `passed`."""
+        if not self.admits:
+            return None
+        waiting, on_trial = self._state.waiting, self._state.quarantine.on_trial
+        return waiting.peek(passed) if on_trial is None else waiting.first_of(on_trial, passed)
+
+    # Running sequences
+
+    def _continue_prefills(self, draft: StepDraft) -> dict[int, int]:
+        """Share the tokens left among prefills, by precedence; return row |-> tokens in this step."""
+        chunks: dict[int, int] = {}
+        for sequence in self._state.prefilling:
+            if draft.num_tokens_left <= 0:
+                break
+            if not self._may_run(sequence):
+                continue
+            row = row_of(sequence)
+            num_unplanned = len(sequence.token_ids) - int(self._state.rows.num_scheduled[row])
+            chunks[row] = min(draft.num_tokens_left, num_unplanned)
+            draft.num_tokens_left -= chunks[row]
+        return chunks
+
+    def _add_drafts(self, draft: StepDraft, advancing: RowArray, chunks: dict[int, int]) -> None:
+        """Choose how many drafted tokens the ranks may propose, within half of the tokens left: prompts wait too.
+
+        A step with prompts is bound by compute, so it has no drafts.
+        """
+        rows, lengths = self._state.rows, self._state.draft_lengths
+        if chunks or not advancing.size:
+            return
+        if lengths is None:
+            draft.num_drafted = self._room_for_forced_text(draft, advancing)
+        elif lengths.is_due(advancing.size, rows.num_started):
+            limits = self._room_for_drafts(advancing)
+            if limits is None:
+                lengths.skip(advancing.size)
+                return
+            first_steps, num_tokens = rows.entered_at_step[advancing], rows.num_tokens[advancing]
+            most = draft.num_tokens_left // 2
+            draft.num_drafted = lengths.choose(advancing, first_steps, num_tokens, limits, most)
+        if draft.num_drafted is not None:
+            draft.num_tokens_left -= sum(draft.num_drafted.tolist())
+
+    def _room_for_drafts(self, rows: RowArray) -> IntArray | None:
+        """Return the most drafted tokens of each row. Returns None if the ranks would find nothing to draft."""
+        state = self._state
+        if not state.min_repeated_len:
+            return state.rows.room_for_drafts(rows)
+        is_repeated = [self._has_text_to_continue(row) for row in rows.tolist()]
+        return np.where(is_repeated, state.rows.room_for_drafts(rows), 0) if any(is_repeated) else None
+
+    def _has_text_to_continue(self, row: int) -> bool:
+        """Return whether n-grams or a grammar, which may force text, have tokens to draft."""
+        state = self._state
+        sequence = state.running[row]
+        if sequence.has_grammar:
+            return True
+        text = state.rows.known_bytes(row, sequence)
+        return ends_repeated(text, state.min_repeated_len)
+
+    def _room_for_forced_text(self, draft: StepDraft, advancing: RowArray) -> IntArray | None:
+        """Return the most forced tokens of each row.
+
+        The step is no larger than those that a rank has memory and recorded graphs for.
+        """
+        forced = self._state.forced_text
+        if forced is None or not forced.num_rows:
+            return None
+        most = min(draft.num_tokens_left // 2, self._state.config.max_decode_tokens - advancing.size)
+        limits = self._state.rows.room_for_drafts(advancing)
+        return forced.choose(advancing, limits, most, draft.step_id)
+
+    def _drop_drafts(self, draft: StepDraft) -> None:
+        """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""
+        if draft.num_drafted is not None:
+            draft.num_tokens_left += sum(draft.num_drafted.tolist())
+            draft.num_drafted = None
+
+    def _allocate_blocks(
+        self, draft: StepDraft, advancing: RowArray, chunks: dict[int, int]
+    ) -> tuple[RowArray, set[int]]:
+        """Give blocks to all rows that need them in this step; take the rows that get none out of the step.
+
+        Returns:
+            The rows of `advancing` that stay in the step, and the rows that were preempted. `chunks` is changed in
+            place.
+        """
+        blocks, num_scheduled = self._state.blocks, self._state.rows.num_scheduled
+        full = blocks.tables.lens[advancing] * blocks.block_size == num_scheduled[advancing]
+        at_boundary = advancing[full]
+        if blocks.layout.has_windows:
+            self._release_behind_windows(np.append(at_boundary, list(chunks)).astype(np.intp))
+        needs = {
+            row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
+        }
+        growing = at_boundary if draft.num_drafted is None else self._growing(advancing, draft.num_drafted)
+        lacking = blocks.lacking_partitions(growing, needs)
+        if lacking and draft.num_drafted is not None:
+            self._drop_drafts(draft)
+            growing = at_boundary
+            lacking = blocks.lacking_partitions(growing, needs)
+        if not lacking:
+            if growing.size:
+                draft.grown_rows, draft.grown_ids = blocks.grow_by_one(growing)
+            return advancing, set()
+        needs |= dict.fromkeys(at_boundary.tolist(), blocks.num_groups)
+        preempted, stalled = ration_blocks(self._state, draft, needs, chunks)
+        out = preempted | stalled
+        staying = advancing[~np.isin(advancing, list(out))]
+        draft.num_tokens_left += advancing.size - staying.size
+        draft.num_tokens_left += sum(chunks.pop(row) for row in out & chunks.keys())
+        draft.full_partitions = lacking & self._partitions_at_work((*staying.tolist(), *chunks))
+        return staying, preempted
+
+    def _partitions_at_work(self, rows: Iterable[int]) -> set[int]:
+        """Return the partitions that have some of `rows` or rows of steps in flight: they make progress."""
+        return self._state.blocks.partitions_of({*rows, *self._state.in_flight.rows})
+
+    def _release_behind_windows(self, rows: RowArray) -> None:
+        """Release the blocks that are behind the windows of rows that grow.
+
+        After a preemption or a rejected draft a row continues at its newest known token, so its window begins there.
+        """
+        state = self._state
+        positions = np.minimum(state.rows.num_scheduled[rows], state.rows.num_tokens[rows] - 1)
+        state.blocks.release_behind_windows(rows, positions, state.in_flight.newest_id)
+
+    def _growing(self, advancing: RowArray, num_drafted: IntArray) -> RowArray:
+        """Return the rows that lack blocks for their next and drafted tokens, each as often as it lacks one."""
+        blocks = self._state.blocks
+        num_tokens = self._state.rows.num_scheduled[advancing] + 1 + num_drafted
+        lacking = -(-num_tokens // blocks.block_size) - blocks.tables.lens[advancing]
+        return np.repeat(advancing, lacking)
+
+    def _plan_chunks(self, draft: StepDraft, chunks: dict[int, int]) -> None:
+        for row, num_tokens in chunks.items():
+            sequence = self._state.running[row]
+            grow(self._state, draft, row, num_tokens)
+            self._plan_chunk(draft, sequence, num_tokens)
+            if not self._has_prompt_left(sequence):
+                self._state.prefilling.discard(sequence)
+
+    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
+        """Add the next `num_tokens` of a prompt to the step; the row has blocks for them."""
+        row = row_of(sequence)
+        start = int(self._state.rows.num_scheduled[row])
+        self._state.rows.schedule(row, num_tokens)
+        self._state.blocks.publish(row, sequence, start, start + num_tokens)
+        draft.chunk_rows.append(row)
+        draft.chunk_lens.append(num_tokens)
+        if not self._has_prompt_left(sequence):
+            (draft.first_rows if sequence.pooling is None else draft.pooled_rows).append(row)
+
+    def _has_prompt_left(self, sequence: Sequence) -> bool:
+        return int(self._state.rows.num_scheduled[row_of(sequence)]) < len(sequence.token_ids)
+
+    # Sequences that start
+
+    def _start_forks(self, draft: StepDraft) -> None:
+        """Start forked beams, and the children of parents whose prompt was computed by an earlier step."""
+        state = self._state
+        for child, parent in state.deltas.take_forks():
+            if not self._start_fork(draft, child, parent, len(child.token_ids) - 1):
+                child.has_run = True  # it takes its parent's place in the queue: before all that never ran
+                state.waiting.push(child)
+        for parent in state.parents:
+            if not state.rows.decoding[row_of(parent)] or not self._may_run(parent):
+                continue
+            if not state.blocks.can_fork(row_of(parent), parent.num_prompt_tokens - 1):
+                state.detach_children(parent)  # a window has moved past the end of the prompt
+            for child in tuple(parent.children):
+                if not self._start_fork(draft, child, parent, parent.num_prompt_tokens - 1):
+                    break
+                state.detach(child)
+
+    def _start_fork(self, draft: StepDraft, child: Sequence, parent: Sequence, num_tokens: int) -> bool:
+        """Start a sequence on the first `num_tokens` of a running one, all but one of its own.
+
+        Returns False if there is no row, no block or no token left, or the parent does not run.
+        """
+        state = self._state
+        if parent.row is None or draft.num_tokens_left < 1 or not state.rows.num_free:
+            return False
+        blocks, partition = state.blocks, state.blocks.partition_of(parent.row)
+        lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.num_free_in(partition)
+        if partition in draft.full_partitions or lacks_blocks:
+            return False
+        row = state.start(child, draft.step_id)
+        state.blocks.open_fork(row, parent.row, num_tokens)
+        self._plan_first_chunk(draft, child, num_tokens, parent.row)
+        return True
+
+    def _admit(self, draft: StepDraft, advancing: RowArray) -> set[int]:
+        """Start waiting sequences, in order, while rows, blocks and tokens last.
+
+        Returns:
+            The rows that were preempted for sequences of higher priority.
+        """
+        state = self._state
+        preempted: set[int] = set()
+        self._unpark()
+        if not state.waiting:
+            return preempted
+        placement = Placement(state.blocks, draft.full_partitions)
+        while draft.num_tokens_left > 0 and placement.is_open:
+            sequence = self._next_waiting(placement.passed)
+            if sequence is None:
+                break
+            if self._fail_unless_in_time(sequence, draft.now) or self._park_for_adapter(sequence):
+                continue
+            if self._keeps_rows(draft, advancing):
+                break
+            places = placement.places_for(sequence)
+            if state.rows.num_free and places and places[0].has_room:
+                state.waiting.remove(sequence)
+                self._start(draft, sequence, places[0].prefix)
+                continue
+            row = self._preempt_for(draft, advancing, sequence, places)
+            if row is not None:
+                preempted.add(row)
+            elif state.rows.num_free:
+                placement.pass_over(sequence, places)
+                if placement.is_open:
+                    state.waiting.keep_turn(sequence)
+            else:
+                break
+        return preempted
+
+    def _keeps_rows(self, draft: StepDraft, advancing: RowArray) -> bool:
+        """Return whether every row is taken and no sequence is preempted for a waiting one; see `_preempt_for`.
+
+        So it is in most steps while requests wait. Looking for the prefix and for a victim of a sequence that cannot
+        start would take a quarter of the scheduler's time.
+        """
+        if self._state.rows.num_free or self._state.config.scheduler.policy == "priority":
+            return False
+        at_work = self._partitions_at_work((*advancing.tolist(), *draft.chunk_rows))
+        return len(at_work) == self._state.blocks.num_partitions
+
+    def _unpark(self) -> None:
+        """Let sequences whose adapter is ready wait in order again."""
+        if self._state.lora is not None:
+            for sequence in self._state.lora.unpark():
+                self._state.waiting.unpark(sequence)
+
+    def _park_for_adapter(self, sequence: Sequence) -> bool:
+        """Let others pass a sequence whose adapter is not in a slot; return whether it was parked."""
+        lora = self._state.lora
+        if lora is None or lora.may_start(sequence):
+            return False
+        self._state.waiting.park(sequence)
+        lora.park(sequence)
+        return True
+
+    def _fail_unless_in_time(self, sequence: Sequence, now: float) -> bool:
+        """Fail a waiting sequence that cannot be complete before its deadline any more; True if it failed."""
+        if sequence.deadline is None or sequence.has_run:
+            return False
+        error = self._forecast.refusal_at_start(sequence, sequence.deadline - now)
+        if error is None:
+            return False
+        self._state.fail_request((sequence.gateway, sequence.handle), error)
+        return True
+
+    def _preempt_for(
+        self, draft: StepDraft, advancing: RowArray, sequence: Sequence, places: list[Place]
+    ) -> int | None:
+        """Preempt a running sequence for a waiting one that lacks a row or blocks; return its row.
+
+        Allowed if the policy is ``priority`` and the victim's priority is lower. Also allowed if nothing else makes
+        progress: then all running sequences, or all of the partition, are beams, frozen until other beams of their
+        search, which wait as well, have been computed.
+
+        Returns None if no preemption is needed or allowed.
+
+        Args:
+            places: partitions in which the sequence may start.
+        """
+        state = self._state
+        if state.rows.num_free and any(place.will_have_room for place in places):
+            return None  # enough, as soon as the steps in flight are done
+        by_priority = state.config.scheduler.policy == "priority"
+        for place in places:
+            if place.is_full:
+                continue
+            partition = None if place.will_have_room else place.partition
+            victim = find_victim(state, draft, sequence, partition)
+            if victim is None:
+                continue
+            at_work = self._partitions_at_work((*advancing.tolist(), *draft.chunk_rows))
+            is_stuck = not at_work if partition is None else partition not in at_work
+            if is_stuck or (by_priority and victim.priority < sequence.priority):
+                row = row_of(victim)
+                state.preempt(victim, draft.now)
+                return row
+        return None
+
+    def _start(self, draft: StepDraft, sequence: Sequence, prefix: Prefix) -> None:
+        """Give a waiting sequence a row and plan its first chunk."""
+        state, blocks = self._state, self._state.blocks
+        row = state.start(sequence, draft.step_id)
+        sequence.awaited_partition = None
+        if sequence.host_blocks:
+            num_cached_tokens = blocks.swap_in(row, sequence)
+        else:
+            num_cached_tokens = blocks.open(row, sequence, prefix)
+        if not sequence.has_run:
+            state.waiting.charge(sequence, len(sequence.token_ids), 0)
+        if sequence.first_run_at is None:
+            sequence.num_cached_tokens = state.own_prefixes.num_tokens(sequence, num_cached_tokens)
+        self._plan_first_chunk(draft, sequence, num_cached_tokens)
+        if self._has_prompt_left(sequence):
+            state.prefilling.add(sequence)
+
+    def _plan_first_chunk(
+        self, draft: StepDraft, sequence: Sequence, num_cached_tokens: int, parent_row: int | None = None
+    ) -> None:
+        """Plan the first chunk of a sequence whose row has the KV of its first tokens.
+
+        Args:
+            parent_row: row of the sequence from which it is forked; None for others.
+        """
+        state, row = self._state, row_of(sequence)
+        if sequence.interrupted_at is not None:
+            state.stats.count_kept_tokens(min(num_cached_tokens, sequence.num_lost_tokens))
+        sequence.on_start(num_cached_tokens, draft.now)
+        state.rows.schedule(row, num_cached_tokens)
+        num_tokens = min(draft.num_tokens_left, len(sequence.token_ids) - num_cached_tokens)
+        draft.num_tokens_left -= num_tokens
+        state.blocks.grow(row, num_cached_tokens + num_tokens)
+        sampling, constraint_row = sequence.row_sampling(), None
+        if parent_row is not None and sampling.constraint is not None:  # whose grammar the ranks know
+            sampling, constraint_row = replace(sampling, constraint=None), parent_row
+            draft.constraint_rows.append(parent_row)
+        draft.new.append(
+            NewSequence(
+                row=row,
+                seq_id=sequence.seq_id,
+                token_ids=np.frombuffer(sequence.token_ids.tobytes(), np.int32),
+                num_computed_tokens=num_cached_tokens,
+                block_ids=state.blocks.tables.ids_of_row(row),
+                sampling=sampling,
+                lora_slot=self._lora_slot(sequence),
+                pooling=sequence.pooling,
+                constraint_row=constraint_row,
+            )
+        )
+        self._plan_chunk(draft, sequence, num_tokens)
+
+    def _lora_slot(self, sequence: Sequence) -> int:
+        slot = None if self._state.lora is None else self._state.lora.slot_of(sequence)
+        return NO_SLOT if slot is None else slot
+
+    # The plan
+
+    def _commit(self, draft: StepDraft, advancing: RowArray) -> StepPlan:
+        """Advance the state past the step, and return the plan."""
+        state, rows = self._state, self._state.rows
+        held = self._held_rows(advancing)
+        rows.advance(advancing, draft.num_drafted)
+        sampling, num_drafted = advancing, draft.num_drafted
+        draft_rows, draft_lens = _drafting(advancing, num_drafted)
+        if draft.first_rows:
+            first = np.asarray(draft.first_rows, np.intp)
+            rows.start_decoding(first)
+            sampling = np.concatenate([advancing, first])
+            order = np.argsort(sampling)
+            sampling = sampling[order]
+            if num_drafted is not None:
+                num_drafted = np.append(num_drafted, np.zeros_like(first, np.int32))[order]
+        if rows.num_beam_rows:
+            rows.freeze(sampling[rows.is_beam[sampling]])
+        num_tokens = int(advancing.size) + sum(draft.chunk_lens)
+        state.in_flight.add(
+            InFlightStep(
+                draft.step_id,
+                sampling,
+                draft.first_rows,
+                num_tokens,
+                draft.now,
+                rows.num_freed,
+                num_drafted if draft_rows.size else None,
+                tuple(draft.chunk_rows),
+                tuple(sorted(draft.pooled_rows)),
+            )
+        )
+        trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
+        copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)
+        released, chosen_rows, chosen_ids = state.deltas.take()
+        loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
+        tables = state.blocks.tables
+        num_slots = tables.num_blocks // tables.num_groups * state.blocks.block_size
+        state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
+        return StepPlan(
+            step_id=draft.step_id,
+            epoch=self.epoch,
+            digest=tables.digest,
+            released_rows=released,
+            new=tuple(draft.new),
+            trimmed_rows=trimmed_rows,
+            trimmed_lens=trimmed_lens,
+            appended_rows=_join(draft.grown_rows, draft.appended_rows),
+            appended_ids=_join(draft.grown_ids, draft.appended_ids),
+            copies=copies,
+            swap_out=swap_out,
+            swap_in=swap_in,
+            chosen_rows=chosen_rows,
+            chosen_ids=chosen_ids,
+            held_rows=held,
+            chunk_rows=_ints(draft.chunk_rows),
+            chunk_lens=_ints(draft.chunk_lens),
+            draft_rows=draft_rows,
+            draft_lens=draft_lens,
+            lora_loads=loads,
+            lora_drops=drops,
+            lora_slots=slots,
+            keeps_states=self._keeps_states(draft),
+        )
+
+    def _keeps_states(self, draft: StepDraft) -> bool:
+        """Return whether a draft head is to get the hidden states of a step."""
+        lengths, num_rows = self._state.draft_lengths, len(self._state.running)
+        if lengths is None or not lengths.needs_states:
+            return True
+        return lengths.keeps_states(draft.step_id, num_rows, [len(new.token_ids) for new in draft.new])
+
+    def _held_rows(self, advancing: RowArray) -> IntArray:
+        """Return the decoding rows that are not in the step."""
+        decoding = self._state.rows.decoding
+        if np.count_nonzero(decoding) == advancing.size:  # 64 rows: 0.3 us, listing them 2 us
+            return NO_INTS
+        held = np.flatnonzero(decoding)
+        return held[~np.isin(held, advancing)].astype(np.int32)
+
+
+def _drafting(rows: RowArray, num_drafted: IntArray | None) -> tuple[IntArray, IntArray]:
+    """Return the rows with drafted tokens and the number of these, both int32."""
+    if num_drafted is None:
+        return NO_INTS, NO_INTS
+    has_some = num_drafted > 0
+    return rows[has_some].astype(np.int32), num_drafted[has_some]
+
+
+def _ints(values: list[int]) -> IntArray:
+    return np.array(values, np.int32) if values else NO_INTS
+
+
+def _join(array: IntArray | RowArray, more: list[int]) -> IntArray:
+    """Return both as one int32 array."""
+    if not array.size:
+        return _ints(more)
+    joined = np.concatenate([array, np.array(more)]) if more else array
+    return joined.astype(np.int32, copy=False)

@@ -1,0 +1,80 @@
+"""Rationing: divides scarce blocks among running sequences, and chooses the sequences to preempt for them."""
+
+from __future__ import annotations
+
+from ...sequences.sequence import Sequence
+from ..state.state import SchedulerState, row_of
+from ..waiting.policy import by_precedence, choose_victim
+from .step_draft import StepDraft
+
+
+def ration_blocks(
+    state: SchedulerState, draft: StepDraft, needs: dict[int, int], chunks: dict[int, int]
+) -> tuple[set[int], set[int]]:
+    """Allocate scarce blocks in order of precedence, and preempt sequences of lower precedence for them.
+
+    A victim is in the partition of its beneficiary. Its blocks may still be fenced (their release is deferred until
+    the steps in flight are done). Then the beneficiary, and all sequences of the partition after it, stall: they skip
+    this step.
+
+    Args:
+        needs: row |-> blocks that it lacks.
+        chunks: row |-> its prompt tokens in this step; other rows compute one token.
+
+    Returns:
+        The rows that were preempted, and the rows that stall.
+    """
+    blocks = state.blocks
+    preempted: set[int] = set()
+    stalled: set[int] = set()
+    full: set[int] = set()  # partitions
+    needy = [state.running[row] for row in needs]
+    for sequence in sorted(needy, key=by_precedence):
+        row = sequence.row
+        if row is None:  # preempted for an earlier one just now
+            continue
+        partition = blocks.partition_of(row)
+        while blocks.num_unheld_in(partition) < needs[row]:
+            victim = find_victim(state, draft, sequence, partition)
+            if victim is None:
+                break
+            preempted.add(row_of(victim))
+            state.preempt(victim, draft.now)
+        if partition in full or blocks.num_free_in(partition) < needs[row]:
+            stalled.add(row)
+            full.add(partition)
+        else:
+            grow(state, draft, row, chunks.get(row, 1))
+    return preempted, stalled
+
+
+def find_victim(
+    state: SchedulerState, draft: StepDraft, beneficiary: Sequence, partition: int | None
+) -> Sequence | None:
+    """Return the sequence to preempt for `beneficiary`, or None; excludes sequences already in this plan.
+
+    If there is no other, it is a beam of the beneficiary's own search whose candidates are known already: its
+    preemption delays nothing.
+
+    Args:
+        partition: of the blocks that the beneficiary lacks; None if it lacks a row.
+    """
+    rows, blocks = state.rows, state.blocks
+    in_plan = draft.rows(rows.num_rows)
+    others = [
+        sequence
+        for row, sequence in state.running.items()
+        if row not in in_plan and partition in (None, blocks.partition_of(row))
+    ]
+    victim = choose_victim(others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)]))
+    if victim is None and beneficiary.beams is not None:
+        own = [s for s in others if s.beams is beneficiary.beams and not s.beams.is_waiting_for(s.seq_id)]
+        victim = max(own, key=lambda sequence: sequence.seq_id, default=None)
+    return victim
+
+
+def grow(state: SchedulerState, draft: StepDraft, row: int, num_tokens: int) -> None:
+    """Allocate the blocks that a row's table lacks for its next `num_tokens`."""
+    tables, ids = state.blocks.grow(row, int(state.rows.num_scheduled[row]) + num_tokens)
+    draft.appended_rows += tables
+    draft.appended_ids += ids

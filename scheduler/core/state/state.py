@@ -1,0 +1,461 @@
+"""SchedulerState: the state that planning and result processing share, and the verbs that move sequences in it.
+
+A sequence is *waiting* (in the queue), *attached* (to a parent whose prompt it shares, until that is computed),
+*forked* (a beam that the next plan starts), *running* (it has a row) or *suspended* (a preempted beam whose search
+waits for other beams only).
+
+Each part of the state has one owner with its own verbs. `running`, `alive` and `parents` are read-only views.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from ....proto.block_tables import IntArray, RowArray
+from ....proto.config import EngineConfig
+from ....proto.errors import QuireError
+from ....proto.lora import LoraReference
+from ...kv.block_manager import BlockManager
+from ...kv.kv_tiers import KvTiers
+from ...kv.own_prefixes import OwnPrefixes
+from ...sequences.beam_group import BeamGroup
+from ...sequences.repetition import RepetitionDetector
+from ...sequences.sequence import Sequence
+from ...speculation.draft_lengths import MOST_ROWS_ON_CPU, DraftLengths
+from ...speculation.forced_text import ForcedText
+from ...speculation.repeated_text import min_repeated_len
+from ..waiting.deadlines import DeadlineQueue
+from ..waiting.output_lengths import FloatArray, OutputLengths
+from ..waiting.policy import CostModel, by_precedence
+from ..waiting.waiting import WaitingQueue
+from .in_flight import InFlightStep, InFlightSteps
+from .lora_adapters import LoraAdapters
+from .metrics import SchedulerStats, Throughput
+from .outbox import Outbox
+from .plan_deltas import PlanDeltas
+from .quarantine import Quarantine
+from .requests import RequestKey, RequestTable
+from .retained_outputs import RetainedOutputs
+from .row_state import RowState
+from .step_costs import StepCosts
+from .step_times import StepTimes
+
+
+class PrefillQueue:
+    """Running sequences with prompt tokens left to plan, in order of precedence."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=by_precedence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence if it is in the queue."""
+        if sequence in self._sequences:
+            self._sequences.remove(sequence)
+
+
+class SchedulerState:
+    """Sequences, rows, blocks, queues and steps in flight of one replica.
+
+    Attributes:
+        running: row |-> sequence.
+        alive: seq_id |-> sequence, for all that have not ended.
+        detectors: row |-> detector of repetitions, for running sequences that have one.
+        draft_lengths: None without speculative decoding.
+        min_repeated_len: newest tokens of a sequence that occur before, where it may have drafts; 0 for none.
+        forced_text: of grammars, without speculative decoding; None with it, and where steps have no drafts.
+        lora: None without adapters.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        limits = config.scheduler
+        self._running: dict[int, Sequence] = {}
+        self._alive: dict[int, Sequence] = {}
+        self._parents: list[Sequence] = []
+        self.detectors: Final[dict[int, RepetitionDetector]] = {}
+        self._num_sequences_made = 0
+        self.config: Final = config
+        self.running: Final[Mapping[int, Sequence]] = MappingProxyType(self._running)
+        self.alive: Final[Mapping[int, Sequence]] = MappingProxyType(self._alive)
+        self.blocks: Final = BlockManager(config)
+        self.rows: Final = RowState(limits.max_num_seqs, config.cache.block_size)
+        self.lengths: Final = OutputLengths()
+        self.waiting: Final = WaitingQueue(
+            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights, self.expected_steps_of
+        )
+        self.prefilling: Final = PrefillQueue()
+        self.requests: Final = RequestTable()
+        self.deltas: Final = PlanDeltas()
+        self.in_flight: Final = InFlightSteps()
+        self.outbox: Final = Outbox()
+        self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
+        self.step_costs: Final = StepCosts(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.stats: Final = SchedulerStats()
+        self.throughput: Final = Throughput()
+        self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
+        speculative = config.speculative
+        most_rows = MOST_ROWS_ON_CPU if config.parallel.device == "cpu" else None
+        self.draft_lengths: Final = (
+            None
+            if speculative is None
+            else DraftLengths(
+                limits.max_num_seqs,
+                speculative.num_speculative_tokens,
+                most_rows,
+                needs_states=speculative.has_head,
+            )
+        )
+        self.min_repeated_len: Final = 0 if speculative is None else min_repeated_len(speculative)
+        self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None
+        self.lora: Final = (
+            None
+            if config.lora is None
+            else LoraAdapters(config.lora, config.parallel.tensor_parallel_size, limits.max_num_seqs)
+        )
+        self.step_times: Final = StepTimes()
+        self.quarantine: Final = Quarantine()
+        self.retained: Final = RetainedOutputs()
+        self._deadlines = DeadlineQueue(self._alive)
+
+    @property
+    def parents(self) -> tuple[Sequence, ...]:
+        """Return the running sequences with children attached."""
+        return tuple(self._parents)
+
+    def next_seq_id(self) -> int:
+        self._num_sequences_made += 1
+        return self._num_sequences_made
+
+    def known_tokens(self, sequence: Sequence) -> array[int]:
+        """Return a copy of the prompt and all tokens sampled and applied so far."""
+        tokens = sequence.token_ids[:]
+        if sequence.row is not None:
+            del tokens[int(self.rows.num_flushed[sequence.row]) :]
+            tokens.frombytes(self.rows.unflushed(sequence.row).tobytes())
+        return tokens
+
+    def expected_steps(self, max_tokens: int, num_generated: int, *, may_stop: bool) -> float:
+        """Return the expected number of further tokens of an output.
+
+        Args:
+            may_stop: something else than its limit may end it.
+        """
+        if not may_stop:
+            return max_tokens - num_generated
+        return self.lengths.expect_one(max_tokens, num_generated)
+
+    def expected_steps_of(self, sequence: Sequence) -> float:
+        """Return the expected number of further tokens of a sequence without a row."""
+        num_prompt = sequence.num_prompt_tokens
+        max_tokens, num_generated = sequence.max_len - num_prompt, len(sequence.token_ids) - num_prompt
+        return self.expected_steps(max_tokens, num_generated, may_stop=not sequence.ends_at_max_len)
+
+    def expected_steps_of_rows(self) -> FloatArray:
+        """Return the expected number of further tokens of each running sequence."""
+        rows = list(self._running)
+        sequences = self._running.values()
+        num_prompt = np.array([sequence.num_prompt_tokens for sequence in sequences], np.float64)
+        num_tokens, max_len = self.rows.num_tokens[rows], self.rows.max_len[rows]
+        expected = self.lengths.expect(max_len - num_prompt, num_tokens - num_prompt)
+        is_exact = np.array([sequence.ends_at_max_len for sequence in sequences], np.bool_)
+        return np.where(is_exact, max_len - num_tokens, expected)
+
+    # Requests
+
+    def add_request(self, sequences: list[Sequence], beams: BeamGroup | None) -> None:
+        """Queue a request: the first sequence waits, the others are attached to it.
+
+        Args:
+            beams: the beam search that the only sequence begins; None for sampled outputs.
+        """
+        first, *children = sequences
+        for sequence in sequences:
+            self._add(sequence)
+            self.requests.add((sequence.gateway, sequence.handle), sequence)
+        for child in children:
+            child.parent = first
+        first.children = children
+        if beams is not None:
+            first.beams = beams
+            for handle in range(first.handle, first.handle + beams.num_outputs):
+                self.requests.add((first.gateway, handle), beams)
+        self.waiting.push(first)
+
+    def end_request(self, key: RequestKey) -> list[RequestKey]:
+        """End all sequences that produce a handle's output; return all handles that ended with it."""
+        producer = self.requests.remove(key)
+        if not isinstance(producer, BeamGroup):
+            self.discard(producer)
+            return [key]
+        first = self.alive[producer.members[0]].handle
+        handles = range(first, first + producer.num_outputs)
+        others = [(key[0], handle) for handle in handles if handle != key[1]]
+        for other in others:
+            self.requests.remove(other)
+        for seq_id in producer.members:
+            self.discard(self.alive[seq_id])
+        return [key, *others]
+
+    def fail_adapter(self, reference: LoraReference, error: QuireError) -> None:
+        """End the requests that use an adapter, which cannot be loaded."""
+        for sequence in [each for each in self._alive.values() if each.lora == reference]:
+            if sequence.seq_id in self._alive:  # it did not end with another beam of its search just now
+                self.fail_request((sequence.gateway, sequence.handle), error)
+
+    def fail_request(self, key: RequestKey, error: QuireError) -> None:
+        """End a request with an error that is reported to its gateway."""
+        gateway, _ = key
+        self.outbox.fail(gateway, (handle for _, handle in self.end_request(key)), error)
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Return sequences whose deadline has passed, each of them once."""
+        return self._deadlines.expire(now)
+
+    def abandon_steps(self) -> None:
+        """Forget the steps in flight: no results will follow."""
+        while self.in_flight:
+            self.blocks.free_fenced(self.in_flight.pop().step_id)
+
+    # Sequences
+
+    def start(self, sequence: Sequence, step_id: int) -> int:
+        """Give a sequence a row, with its tokens but without blocks; return the row."""
+        row = self.rows.allocate(sequence, self.requests.gateways[sequence.gateway], step_id)
+        sequence.row = row
+        self._running[row] = sequence
+        if self.lora is not None:
+            self.lora.on_start(sequence)
+        if sequence.repetition is not None:
+            self.detectors[row] = sequence.repetition
+        if self.forced_text is not None and sequence.has_grammar and sequence.may_draft:
+            self.forced_text.add(row)
+        if sequence.children:
+            self._parents.append(sequence)
+        return row
+
+    def detach(self, child: Sequence) -> None:
+        """Separate a child from its running parent: it starts, or has ended."""
+        parent = child.parent
+        assert parent is not None, f"sequence {child.seq_id} has no parent"
+        child.parent = None
+        parent.children.remove(child)
+        if not parent.children and parent in self._parents:
+            self._parents.remove(parent)
+
+    def detach_children(self, parent: Sequence) -> None:
+        """Let children wait on their own: their parent has lost its row or blocks, or ended."""
+        if not parent.children:
+            return
+        children, parent.children = parent.children, []
+        for child in children:
+            child.parent = None
+            self.waiting.push(child)
+        if parent in self._parents:
+            self._parents.remove(parent)
+
+    def fork(self, parent: Sequence, token_id: int) -> Sequence:
+        """Make a beam that has the tokens of `parent` so far, and then `token_id`; the next plan starts it."""
+        tokens = self.known_tokens(parent)
+        tokens.append(token_id)
+        child = replace(
+            parent,
+            seq_id=self.next_seq_id(),
+            token_ids=tokens,
+            block_digests=list(parent.block_digests),
+            row=None,
+            host_blocks=[],
+            num_lost_tokens=0,
+            is_suspended=False,
+        )
+        self._add(child)
+        self.deltas.fork(child, parent)
+        return child
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Take a running sequence's row and blocks; it keeps its place in the order of arrival and resumes later.
+
+        Its KV goes to host memory or is recomputed, whichever costs less. A token in flight is dropped and will be
+        sampled again, the same.
+        """
+        row, num_tokens = row_of(sequence), self._collect_tokens(sequence)
+        # A prompt that is being scored is recomputed: scores in flight are dropped with the row. So is a prompt that
+        # is pooled as a whole: the ranks have added up hidden states for the row.
+        may_swap = num_tokens > 0 and not sequence.is_scoring and not sequence.pools_all_tokens
+        if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_to_swap(num_tokens), num_tokens):
+            sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
+            sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
+        sequence.preempted_at = now
+        self._requeue(sequence)
+        self.stats.count_preemption()
+
+    def retract_drafts(self, rows: RowArray, counts: IntArray) -> None:
+        """Take back rejected drafted tokens of distinct rows, and release the blocks that were for these only."""
+        self.rows.retract(rows, counts)
+        tables, num_tokens = self.blocks.tables, self.rows.num_scheduled[rows]
+        needed = -(-num_tokens // self.blocks.block_size)
+        surplus = tables.lens[rows] > needed
+        if np.count_nonzero(surplus):
+            trimmed, lens = rows[surplus], needed[surplus]
+            self.blocks.trim(trimmed, lens, self.in_flight.newest_id)
+            self.deltas.trim_rows(trimmed, lens)
+
+    def interrupt_all(self, now: float) -> None:
+        """Take the rows and blocks of all running sequences: the worker group failed.
+
+        The sequences keep their places in the order of arrival and resume later. Tokens in flight are dropped and
+        will be sampled again, the same. KV that the steps in flight may have left half written is void; see
+        `keep_tiers` for the rest.
+        """
+        for sequence in self._running.values():
+            sequence.interrupted_at = now
+        void = self._requeue_running()
+        self._drop_host_blocks(lambda sequence: not void.isdisjoint(sequence.host_blocks))
+        if self.lora is not None:
+            self.lora.reset()
+
+    def requeue_all(self, now: float) -> None:
+        """Take the rows and blocks of all running sequences, which resume later: the KV becomes void."""
+        for sequence in self._running.values():
+            sequence.preempted_at = now
+        self._requeue_running()
+        self.keep_tiers(KvTiers.NONE)
+
+    def keep_tiers(self, tiers: KvTiers) -> None:
+        """Make the KV void, except in these memories."""
+        if KvTiers.HOST not in tiers:
+            self._drop_host_blocks(lambda sequence: True)
+        self.blocks.keep_tiers(tiers)
+
+    def _drop_host_blocks(self, is_void: Callable[[Sequence], bool]) -> None:
+        for sequence in self._alive.values():
+            if sequence.host_blocks and is_void(sequence):
+                self.blocks.drop_host_blocks(sequence.host_blocks)
+                sequence.host_blocks, sequence.num_host_tokens = [], 0
+
+    def _requeue_running(self) -> set[int]:
+        """Take all rows and the steps in flight; return the host blocks that these may have left half written."""
+        for sequence in list(self._running.values()):
+            self._collect_tokens(sequence)
+            self._requeue(sequence)
+        self.abandon_steps()
+        self.deltas.forget_rows()
+        return self.blocks.forget_unconfirmed()
+
+    def requests_in(self, step: InFlightStep) -> set[int]:
+        """Return the arrivals of the requests in a step in flight, without those that have lost their rows since."""
+        rows = (row for row in step.all_rows if self.rows.entered_at_step[row] <= step.step_id)
+        return {self._running[row].arrival for row in rows}
+
+    def fail_arrival(self, arrival: int, error: Callable[[Sequence], QuireError]) -> None:
+        """End all outputs of a request, by its arrival."""
+        for sequence in [each for each in self._alive.values() if each.arrival == arrival]:
+            if sequence.seq_id in self._alive:  # it did not end with another beam of its search just now
+                self.fail_request((sequence.gateway, sequence.handle), error(sequence))
+
+    def resume(self, sequence: Sequence, token_id: int) -> None:
+        """Let a suspended beam wait for a row; its search has chosen its next token."""
+        sequence.token_ids.append(token_id)
+        sequence.is_suspended = False
+        self.waiting.push(sequence)
+
+    def discard(self, sequence: Sequence) -> None:
+        """End a sequence, wherever it is, and free its row and blocks."""
+        self.own_prefixes.add(sequence)
+        del self._alive[sequence.seq_id]
+        if sequence.row is not None:
+            self._release_row(sequence)
+            self._discard_lora(sequence)
+            return
+        self._discard_lora(sequence)
+        self.blocks.drop_host_blocks(sequence.host_blocks)
+        sequence.host_blocks = []
+        self.detach_children(sequence)
+        if sequence.is_suspended:
+            return
+        if sequence.parent is not None:
+            self.detach(sequence)
+        elif not self.deltas.cancel_fork(sequence):
+            self.waiting.remove(sequence)
+
+    def check_integrity(self) -> None:
+        """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""
+        if self.lora is not None:
+            self.lora.check_integrity(self.alive.values())
+        self.blocks.check_integrity([b for sequence in self.alive.values() for b in sequence.host_blocks])
+        rows, tables = self.rows, self.blocks.tables
+        rows.check_integrity()
+        assert len(self.running) + rows.num_free == rows.num_rows, "rows are lost or counted twice"
+        attached = sum(len(sequence.children) for sequence in self.alive.values())
+        suspended = sum(sequence.is_suspended for sequence in self.alive.values())
+        places = len(self.running) + len(self.waiting) + attached + suspended + self.deltas.num_forks
+        assert len(self.alive) == places, f"{len(self.alive)} sequences are in {places} places"
+        for row, sequence in self.running.items():
+            assert sequence.row == row, f"sequence {sequence.seq_id} in row {row} has row {sequence.row}"
+            assert sequence.seq_id in self.alive, f"sequence {sequence.seq_id} runs after its end"
+            held, planned = int(tables.lens[row]), int(rows.num_scheduled[row])
+            assert held == self.blocks.num_blocks_for(planned), (
+                f"row {row} has {held} blocks for {planned} tokens"
+            )
+            assert planned < int(rows.num_tokens[row]) + max(1, self.in_flight.max_row_tokens), (
+                f"row {row} runs ahead"
+            )
+
+    # Details
+
+    def _add(self, sequence: Sequence) -> None:
+        self._alive[sequence.seq_id] = sequence
+        if self.lora is not None:
+            self.lora.add(sequence)
+        if sequence.deadline is not None:
+            self._deadlines.add(sequence.deadline, sequence.seq_id)
+
+    def _collect_tokens(self, sequence: Sequence) -> int:
+        """Move all known tokens of a running sequence into it; return the number of computed ones."""
+        sequence.token_ids = self.known_tokens(sequence)
+        num_scheduled = int(self.rows.num_scheduled[row_of(sequence)])
+        sequence.num_lost_tokens = min(num_scheduled, len(sequence.token_ids) - 1)
+        return sequence.num_lost_tokens
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Take a running sequence's row, and let it wait for another one."""
+        self._release_row(sequence)
+        if sequence.beams is None or sequence.beams.is_waiting_for(sequence.seq_id):
+            self.waiting.push(sequence)
+        else:
+            sequence.is_suspended = True
+
+    def _release_row(self, sequence: Sequence) -> None:
+        row = row_of(sequence)
+        self.blocks.close(row, self.in_flight.newest_id)
+        self.rows.free(row)
+        self.deltas.release_row(row)
+        del self._running[row]
+        if self.lora is not None:
+            self.lora.on_release(sequence)
+        self.detectors.pop(row, None)
+        if self.forced_text is not None:
+            self.forced_text.discard(row)
+        sequence.row = None
+        self.prefilling.discard(sequence)
+        self.detach_children(sequence)
+
+    def _discard_lora(self, sequence: Sequence) -> None:
+        if self.lora is not None:
+            self.lora.discard(sequence)
+
+
+def row_of(sequence: Sequence) -> int:
+    assert sequence.row is not None, f"sequence {sequence.seq_id} is not running"
+    return sequence.row

@@ -1,0 +1,1 @@
+"""The waiting queue: its order, its deadlines and its backlog."""

@@ -1,0 +1,32 @@
+"""BlockingCalls: results, errors and timeouts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from quire.cluster.fleet.controller import blocking_calls
+from quire.cluster.fleet.controller.blocking_calls import BlockingCalls
+from quire.proto.errors import ReplicaUnavailable
+
+
+def test_hanging_call_times_out_by_name_and_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_end = threading.Event()
+
+    async def scenario() -> None:
+        blocking = BlockingCalls()
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(blocking_calls, "CALL_TIMEOUT_S", 0.05)
+                with pytest.raises(ReplicaUnavailable, match=r"looking at the nodes took more than 0.05 s"):
+                    await blocking.call("looking at the nodes", may_end.wait, 60)
+            assert await blocking.call("counting", len, "abc") == 3
+            with pytest.raises(ValueError, match="invalid literal"):
+                await blocking.call("reading", int, "abc")
+        finally:
+            may_end.set()
+            blocking.close()
+
+    asyncio.run(scenario())

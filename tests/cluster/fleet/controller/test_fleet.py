@@ -1,0 +1,189 @@
+"""Replicas of a fleet without Ray: started, updated, failed, scaled and removed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fake_fleet import FakeLauncher
+from running_fleet import deployment, run, running
+
+from quire.cluster.fleet.controller.blocking_calls import MAX_CALLS
+from quire.cluster.fleet.controller.demand import Demand
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
+from quire.proto.errors import ModelNotFound, ReplicaUnavailable
+
+
+def test_deployed_replicas_become_ready_and_deleted_replicas_end() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
+            await fleet.until_ready(2)
+            assert all(entry.record is not None for entry in fleet.ready())
+            with pytest.raises(ModelNotFound):
+                await fleet.fleet.delete("other")
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: not fleet.entries(ReplicaState.READY, ReplicaState.DRAINING))
+        assert launcher.known() == set()
+        assert fleet.store.texts == {}
+
+    run(scenario)
+
+
+def test_new_version_replaces_replicas_one_by_one() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            old, new = (
+                deployment(min_replicas=2, max_replicas=2, weights_version=name) for name in ("1", "2")
+            )
+            await fleet.fleet.deploy(old)
+            await fleet.until_ready(2, old.version)
+            fewest = 2
+
+            def updated() -> bool:
+                nonlocal fewest
+                fewest = min(fewest, len(fleet.ready()))
+                return all(entry.version == new.version for entry in fleet.ready())
+
+            await fleet.fleet.deploy(new)
+            await fleet.until(updated)
+            await fleet.until_ready(2, new.version)
+            assert fewest == 2
+            assert len(launcher.launched) == 4
+
+    run(scenario)
+
+
+def test_changed_limits_keep_the_version() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment(min_replicas=1, max_replicas=1))
+            await fleet.until_ready(1)
+            (first,) = fleet.ready()
+            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
+            await fleet.until_ready(2)
+            assert first.replica_id in {entry.replica_id for entry in fleet.ready()}
+
+    run(scenario)
+
+
+def test_failed_replica_is_replaced_and_listed() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            await fleet.until_ready(1)
+            (first,) = fleet.ready()
+            launcher.launched[first.replica_id].kill("rank 0 was killed")
+            await fleet.until(lambda: bool(fleet.ready()) and fleet.ready()[0].replica_id != first.replica_id)
+            (failed,) = fleet.entries(ReplicaState.FAILED)
+            assert failed.replica_id == first.replica_id
+            assert "rank 0 was killed" in failed.reason
+
+    run(scenario)
+
+
+def test_failed_launches_are_retried_with_backoff() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        launcher.problem = ReplicaUnavailable("the weights are not there")
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment(min_replicas=3, max_replicas=3))
+            await fleet.until(lambda: len(fleet.entries(ReplicaState.FAILED)) >= 4)
+            # Three at once, then one after a second.
+            assert len(fleet.entries(ReplicaState.FAILED)) == 4
+            (entry,) = fleet.fleet.state().deployments
+            assert "the weights are not there" in entry.problem
+            launcher.problem = None
+            await fleet.fleet.deploy(deployment(min_replicas=3, max_replicas=3, weights_version="2"))
+            await fleet.until_ready(3)
+
+    run(scenario)
+
+
+def test_replica_without_room_reports_it() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
+            await fleet.until(lambda: len(fleet.ready()) == 1)
+            await fleet.until(
+                lambda: any("waits for room: 1 fit" in entry.reason for entry in fleet.entries())
+            )
+            await fleet.fleet.deploy(deployment(min_replicas=1, max_replicas=1))
+            await fleet.until(lambda: not fleet.entries(ReplicaState.STARTING))
+            assert len(fleet.ready()) == 1
+
+    run(scenario, room=1)
+
+
+def test_launches_waiting_for_room_block_no_other_calls() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            count = MAX_CALLS + 8
+            await fleet.fleet.deploy(deployment(min_replicas=count, max_replicas=count))
+            await fleet.until(
+                lambda: sum("waits for room" in each.reason for each in fleet.entries()) == count - 1
+            )
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: len(launcher.removed) == count)
+            assert launcher.known() == set()
+
+    run(scenario, room=1)
+
+
+def test_launch_canceled_before_placement_leaves_nothing() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            launcher.may_place.clear()
+            await fleet.fleet.deploy(deployment())
+            await fleet.until(lambda: bool(fleet.entries(ReplicaState.STARTING)))
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: bool(launcher.removed))  # before anything was started
+            launcher.may_place.set()
+            await fleet.until(lambda: bool(fleet.entries(ReplicaState.STOPPED)))
+            assert launcher.launched == {}
+
+    run(scenario)
+
+
+def test_failed_removal_is_retried() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            await fleet.until_ready(1)
+            launcher.num_failing_removals = 1
+            await fleet.fleet.delete("demo")
+            await fleet.until(lambda: not launcher.known())
+            await fleet.until(lambda: bool(fleet.entries(ReplicaState.STOPPED)))
+            assert fleet.store.texts == {}
+
+    run(scenario)
+
+
+def test_concurrent_deletes_succeed_once() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(deployment())
+            first, second = await asyncio.gather(
+                fleet.fleet.delete("demo"), fleet.fleet.delete("demo"), return_exceptions=True
+            )
+            assert first is None
+            assert isinstance(second, ModelNotFound)
+
+    run(scenario)
+
+
+def test_waiting_requests_scale_a_model_from_zero() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.fleet.deploy(
+                deployment(
+                    min_replicas=0, max_replicas=2, idle_timeout_s=0.3, down_delay_s=0.0, cooldown_s=0.0
+                )
+            )
+            for _ in range(2):
+                fleet.fleet.report("gateway", {"demo": Demand(1, 10, 1, 10), "unknown": Demand(1)})
+                await fleet.until(lambda: bool(fleet.ready()))
+                fleet.fleet.report("gateway", {"demo": Demand()})
+                await fleet.until(lambda: not launcher.known())
+            assert len(launcher.launched) == 2
+
+    run(scenario)

@@ -1,0 +1,69 @@
+"""A restarted controller adopts the replicas of its store."""
+
+from __future__ import annotations
+
+import pytest
+from fake_fleet import FakeLauncher, MemoryStore
+from running_fleet import deployment, run, running
+
+from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.fleet.controller.autoscaler import Decision, FleetSnapshot, ScalingState, decide
+from quire.cluster.fleet.controller.fleet_state import ReplicaState
+
+
+def test_restarted_controller_adopts_live_replicas() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        store = MemoryStore()
+        async with running(launcher, store) as first:
+            await first.fleet.deploy(deployment(min_replicas=3, max_replicas=3))
+            await first.until_ready(3)
+            kept, dead, lost = (entry.replica_id for entry in first.ready())
+        # Between the two controllers one replica dies, and the record of another is lost.
+        launcher.remove(dead)
+        store.delete(f"replica/{lost}")
+        async with running(launcher, store) as second:
+            await second.until_ready(3)
+            assert kept in {entry.replica_id for entry in second.ready()}
+            assert {dead, lost} & launcher.known() == set()
+            assert second.fleet.state().version != first.fleet.state().version
+
+    run(scenario)
+
+
+def test_adopted_replica_sets_no_cold_start_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshots: list[FleetSnapshot] = []
+
+    def recording_decide(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
+        snapshots.append(snapshot)
+        return decide(snapshot, limits, state)
+
+    monkeypatch.setattr("quire.cluster.fleet.controller.fleet.decide", recording_decide)
+
+    async def scenario(launcher: FakeLauncher) -> None:
+        store = MemoryStore()
+        async with running(launcher, store) as first:
+            await first.fleet.deploy(deployment())
+            await first.until_ready(1)
+            await first.until(lambda: snapshots[-1].cold_start_s is not None)
+        snapshots.clear()
+        async with running(launcher, store) as second:
+            await second.until_ready(1)
+            await second.until(
+                lambda: any(replica.state is ReplicaState.READY for replica in snapshots[-1].replicas)
+            )
+            assert snapshots[-1].cold_start_s is None
+
+    run(scenario)
+
+
+def test_unreadable_store_entries_are_skipped() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        store = MemoryStore()
+        store.texts = {"deployment/a": "{", "replica/b": "x\ny", "deployment/demo": deployment().to_json()}
+        async with running(launcher, store) as fleet:
+            await fleet.until_ready(1)
+            assert [entry.deployment.name for entry in fleet.fleet.state().deployments] == ["demo"]
+
+    run(scenario)

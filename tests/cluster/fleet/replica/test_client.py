@@ -1,0 +1,267 @@
+"""ReplicaClient: waiting calls end when the replica fails, its messages break, or the client is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+
+from quire.cluster.fleet.replica import client as module
+from quire.cluster.fleet.replica.client import ReplicaClient
+from quire.cluster.text.requests.request import Request
+from quire.cluster.text.requests.sequence_update import SequenceUpdate
+from quire.proto.errors import QuireError, ReplicaUnavailable
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import CacheReport, TokenBatch
+from quire.proto.stream_codec import encode
+from quire.scheduler.core.state.outbox import error_finish
+
+LONG_S = 600.0
+HEARTBEAT_S = 0.05
+
+
+class Scheduler:
+    """A scheduler's socket that sends only the frames that a test gives it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.bind(endpoint)
+
+    async def send(self, *frames: bytes) -> None:
+        """Send frames to the client, after its first message."""
+        gateway, _ = await self._socket.recv_multipart()
+        for frame in frames:
+            await self._socket.send_multipart([gateway, frame])
+
+    async def receive(self) -> None:
+        """Wait for a message of the client."""
+        await self._socket.recv_multipart()
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._context.destroy(linger=linger_ms)
+
+
+@asynccontextmanager
+async def connection(silence_timeout_s: float = 65.0) -> AsyncIterator[tuple[ReplicaClient, Scheduler]]:
+    with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+        endpoint = f"ipc://{folder}/replica"
+        scheduler = Scheduler(endpoint)
+        client = ReplicaClient(
+            endpoint, "replica-0", silence_timeout_s=silence_timeout_s, heartbeat_s=HEARTBEAT_S
+        )
+        client.start()
+        try:
+            yield client, scheduler
+        finally:
+            await client.close()
+            scheduler.close()
+
+
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def waiting_calls(client: ReplicaClient) -> list[Callable[[], Coroutine[Any, Any, Any]]]:
+    """Return every call that waits for a message of the replica."""
+    return [lambda: client.status(LONG_S), lambda: client.next_status(LONG_S)]
+
+
+@pytest.mark.parametrize("end", ["replica fails", "client is closed"])
+def test_waiting_calls_fail_once_the_replica_failed_or_the_client_is_closed(end: str) -> None:
+    async def scenario() -> None:
+        async with connection() as (client, _):
+            waiting = [asyncio.ensure_future(begin()) for begin in waiting_calls(client)]
+            await asyncio.sleep(0)
+            if end == "replica fails":
+                client.fail("rank 0 was killed")
+                reason = "replica-0 failed: rank 0 was killed"
+            else:
+                await client.close()
+                reason = "the client of replica replica-0 is closed"
+            for call in waiting:
+                with pytest.raises(ReplicaUnavailable, match=reason):
+                    await call
+            for begin in waiting_calls(client):
+                with pytest.raises(ReplicaUnavailable, match=reason):
+                    await begin()
+
+    run(scenario)
+
+
+def test_pause_of_the_gateway_is_not_the_silence_of_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def scenario() -> None:
+        async with connection(silence_timeout_s=10 * HEARTBEAT_S) as (client, scheduler):
+            await scheduler.receive()
+            clock.now += LONG_S  # as if the process had been stopped between two heartbeats
+            for _ in range(3):
+                await scheduler.receive()
+            assert client.problem == "replica replica-0 has not answered yet"
+            while not client.has_failed:  # `run` has a deadline
+                clock.now += HEARTBEAT_S
+                await scheduler.receive()
+            assert "it has been silent" in client.problem
+
+    run(scenario)
+
+
+def test_silence_is_logged_once_while_its_length_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, logged = SimpleNamespace(now=1000.0), list[str]()
+    # Not the records of handlers, whose filters an earlier test may have set.
+    monkeypatch.setattr(module._log, "warning", lambda text, *values: logged.append(text % values))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(module, "UNANSWERED_S", HEARTBEAT_S)
+
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            while "has not answered for 1 s" not in client.problem:  # `run` has a deadline
+                clock.now += HEARTBEAT_S
+                await scheduler.receive()
+
+    run(scenario)
+    assert logged == ["replica replica-0 has not answered for 0 s"]
+
+
+class Receiver:
+    """UpdateReceiver that keeps the updates of one sequence."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self.updates: list[list[int]] = []
+        self.has_all = asyncio.Event()
+
+    def put(self, handle: int, update: SequenceUpdate) -> None:
+        self.updates.append(update.token_ids)
+        if sum(map(len, self.updates)) == self._num_tokens:
+            self.has_all.set()
+
+    def fail(self, error: QuireError) -> None:
+        """See `UpdateReceiver`; the client is closed while the sequence runs."""
+
+
+class Arrived:
+    """A connection on which all frames have arrived that a test puts into it."""
+
+    def __init__(self) -> None:
+        self.frames: deque[bytes] = deque()
+        self.may_receive = asyncio.Event()
+
+    def open(self) -> None: ...
+
+    def send(self, frame: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        await self.may_receive.wait()
+        while not self.frames:
+            await asyncio.sleep(LONG_S)
+        return self.frames.popleft()
+
+    def receive_arrived(self) -> bytes | None:
+        return self.frames.popleft() if self.frames else None
+
+    async def wait_until_lost(self) -> None:
+        await asyncio.sleep(LONG_S)
+
+    async def close(self, linger_ms: int) -> None: ...
+
+
+def test_updates_of_messages_that_have_arrived_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_steps = 500
+    steps = [np.array([step], np.int32) for step in range(num_steps)]
+    monkeypatch.setattr(module, "MAX_TURN_S", LONG_S)
+
+    async def scenario() -> None:
+        connection, handles = Arrived(), list[range]()
+        client = ReplicaClient("nowhere", "replica-0", connection=connection)
+        client.start()
+
+        def make_receiver(given: range) -> Receiver:
+            handles.append(given)
+            return Receiver(num_steps)
+
+        request = Request("r", np.array([1], np.int32), SamplingParams())
+        receiver = client.submit_with(request, make_receiver)
+        handle = np.array([handles[0].start], np.int32)
+        connection.frames.extend(encode(TokenBatch(1, handle, token_id)) for token_id in steps)
+        connection.may_receive.set()
+        await receiver.has_all.wait()
+        assert receiver.updates == [list(range(num_steps))]
+        await client.close()
+
+    run(scenario)
+
+
+def test_unreadable_message_is_ignored() -> None:
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            received: asyncio.Queue[object] = asyncio.Queue()
+            client.add_listener(received.put_nowait)
+            await scheduler.send(b"\xc1 not a message")
+            await scheduler.send(encode(CacheReport(1, 0, b"", b"")))
+            assert isinstance(await received.get(), CacheReport)
+            assert not client.has_failed
+
+    run(scenario)
+
+
+def test_bug_in_a_listener_is_logged_and_fails_waiting_calls(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(message: object) -> None:
+        raise KeyError("a fault")
+
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            client.add_listener(fail)
+            waiting = asyncio.ensure_future(client.next_status(LONG_S))
+            await scheduler.send(encode(CacheReport(1, 0, b"", b"")))
+            assert "its connection broke: KeyError('a fault')" in await client.wait_until_failed()
+            with pytest.raises(ReplicaUnavailable, match="its connection broke"):
+                await waiting
+
+    run(scenario)
+    assert "receiving from replica-0 has failed" in caplog.text
+
+
+def test_lost_connection_fails_running_requests_at_once() -> None:
+    """The scheduler does not know the client by its next connection, so it would never end them."""
+
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            await scheduler.receive()
+            request = Request("lost", np.ones(4, np.int32), SamplingParams(max_tokens=9, seed=0))
+            submitted = client.submit(request)
+            scheduler.close()
+            with pytest.raises(ReplicaUnavailable, match="the connection to it was lost"):
+                await anext(submitted)
+            assert client.has_failed
+            assert client.num_running == 0
+
+    run(scenario)
+
+
+def test_last_messages_before_a_lost_connection_are_read() -> None:
+    async def scenario() -> None:
+        async with connection() as (client, scheduler):
+            request = Request("ended", np.ones(4, np.int32), SamplingParams(max_tokens=9, seed=0))
+            submitted = client.submit(request)
+            end = error_finish(submitted.handles[0], ReplicaUnavailable("rank 1 was killed by SIGKILL"))
+            await scheduler.send(encode(TokenBatch(0, finished=(end,))))
+            scheduler.close(linger_ms=60_000)
+            _, update = await anext(submitted)
+            assert update.finish is not None
+            assert update.finish.error == "rank 1 was killed by SIGKILL"
+
+    run(scenario)

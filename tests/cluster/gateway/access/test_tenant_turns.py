@@ -1,0 +1,91 @@
+"""TenantTurns: long work of one tenant leaves room for that of others, also after its callers have gone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from quire.cluster.gateway.access import tenant_turns
+from quire.cluster.gateway.access.tenant_turns import TenantTurns
+from quire.cluster.gateway.generation.generation import GenerationCall
+from quire.cluster.text.sandbox import grammar_pool as grammar_pool
+from quire.cluster.text.sandbox import text_pool as text_pool
+from quire.proto.errors import InvalidRequest, Overloaded
+from quire.proto.sampling import SamplingParams
+
+DEADLINE_S = 60.0
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, DEADLINE_S))
+
+
+def test_other_tenants_do_not_wait_for_long_work() -> None:
+    async def scenario() -> None:
+        turns, is_over, started = TenantTurns(), threading.Event(), threading.Semaphore(0)
+
+        def long_work() -> bool:
+            started.release()
+            return is_over.wait(DEADLINE_S)
+
+        calls = [asyncio.create_task(turns.run("iron", long_work)) for _ in range(9)]
+        for _ in range(tenant_turns.MAX_AT_ONCE):
+            await asyncio.to_thread(started.acquire)
+        assert await turns.run("gold", lambda: 7) == 7
+        assert not started.acquire(blocking=False)
+        is_over.set()
+        assert all(await asyncio.gather(*calls))
+        assert turns._places == {}
+
+    run(scenario())
+
+
+def test_turn_of_a_caller_who_has_gone_lasts_until_its_work_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenant_turns, "QUEUE_TIMEOUT_S", 0.01)
+
+    async def scenario() -> None:
+        turns, is_over, has_begun = TenantTurns(1), threading.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def long_work() -> bool:
+            loop.call_soon_threadsafe(has_begun.set)
+            return is_over.wait(DEADLINE_S)
+
+        call = asyncio.create_task(turns.run("iron", long_work))
+        await has_begun.wait()
+        call.cancel()
+        await asyncio.wait([call])
+        with pytest.raises(Overloaded, match="earlier requests of the tenant"):
+            await turns.run("iron", lambda: None)
+        is_over.set()
+        while turns._places:
+            await asyncio.sleep(0)
+        assert await turns.run("iron", lambda: 7) == 7
+
+    run(scenario())
+
+
+def test_error_of_the_work_ends_its_turn() -> None:
+    async def scenario() -> None:
+        turns = TenantTurns(1)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                await turns.run("", lambda: 1 // 0)
+
+    run(scenario())
+
+
+def test_one_tenant_cannot_use_all_worker_processes() -> None:
+    assert 2 * tenant_turns.MAX_AT_ONCE < text_pool.NUM_WORKERS
+    assert tenant_turns.MAX_AT_ONCE < grammar_pool.NUM_WORKERS
+
+
+def test_digest_of_a_prompt_with_a_huge_number_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="prompt: has a number of more than 64 bits"):
+        GenerationCall([1, 10**30], SamplingParams()).digest()

@@ -1,0 +1,107 @@
+"""The size of a JSON body, counted before it is parsed, and the event loop that goes on turning meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from loop_stall import watch_stalls
+from serving import ServerFactory, run
+
+from quire.cluster.gateway.http.json_size import MAX_ITEMS, MAX_PARTS, JsonSize
+
+# In rounds of 100,000. Without the count, 1.3 million empty lists took 3,000, 400,000 biases 600, two million token
+# ids 170.
+MAX_STALL = 120.0
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a"\\,[]{}é\n')),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('k"\\,')), inner),
+    max_leaves=30,
+)
+
+
+def count(chunks: Sequence[bytes]) -> tuple[int, int]:
+    size = JsonSize()
+    for chunk in chunks:
+        size.add(chunk)
+    return size.num_parts, size.num_items
+
+
+def expected(value: Any) -> tuple[int, int]:
+    """Parts and commas of a value."""
+    if isinstance(value, str):
+        return 1, 0
+    if not isinstance(value, list | dict):
+        return 0, 0
+    children = value if isinstance(value, list) else [*value, *value.values()]
+    inner = [expected(child) for child in children]
+    return 1 + sum(parts for parts, _ in inner), max(0, len(value) - 1) + sum(items for _, items in inner)
+
+
+@given(JSON, st.booleans(), st.lists(st.integers(0, 200)))
+def test_count_is_that_of_the_document_however_it_is_split(
+    value: Any, is_ascii: bool, cuts: list[int]
+) -> None:
+    raw = json.dumps(value, ensure_ascii=is_ascii).encode()
+    bounds = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    chunks = [raw[start:end] for start, end in itertools.pairwise(bounds)]
+    assert count(chunks) == count([raw]) == expected(value)
+
+
+@given(st.lists(st.binary(max_size=50)))
+def test_what_is_no_json_is_counted_somehow(chunks: list[bytes]) -> None:
+    num_parts, num_items = count(chunks)
+    assert num_parts + num_items <= sum(map(len, chunks))
+
+
+def test_texts_that_do_not_end_are_scanned_once() -> None:
+    """A second look at each escaped quote would take hours."""
+    assert count([b'"' + b'\\"' * 2_000_000]) == (1, 0)
+    assert count([b'"', *[b'\\"' * 1000] * 1000, b'"']) == (1, 0)
+
+
+def listed(item: str, number: int) -> str:
+    return "[" + ",".join([item] * number) + "]"
+
+
+HOSTILE = {
+    "lists": '{"model":"tiny","prompt":' + listed("[]", 1_300_000) + "}",
+    "texts": '{"model":"tiny","prompt":' + listed('""', 1_300_000) + "}",
+    "biases": '{"model":"tiny","prompt":"x","logit_bias":{'
+    + ",".join(f'"{n}":1' for n in range(400_000))
+    + "}}",
+    "unknown": '{"model":"tiny","prompt":"x","other":{' + ",".join(f'"{n}":1' for n in range(400_000)) + "}}",
+    "numbers": '{"model":"tiny","prompt":' + listed("1", 2_000_000) + "}",
+    "depth": '{"model":"tiny","prompt":' + "[" * 1_000_000 + "]" * 1_000_000 + "}",
+}
+
+
+def test_no_body_of_4_mb_stalls_the_event_loop(serve: ServerFactory) -> None:
+    stalled: dict[str, float] = {}
+
+    async def scenario() -> None:
+        async with serve(http=True) as server, httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
+            # The shorter of two: the processor time of the server's other threads counts as well.
+            for name, body in [*HOSTILE.items(), *HOSTILE.items()]:
+                async with watch_stalls() as stalls:
+                    response = await client.post("/v1/completions", content=body.encode())
+                assert response.status_code == 400, (name, response.text)
+                stalled[name] = min(stalled.get(name, math.inf), round(stalls.longest, 1))
+
+    run(scenario())
+    assert max(stalled.values()) <= MAX_STALL, stalled
+
+
+@pytest.mark.parametrize("value", [[[1]] * (MAX_PARTS // 2), [1] * MAX_ITEMS, {"text": "a,[" * 1_000_000}])
+def test_large_values_of_valid_requests_pass(value: Any) -> None:
+    size = JsonSize()
+    size.add(json.dumps(value).encode())
+    assert not size.is_too_large

@@ -1,0 +1,285 @@
+"""MigratingRequest with fake replicas: resumed requests, usage and timings, errors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.cluster.gateway.routing.recent_refusals import Moment
+from quire.cluster.gateway.routing.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
+from quire.cluster.text.requests.observer import MoveCause
+from quire.cluster.text.requests.request import Request
+from quire.cluster.text.requests.sequence_update import SequenceUpdate
+from quire.proto.errors import DeadlineExpired, ProtocolError, ReplicaUnavailable
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import Finish, FinishReason, Timings
+
+
+class FakeClient:
+    """Fake client of a replica.
+
+    Attributes:
+        placed: (request, its receiver), in the order of their submission.
+    """
+
+    def __init__(self, replica_id: str) -> None:
+        self.replica_id = replica_id
+        self.placed: list[tuple[Request, Any]] = []
+        self.stopped: list[int] = []
+        self.aborted: list[int] = []
+        self.problem = ""
+        self.num_ended = 0
+
+    def submit_with(self, request: Request, make_receiver: Callable[[range], Any]) -> Any:
+        if self.problem:
+            raise ReplicaUnavailable(self.problem)
+        start = 100 * (1 + len(self.placed))
+        receiver = make_receiver(range(start, start + request.sampling.num_sequences))
+        self.placed.append((request, receiver))
+        return receiver
+
+    def send_update(self, number: int, index: int, *tokens: int, **finish: Any) -> None:
+        """Send an update of an output of the n-th placed request."""
+        receiver = self.placed[number][1]
+        handle = receiver.handles[index]
+        end = Finish(handle, **finish) if finish else None
+        receiver.put(handle, SequenceUpdate(list(tokens), finish=end))
+
+    def stop(self, handle: int) -> None:
+        self.stopped.append(handle)
+
+    def abort(self, handles: range) -> None:
+        self.aborted += handles
+
+
+class FakeReplicaPicker:
+    """Two replicas; chooses `a` until a replica drains, then `b`."""
+
+    is_fixed = False
+
+    def __init__(self) -> None:
+        self.a, self.b = FakeClient("a"), FakeClient("b")
+        self.drained: list[str] = []
+
+    def drain(self, replica_id: str) -> None:
+        self.drained.append(replica_id)
+
+    def choose(self, request: Request) -> Any:
+        return self.b if self.drained else self.a
+
+    def on_refused(self, client: Any, request: Request, finish: Finish, sent: Moment) -> None:
+        raise AssertionError("no replica of this test refuses requests")
+
+    async def wait_for_replica(self, request: Request, timeout_s: float | None) -> Any:
+        return self.choose(request)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(scenario: Callable[[FakeReplicaPicker, Clock], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(FakeReplicaPicker(), Clock()), 60))
+
+
+def request(**params: Any) -> Request:
+    sampling = SamplingParams(**({"max_tokens": 9, "seed": 7, "temperature": 0.5} | params))
+    return Request("mine", np.array([1, 2, 3], np.int32), sampling, tenant="gold", salt=b"s", timeout_s=60.0)
+
+
+async def settle() -> None:
+    """Run the event loop until every task waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def next_updates(running: MigratingRequest, count: int) -> list[tuple[int, SequenceUpdate]]:
+    return [await anext(running) for _ in range(count)]
+
+
+def test_finish_has_usage_and_timings_of_all_replicas() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(logprobs=2), picker, clock)
+        running.start()
+        picker.a.send_update(0, 0, 10, 11)
+        picker.a.send_update(
+            0, 0, 12, reason=FinishReason.MOVED, num_cached_tokens=2, timings=Timings(1.0, 2.0, 3.0, 0.0, 0)
+        )
+        clock.now = 5.0
+        await settle()
+        ((resumed, _),) = picker.b.placed
+        assert resumed.generated_token_ids.tolist() == [10, 11, 12]
+        assert (resumed.sampling.seed, resumed.sampling.max_tokens, resumed.sampling.logprobs) == (7, 9, 2)
+        assert (resumed.tenant, resumed.salt, resumed.timeout_s) == ("gold", b"s", 55.0)
+        picker.b.send_update(
+            0, 0, 13, reason=FinishReason.LENGTH, num_completion_tokens=4, num_cached_tokens=6,
+            timings=Timings(0.5, 0.5, 1.0, 0.0, 6),
+        )  # fmt: skip
+        ((index, update),) = [item async for item in running]
+        assert (index, update.token_ids) == (0, [10, 11, 12, 13])
+        assert update.finish is not None
+        assert update.finish.num_cached_tokens == 2
+        # The five seconds between the replicas count as preemption.
+        assert update.finish.timings == Timings(1.5, 2.5, 4.0, 5.0, 6, num_moves=1)
+
+    run(scenario)
+
+
+def test_each_sequence_that_a_replica_loses_is_reported_with_its_cause() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        moves: list[tuple[str, MoveCause]] = []
+        running = MigratingRequest(request(n=2), picker, clock, lambda *move: moves.append(move))
+        running.start()
+        picker.a.send_update(0, 1, 10, reason=FinishReason.MOVED)
+        await settle()
+        assert moves == [("a", MoveCause.DRAIN)]
+        for _, receiver in picker.b.placed:
+            receiver.fail(ReplicaUnavailable("it died"))
+        await settle()
+        assert moves == [("a", MoveCause.DRAIN), ("b", MoveCause.FAILURE)]
+
+    run(scenario)
+
+
+def test_tokens_that_came_with_the_failure_reach_the_reader() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        clock.now = 2.0
+        picker.drained.append("a")
+        picker.a.send_update(
+            0, 0, 10, reason=FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 0 failed"
+        )
+        assert await next_updates(running, 1) == [(0, SequenceUpdate([10]))]
+        await settle()
+        assert picker.b.placed[0][0].generated_token_ids.tolist() == [10]
+        picker.b.send_update(0, 0, 11, reason=FinishReason.STOP)
+        ((_, update),) = await next_updates(running, 1)
+        assert update.token_ids == [11]
+        assert update.finish is not None
+        assert update.finish.timings == Timings(decode_s=2.0, num_moves=1)
+
+    run(scenario)
+
+
+def test_outputs_resume_with_their_own_seeds() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(n=3), picker, clock)
+        running.start()
+        picker.a.send_update(0, 1, 10, reason=FinishReason.STOP)
+        for index in (0, 2):
+            picker.a.send_update(0, index, 20 + index, reason=FinishReason.MOVED)
+        await settle()
+        resumed = [(each.sampling, each.generated_token_ids.tolist()) for each, _ in picker.b.placed]
+        assert [(sampling.seed, sampling.n, tokens) for sampling, tokens in resumed] == [
+            (7, 1, [20]),
+            (9, 1, [22]),
+        ]
+        running.stop(2)
+        assert picker.b.stopped == [200]
+
+    run(scenario)
+
+
+def test_request_without_tokens_moves_as_a_whole() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(n=3), picker, clock)
+        running.start()
+        for index in range(3):
+            picker.a.send_update(0, index, reason=FinishReason.MOVED)
+        await settle()
+        ((whole, _),) = picker.b.placed
+        assert (whole.sampling.n, whole.sampling.seed, len(whole.generated_token_ids)) == (
+            3,
+            7,
+            0,
+        )
+        running.abort()
+        assert picker.b.aborted == [100, 101, 102]
+
+    run(scenario)
+
+
+def test_error_of_the_request_is_not_retried() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.send_update(
+            0, 0, reason=FinishReason.ERROR, grpc_status="DEADLINE_EXCEEDED", error="too late"
+        )
+        ((_, update),) = await next_updates(running, 1)
+        assert update.finish is not None
+        assert update.finish.grpc_status == "DEADLINE_EXCEEDED"
+        assert picker.b.placed == []
+
+    run(scenario)
+
+
+def test_deadline_counts_from_the_first_submission() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        clock.now = 60.0
+        picker.a.send_update(0, 0, 10, reason=FinishReason.MOVED)
+        await settle()
+        with pytest.raises(DeadlineExpired):
+            await next_updates(running, 2)
+
+    run(scenario)
+
+
+def test_replica_failure_under_several_outputs_counts_once() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(n=3), picker, clock)
+        running.start()
+        for index in range(3):
+            picker.a.send_update(0, index, 10 + index, reason=FinishReason.MOVED)
+        await settle()
+        attempts = [receiver for _, receiver in picker.b.placed]
+        assert len(attempts) == MAX_FAILED_REPLICAS
+        picker.drained.clear()  # the first replica takes requests again
+        for attempt in attempts:
+            attempt.fail(ReplicaUnavailable("rank 0 was killed"))
+        await settle()
+        assert [each.generated_token_ids.tolist() for each, _ in picker.a.placed[1:]] == [[10], [11], [12]]
+
+    run(scenario)
+
+
+def test_request_fails_after_repeated_failures_of_one_replica() -> None:
+    """The replica may have restarted in between, with the same id."""
+
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        for number in range(MAX_FAILED_REPLICAS):
+            await settle()
+            picker.a.placed[number][1].fail(ReplicaUnavailable("it was silent"))
+        with pytest.raises(
+            ReplicaUnavailable, match="3 replicas failed while running this request; the last: it was silent"
+        ):
+            await next_updates(running, 1)
+
+    run(scenario)
+
+
+def test_unexpected_error_while_placing_ends_the_request() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        async def raise_unexpected(request: Request, timeout_s: float | None) -> None:
+            raise KeyError("unexpected")
+
+        picker.wait_for_replica = raise_unexpected  # type: ignore[method-assign]
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.send_update(0, 0, 10, reason=FinishReason.MOVED)
+        with pytest.raises(ProtocolError, match="its log has the traceback"):
+            await next_updates(running, 2)
+
+    run(scenario)

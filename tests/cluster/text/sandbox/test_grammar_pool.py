@@ -1,0 +1,137 @@
+"""GrammarWorkers: compiled grammars, hostile constraints, processes that end, and the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.cluster.text.requests.grammar_compiler import LocalGrammarCompiler
+from quire.cluster.text.sandbox import grammar_main as __main__
+from quire.cluster.text.sandbox import grammar_pool as pool
+from quire.cluster.text.sandbox.grammar_pool import GrammarWorkers
+from quire.cluster.text.sandbox.worker_process import WorkerProcess
+from quire.proto.config import EngineConfig
+from quire.proto.errors import InvalidRequest, Overloaded
+from quire.proto.structured_outputs import StructuredOutputsParams
+from quire.worker.structured.compilation import MAX_COMPILED_BYTES, GrammarLibrary
+
+
+@pytest.fixture(scope="module")
+def config() -> EngineConfig:
+    return resolve(EngineOptions("demo", device="cpu"), Machine.this())
+
+
+@pytest.fixture(scope="module")
+def workers(config: EngineConfig) -> Iterator[GrammarWorkers]:
+    workers = GrammarWorkers(config, 1)
+    yield workers
+    workers.close()
+
+
+def nested(depth: int) -> object:
+    schema: object = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_worker_compiles_as_the_caller_would(workers: GrammarWorkers, config: EngineConfig) -> None:
+    for form in (
+        StructuredOutputsParams(json={"type": "integer", "multipleOf": 3}),
+        StructuredOutputsParams(choice=["a", "b"]),
+        StructuredOutputsParams(regex="a+"),
+    ):
+        assert workers.compile(form) == LocalGrammarCompiler(config).compile(form)
+
+
+def test_unsupported_constraint_is_refused_by_keyword(workers: GrammarWorkers) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: is not supported.*uniqueItems"):
+        workers.compile(StructuredOutputsParams(json={"type": "array", "uniqueItems": True}))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutputsParams(regex="(a{1,1000}){1,1000}(b{1,1000}){1,1000}"),
+        StructuredOutputsParams(regex="(" * 5000 + "a" + ")" * 5000),
+        StructuredOutputsParams(grammar="root ::= " + "(" * 20000 + '"a"' + ")" * 20000),
+        StructuredOutputsParams(grammar="root ::= root root | root"),
+        StructuredOutputsParams(json={"type": "string", "pattern": "(([a-z]{1,500}){1,500}){1,500}"}),
+        StructuredOutputsParams(json={"type": "array", "minItems": 10**9, "items": {"type": "null"}}),
+    ],
+    ids=["repeated", "nested", "nested-grammar", "left-recursive", "pattern", "items"],
+)
+def test_hostile_constraint_is_bounded(
+    workers: GrammarWorkers, form: StructuredOutputsParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "COMPILE_TIME_S", 2)
+    with suppress(InvalidRequest):
+        assert len(workers.compile(form)) <= MAX_COMPILED_BYTES + 1
+    assert workers.compile(StructuredOutputsParams(choice=["still", "here"]))
+
+
+def test_deeply_nested_schema_is_refused_before_it_is_compiled() -> None:
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        StructuredOutputsParams(json=nested(200))  # type: ignore[arg-type]
+    deep = "[" * 100_000
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        StructuredOutputsParams(json=f'{{"enum": {deep}')
+    with pytest.raises(InvalidRequest, match="must have 1 to"):
+        StructuredOutputsParams(json={"enum": ["x" * 600_000]})
+
+
+def test_answers_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = GrammarWorkers(config, 0)
+    answers: list[bytes | str] = [b"xgrammar", "is not supported"]
+    monkeypatch.setattr(workers, "_run", lambda task: answers.pop(0))
+    form, other = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(choice=["b"])
+    assert workers.compile(form) == workers.compile(form) == b"xgrammar"
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="is not supported"):
+            workers.compile(other)
+    assert answers == []
+    monkeypatch.setattr(pool, "MAX_CACHE_BYTES", 4 * pool._ENTRY_BYTES)
+    answers = [json.dumps([number]).encode() for number in range(9)]
+    for number in range(8):
+        workers.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
+    assert len(workers._cache._answers) <= 4
+
+
+def test_without_a_free_worker_the_request_may_come_back(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "QUEUE_TIMEOUT_S", 0.01)
+    with pytest.raises(Overloaded, match="no process was free"):
+        GrammarWorkers(config, 0).compile(StructuredOutputsParams(choice=["a"]))
+
+
+def test_late_answer_of_a_busy_machine_is_not_kept(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(process: WorkerProcess, task: object, timeout_s: float) -> object:
+        raise TimeoutError
+
+    workers, params = GrammarWorkers(config), StructuredOutputsParams(choice=["a"])
+    monkeypatch.setattr(WorkerProcess, "run", run)
+    with pytest.raises(Overloaded, match="has not answered for"):
+        workers.compile(params)
+    monkeypatch.setattr(WorkerProcess, "run", lambda *_: {"compiled": b"compiled"})
+    assert workers.compile(params) == b"compiled"
+    workers.close()
+
+
+def test_grammar_that_ranks_read_for_long_is_refused(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = config.model
+    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    task = {"spec": {"kind": "regex", "text": "a+"}, "time_s": 600}
+    assert "compiled" in __main__._answer(library, "auto", task)
+    monkeypatch.setattr(__main__, "MAX_LOAD_S", 0.0)
+    assert "ms to read it" in __main__._answer(library, "auto", task)["problem"]

@@ -1,0 +1,188 @@
+"""Prompts are rendered and tokenized within limits, in processes that are replaced when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from loop_stall import watch_stalls
+
+from quire.cluster.text.requests.chat import Chat
+from quire.cluster.text.requests.chat_template import Rendering, TemplateError, prepare_rendering
+from quire.cluster.text.requests.prompt_encoder import MAX_PROMPT_CHARS, LocalPromptEncoder
+from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.sandbox import text_pool as pool
+from quire.cluster.text.sandbox.text_pool import MAX_LOCAL_CHARS, TextWorkers
+from quire.proto.errors import InvalidRequest, Overloaded
+
+LONG_TEXT = "The quick brown fox, naïve — and 1,024 dogs.\n" * 200
+TEMPLATE = (
+    "{% for message in messages %}{{ bos_token }}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(make_model: Callable[..., Path]) -> Tokenizer:
+    return Tokenizer(str(make_model("llama")))
+
+
+@pytest.fixture(scope="module")
+def workers(tokenizer: Tokenizer) -> Iterator[TextWorkers]:
+    workers = TextWorkers(tokenizer, 2)
+    workers.start()
+    yield workers
+    workers.close()
+
+
+def rendering(source: str, **options: object) -> Rendering:
+    chat = Chat([{"role": "user", "content": "What is a quire? 💡"}], template_options=options)
+    return prepare_rendering(chat, source, {"bos_token": "<|endoftext|>"})
+
+
+def pids(workers: TextWorkers) -> list[int]:
+    return [slot._process.pid for slot in workers._slots if slot._process is not None]
+
+
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_worker_tokenizes_as_this_process(
+    workers: TextWorkers, tokenizer: Tokenizer, add_special_tokens: bool
+) -> None:
+    expected = tokenizer.encode(LONG_TEXT, add_special_tokens=add_special_tokens)
+    assert workers.encode_text(LONG_TEXT, add_special_tokens=add_special_tokens).tolist() == expected
+    assert workers.encode_text("A dog", add_special_tokens=True).tolist() == tokenizer.encode("A dog")
+
+
+def test_worker_renders_as_this_process(workers: TextWorkers, tokenizer: Tokenizer) -> None:
+    token_ids, end = workers.encode_chat(rendering(TEMPLATE, number=1, deep={"a": [1.5, None, True]}))
+    expected_ids, expected_end = LocalPromptEncoder(tokenizer).encode_chat(rendering(TEMPLATE))
+    assert (token_ids.tolist(), end) == (expected_ids.tolist(), expected_end)
+    assert end == "<|endoftext|>user: What is a quire? 💡\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 'a' * 10**9 }}", "too much memory|more than"),
+        ("{{ ('a' * 10**12) | length }}", "too much memory"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "within 0.2 s"),
+        ("{% for i in range(99999) %}{{ 'abcdefghij' * 100 }}{% endfor %}", f"more than {MAX_PROMPT_CHARS}"),
+        ("{{ range(10**9) | list }}", "Range too big"),
+        ("{% for", "unexpected|Expected"),
+        ("{{ messages[0].__class__.mro() }}", "unsafe"),
+        ("{{ '%0999999999d' % 1 }}", "too much memory|more than"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion|too many|nested|memory"),
+    ],
+)
+def test_template_beyond_the_limits_is_refused_in_words(
+    workers: TextWorkers, template: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "RENDER_TIME_S", 0.2 if problem == "within 0.2 s" else 60.0)
+        with pytest.raises((TemplateError, InvalidRequest), match=f"(?i){problem}"):
+            workers.encode_chat(rendering(template))
+    assert workers.encode_chat(rendering("{{ messages[0].role }}"))[1] == "user"
+
+
+def test_operation_that_cannot_be_interrupted_ends_with_its_process(
+    workers: TextWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "TASK_TIMEOUT_S", 0.5)
+        with pytest.raises(InvalidRequest, match="was not tokenized within"):
+            workers.encode_chat(rendering("{{ 9 ** (9 ** 9) }}"))
+    assert workers.encode_chat(rendering("{{ messages[0].role }}"))[1] == "user"
+
+
+def test_worker_that_was_killed_is_replaced(workers: TextWorkers) -> None:
+    workers.encode_text(LONG_TEXT, add_special_tokens=True)
+    before = pids(workers)
+    for slot in workers._slots:
+        if slot._process is not None:
+            slot._process.send_signal(signal.SIGKILL)
+            slot._process.wait(30)
+    with pytest.raises(InvalidRequest, match="needs too much memory"):
+        workers.encode_text(LONG_TEXT, add_special_tokens=True)
+    assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
+    assert not set(before) & set(pids(workers))
+
+
+def test_worker_that_does_not_answer_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = TextWorkers(tokenizer, 1)
+    try:
+        workers.encode_text(LONG_TEXT, add_special_tokens=True)
+        (slot,) = workers._slots
+        assert slot._process is not None
+        slot._process.send_signal(signal.SIGSTOP)
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "TASK_TIMEOUT_S", 0.05)
+            with pytest.raises(InvalidRequest, match=r"was not tokenized within 0\.05 s"):
+                workers.encode_text(LONG_TEXT, add_special_tokens=True)
+        assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
+    finally:
+        workers.close()
+
+
+def test_full_pool_refuses_within_its_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "QUEUE_TIMEOUT_S", 0.01)
+    workers = TextWorkers(tokenizer, 1)
+    workers._idle.get()
+    try:
+        with pytest.raises(Overloaded, match="no process was free"):
+            workers.encode_text(LONG_TEXT, add_special_tokens=True)
+    finally:
+        workers.close()
+
+
+def test_threads_share_the_workers(workers: TextWorkers, tokenizer: Tokenizer) -> None:
+    texts = [LONG_TEXT + "x" * count for count in range(6)]
+    results: dict[int, list[int]] = {}
+
+    def encode(index: int) -> None:
+        results[index] = workers.encode_text(texts[index], add_special_tokens=False).tolist()
+
+    threads = [threading.Thread(target=encode, args=(index,)) for index in range(len(texts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == {
+        index: tokenizer.encode(text, add_special_tokens=False) for index, text in enumerate(texts)
+    }
+    assert len(pids(workers)) <= 2
+    assert len(LONG_TEXT) > MAX_LOCAL_CHARS
+
+
+def test_close_ends_the_processes(tokenizer: Tokenizer) -> None:
+    workers = TextWorkers(tokenizer)
+    workers.start()
+    (process,) = [slot._process for slot in workers._slots if slot._process is not None]
+    workers.close()
+    assert process.returncode is not None
+    workers.close()
+
+
+def test_long_prompt_does_not_stall_the_event_loop(workers: TextWorkers) -> None:
+    """Tokenizing this text in the process itself stalls it for 24 times the limit."""
+    text = LONG_TEXT * 40
+
+    async def scenario() -> None:
+        await asyncio.to_thread(workers.encode_text, LONG_TEXT, add_special_tokens=True)
+        async with watch_stalls() as stalls:
+            token_ids = await asyncio.to_thread(workers.encode_text, text, add_special_tokens=True)
+        assert len(token_ids) > 40 * 200
+        assert stalls.longest < 10
+
+    asyncio.run(scenario())
+
+
+def test_longest_token_bounds_the_characters_of_a_text(tokenizer: Tokenizer) -> None:
+    longest = tokenizer.max_chars(1)
+    assert longest is not None
+    text = LONG_TEXT + "the " * 100
+    assert len(text) <= longest * len(tokenizer.encode(text))

@@ -1,0 +1,285 @@
+"""Refusal of requests that cannot be complete before their deadlines."""
+
+from __future__ import annotations
+
+import pytest
+from driver import Driver
+from fakes import random_prompt, small_config
+from narrowing import not_none
+
+from quire.proto.refusal import MAX_HOLD_S
+from quire.scheduler.core.admission.forecast import CONGESTION_S
+from quire.scheduler.core.waiting.backlog import Job
+
+STEP_S = 0.1
+
+
+def measured_driver(**options: object) -> Driver:
+    """Return a replica whose steps take STEP_S, however many rows they have."""
+    driver = Driver(small_config(**({"max_num_seqs": 2, "num_blocks": 200} | options)))  # type: ignore[arg-type]
+    for num_rows in (0, 1, 2):
+        for num_tokens in (0, 8, 16):
+            driver.scheduler._state.step_costs.observe(num_rows, num_tokens, STEP_S)
+    return driver
+
+
+def add(driver: Driver, handle: int, num_steps: int, timeout_s: float | None = None, tenant: str = "") -> str:
+    """Submit a request; return the gRPC status and the delay of its refusal."""
+    refusal = driver.add(
+        handle,
+        random_prompt(4, handle),
+        max_tokens=num_steps,
+        ignore_eos=True,
+        timeout_s=timeout_s,
+        tenant=tenant,
+    )
+    return "" if refusal is None else refusal.grpc_status
+
+
+def test_request_that_waits_too_long_is_refused_at_once() -> None:
+    driver = measured_driver()
+    for handle in range(6):
+        assert add(driver, handle, 20) == ""
+    # Two rows, three rounds of 20 steps: 6 s of queue, then 1 s.
+    assert add(driver, 10, 10, timeout_s=4.0) == "RESOURCE_EXHAUSTED"
+    refusal = driver.finishes[10]
+    assert "would wait" in refusal.error
+    assert 2.0 < not_none(refusal.retry_after_s) < 8.0
+    assert add(driver, 11, 10, timeout_s=12.0) == ""
+    driver.run()
+    assert driver.scheduler.blocks.num_held_blocks == 0
+
+
+def test_retry_delay_becomes_shorter_as_the_queue_does() -> None:
+    driver = measured_driver()
+    for handle in range(6):
+        add(driver, handle, 20)
+    delays = []
+    for handle in range(10, 13):
+        assert add(driver, handle, 20, timeout_s=2.5) == "RESOURCE_EXHAUSTED"
+        delays.append(not_none(driver.finishes[handle].retry_after_s))
+        for _ in range(15):
+            driver.plan()
+            driver.now += STEP_S
+            driver.apply_result()
+    assert delays == sorted(delays, reverse=True)
+    assert delays[-1] < delays[0] - 1.0
+
+
+def test_request_that_takes_too_long_by_itself_is_refused_for_good() -> None:
+    driver = measured_driver()
+    assert add(driver, 0, 50, timeout_s=4.0) == "DEADLINE_EXCEEDED"
+    assert "its deadline is in 4 s" in driver.finishes[0].error
+    assert driver.finishes[0].retry_after_s is None
+    assert add(driver, 1, 30, timeout_s=4.0) == ""
+
+
+def test_idle_replica_that_was_slow_serves_again() -> None:
+    """Only a request shows that steps are short again; predictions alone would refuse all of them for good."""
+    driver = measured_driver()
+    for _ in range(100):
+        driver.scheduler._state.step_costs.observe(1, 0, 100 * STEP_S)
+    driver.scheduler._state.step_costs.observe(1, 0, STEP_S)
+    assert driver.scheduler._state.step_costs.predict_s(1) > 10 * STEP_S
+    assert add(driver, 0, 30, timeout_s=4.0) == ""
+    assert add(driver, 1, 30, timeout_s=4.0) == "DEADLINE_EXCEEDED"  # one request is enough to measure
+    while 0 not in driver.finishes:
+        driver.plan()
+        driver.now += STEP_S
+        driver.apply_result()
+    assert len(driver.outputs[0]) == 30
+    assert add(driver, 2, 50, timeout_s=4.0) == "DEADLINE_EXCEEDED"  # 5 s at best
+    assert add(driver, 3, 20, timeout_s=4.0) == ""
+
+
+def test_output_that_may_stop_early_is_expected_to_be_as_long_as_others() -> None:
+    driver = measured_driver(max_model_len=400, num_blocks=400)
+    assert (
+        driver.add(0, random_prompt(4), max_tokens=300, timeout_s=4.0) is None
+    )  # nothing is known of lengths yet
+    for _ in range(20):
+        driver.scheduler._state.lengths.add(20, has_stopped=True)
+    assert driver.add(1, random_prompt(4, 1), max_tokens=300, timeout_s=4.0) is None
+    for _ in range(200):
+        driver.scheduler._state.lengths.add(200, has_stopped=True)
+    refusal = not_none(driver.add(2, random_prompt(4, 2), max_tokens=300, timeout_s=4.0))
+    assert refusal.grpc_status == "DEADLINE_EXCEEDED"
+
+
+def test_sequences_that_do_not_share_a_partition_wait_longer() -> None:
+    """In one pool three run at once. Of two partitions with half of the blocks each has room for one."""
+    queues = []
+    for num_kv_partitions in (1, 2):
+        num_blocks = 42 // num_kv_partitions + 1
+        driver = measured_driver(
+            max_num_seqs=8, num_blocks=num_blocks, num_kv_partitions=num_kv_partitions, max_model_len=80
+        )
+        for handle in range(6):
+            assert add(driver, handle, 70) == ""
+        queues.append(driver.scheduler._forecast.predict(Job(1, 4, 70.0)).queue_s)
+    assert queues[1] > queues[0] > 0.0
+
+
+def test_nothing_is_refused_before_a_step_was_measured() -> None:
+    driver = Driver(small_config(max_num_seqs=1))
+    for handle in range(10):
+        assert add(driver, handle, 50, timeout_s=0.01) == ""
+
+
+def test_waiting_request_that_became_too_late_is_not_started() -> None:
+    driver = measured_driver()
+    for handle in range(2):
+        add(driver, handle, 20)
+    assert add(driver, 2, 20, timeout_s=5.0) == ""
+    driver.step()
+    driver.now += 4.0  # the steps took longer than expected
+    driver.run()
+    assert driver.outputs[2] == []
+    assert driver.finishes[2].grpc_status == "RESOURCE_EXHAUSTED"
+    assert "has waited" in driver.finishes[2].error
+
+
+def test_standing_queue_is_kept_short() -> None:
+    """In a burst a request may wait as long as its deadline allows, under lasting overload only a little."""
+    driver = measured_driver()
+    for handle in range(4):
+        add(driver, handle, 20)
+    assert add(driver, 10, 5, timeout_s=10.0) == ""
+    driver.now += CONGESTION_S / 2
+    assert add(driver, 11, 5, timeout_s=10.0) == ""
+    driver.now += 0.6 * CONGESTION_S
+    assert add(driver, 12, 5, timeout_s=10.0) == "RESOURCE_EXHAUSTED"
+    driver.now += 1.1 * CONGESTION_S  # nothing has come for a while: this is a burst again
+    assert add(driver, 13, 5, timeout_s=20.0) == ""
+
+
+def test_standing_queue_of_one_tenant_does_not_refuse_another() -> None:
+    driver = measured_driver(policy="fair")
+    for handle in range(8):
+        add(driver, handle, 20, tenant="greedy")
+    add(driver, 10, 5, timeout_s=20.0, tenant="greedy")
+    driver.now += 0.9 * CONGESTION_S
+    add(driver, 11, 5, timeout_s=20.0, tenant="greedy")
+    driver.now += 0.2 * CONGESTION_S
+    assert add(driver, 12, 5, timeout_s=20.0, tenant="greedy") == "RESOURCE_EXHAUSTED"
+    assert add(driver, 13, 5, timeout_s=20.0, tenant="light") == ""
+
+
+@pytest.mark.parametrize(("policy", "is_light_served"), [("fair", True), ("fcfs", False)])
+def test_full_queue_makes_room_for_a_tenant_that_has_less(policy: str, is_light_served: bool) -> None:
+    driver = measured_driver(policy=policy, max_queue_len=6)
+    for handle in range(8):
+        add(driver, handle, 5, tenant="greedy")
+        driver.plan()
+    status = add(driver, 20, 5, tenant="light")
+    assert (status == "") is is_light_served
+    driver.run()
+    assert len(driver.outputs[20]) == (5 if is_light_served else 0)
+    refused = [finish for finish in driver.finishes.values() if finish.grpc_status == "RESOURCE_EXHAUSTED"]
+    assert len(refused) >= 1
+    assert all(finish.retry_after_s is not None for finish in refused)
+    driver.scheduler.check_integrity()
+
+
+def test_migrated_request_is_not_refused() -> None:
+    driver = measured_driver(max_queue_len=2)
+    for handle in range(4):
+        add(driver, handle, 20)
+        driver.plan()
+    assert driver.add(9, random_prompt(4, 9), generated=[7, 8], max_tokens=20, timeout_s=1.0) is None
+
+
+def overloaded_driver(**options: object) -> Driver:
+    """Return a replica whose queue has been too long for a while: 2 rows, and 2 s of work for each that wait."""
+    driver = measured_driver(**options)
+    for handle in range(6):
+        add(driver, handle, 20, tenant="heavy")
+        driver.plan()
+    for handle in (10, 11, 12):
+        add(driver, handle, 5, timeout_s=10.0, tenant="heavy")
+        driver.now += 0.6 * CONGESTION_S
+    return driver
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_steps", "n"), [(1, 1, 1), (1, 30, 1), (30, 1, 1), (4, 20, 4)]
+)
+@pytest.mark.parametrize("after_s", [0.0, 0.999])
+def test_scope_of_a_refusal_has_requests_of_any_size(
+    num_prompt_tokens: int, num_steps: int, n: int, after_s: float
+) -> None:
+    driver = overloaded_driver()
+    assert add(driver, 20, 10, timeout_s=10.0, tenant="heavy") == "RESOURCE_EXHAUSTED"
+    scope = not_none(driver.finishes[20].scope)
+    assert 0 < scope.hold_s <= MAX_HOLD_S
+    assert scope.has(10.0)
+    driver.now += after_s * scope.hold_s
+    end = driver.add(
+        30,
+        random_prompt(num_prompt_tokens),
+        max_tokens=num_steps,
+        n=n,
+        timeout_s=not_none(scope.max_timeout_s),
+        tenant="heavy",
+    )
+    assert not_none(end).grpc_status == "RESOURCE_EXHAUSTED"
+
+
+def test_scope_of_a_refusal_is_small_near_its_end() -> None:
+    """The rest of the queue is computed; a refusal holds for less and less time, until requests are taken again."""
+    driver = overloaded_driver()
+    holds, handle = [], 20
+    while add(driver, handle, 1, timeout_s=10.0, tenant="heavy"):
+        scope = driver.finishes[handle].scope
+        holds.append(0.0 if scope is None else scope.hold_s)
+        driver.plan()
+        driver.now += STEP_S / 4
+        driver.apply_result()
+        handle += 1
+    assert holds[0] == MAX_HOLD_S
+    assert holds[-1] < MAX_HOLD_S
+
+
+def test_refusal_of_a_large_request_says_nothing_of_small_ones() -> None:
+    driver = measured_driver()
+    for handle in range(6):
+        add(driver, handle, 20)
+    assert add(driver, 10, 45, timeout_s=7.0) == "RESOURCE_EXHAUSTED"
+    assert driver.finishes[10].scope is None
+    assert add(driver, 11, 5, timeout_s=7.0) == ""
+
+
+def test_request_that_takes_too_long_by_itself_says_nothing_of_others() -> None:
+    driver = overloaded_driver()
+    assert add(driver, 20, 50, timeout_s=4.0, tenant="heavy") == "DEADLINE_EXCEEDED"
+    assert driver.finishes[20].scope is None
+
+
+def test_full_queue_refuses_requests_without_deadlines_while_there_is_work() -> None:
+    driver = measured_driver(max_queue_len=2)
+    for handle in range(4):
+        add(driver, handle, 20)
+        driver.plan()
+    assert add(driver, 10, 5) == "RESOURCE_EXHAUSTED"
+    scope = not_none(driver.finishes[10].scope)
+    assert scope.hold_s == MAX_HOLD_S
+    assert scope.has(None)
+
+
+def test_full_queue_of_little_work_is_asked_again_before_it_is_done() -> None:
+    driver = Driver(small_config(max_num_seqs=1, max_queue_len=1))
+    for num_rows in (0, 1):
+        driver.scheduler._state.step_costs.observe(num_rows, 8, 0.002)
+    for handle in range(2):
+        add(driver, handle, 5)
+        driver.plan()
+    assert add(driver, 10, 5) == "RESOURCE_EXHAUSTED"
+    scope = not_none(driver.finishes[10].scope)
+    assert 0 < scope.hold_s < 10 * 0.002
+
+
+def test_tenant_that_crowds_out_others_is_refused_alone() -> None:
+    driver = overloaded_driver(policy="fair")
+    assert add(driver, 20, 10, timeout_s=10.0, tenant="heavy") == "RESOURCE_EXHAUSTED"
+    assert driver.finishes[20].scope is not None
+    assert add(driver, 21, 10, timeout_s=10.0, tenant="light") == ""

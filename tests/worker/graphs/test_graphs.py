@@ -1,0 +1,528 @@
+"""StepGraphs: replayed steps give the same tokens as computed ones for any batches."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapters import ATTENTION, MLP, VOCABULARY, put_adapters, write_adapter
+from pooling_models import EmbeddingReference
+from ranked_driver import RankedDriver
+from reference import Reference
+from tape import TapeBackend, on_one_launch
+from torch import Tensor
+
+from quire.kernels import latent_attention, linear, lora, paged_attention
+from quire.kernels.native import ops as cpu
+from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
+from quire.proto.lora import NO_SLOT, LoraReference
+from quire.proto.pooling import PoolingParams
+from quire.proto.step import PromptScoring, RowSampling, StepPlan
+from quire.worker import attention
+from quire.worker.graphs.graph_adapters import GraphAdapters
+from quire.worker.graphs.graph_backend import Recording
+from quire.worker.graphs.graph_shapes import NUM_CHUNKS
+from quire.worker.graphs.graphs import StepGraphs
+from quire.worker.lora import embedding_adapters, layers
+from quire.worker.lora.step_adapters import make_step_adapters
+from quire.worker.models.mla import latent_layer
+from quire.worker.rank import runner as runner_module
+
+GREEDY = RowSampling(temperature=0.0)
+
+
+def decode(q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
+    """Behave as the kernel, which treats rows of length 0 as padding."""
+    out, live = torch.zeros_like(q), seq_lens > 0
+    if live.any():
+        out[live] = paged_attention.paged_decode_attention(
+            q[live], kv_cache, block_tables[live], seq_lens[live], scale
+        )
+    return out
+
+
+def prefill(
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
+) -> Tensor:
+    """Behave as the kernel, which gives any numbers for tokens outside all chunks."""
+    out = paged_attention.paged_prefill_attention(q, kv_cache, block_tables, query_start, seq_lens, scale)
+    out[int(query_start[-1]) :] = torch.nan
+    return out
+
+
+def latent_decode(
+    q: Tensor, latents: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, value_dim: int
+) -> Tensor:
+    """Behave as the kernel, which gives any numbers for rows of length 0."""
+    out, live = q.new_full((*q.shape[:2], value_dim), torch.nan), seq_lens > 0
+    if live.any():
+        out[live] = latent_attention.latent_decode_attention(
+            q[live], latents, block_tables[live], seq_lens[live], scale, value_dim
+        )
+    return out
+
+
+def adapted(
+    y: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ranks: Tensor,
+    part_starts: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Return what add_lora writes to y; no launch of a kernel returns tensors."""
+    out, bounds = y.clone(), tuple(part_starts.tolist())
+    factors = lora.LoraFactors(a, b, ranks, part_starts, bounds)
+    lora.add_lora(out, x, factors, lora.LoraGroups(order, starts, slots))
+    return out
+
+
+_LATENT_DECODE = on_one_launch("latent_decode_attention", latent_decode)
+_DECODE = on_one_launch("paged_decode_attention", decode)
+_PREFILL = on_one_launch("paged_prefill_attention", prefill)
+_ADAPTED = on_one_launch("adapted", adapted)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
+    """A tape that records every operation, because none runs in C++."""
+    monkeypatch.setattr(cpu, "supports", lambda x, length: False)
+    monkeypatch.setattr(linear, "_supports_panels", lambda weight: False)
+    monkeypatch.setattr(
+        attention,
+        "paged_decode_attention",
+        lambda q, cache, tables, lens, scale, *rest: _DECODE(q, cache, tables, lens, scale),
+    )
+    monkeypatch.setattr(
+        attention,
+        "paged_prefill_attention",
+        lambda q, cache, tables, starts, lens, scale, *rest: _PREFILL(q, cache, tables, starts, lens, scale),
+    )
+    monkeypatch.setattr(
+        latent_layer,
+        "latent_decode_attention",
+        lambda q, cache, tables, lens, scale, dim, *rest: _LATENT_DECODE(q, cache, tables, lens, scale, dim),
+    )
+
+    def add_lora(y: Tensor, x: Tensor, factors: lora.LoraFactors, groups: lora.LoraGroups) -> None:
+        of_layer = factors.a, factors.b, factors.ranks, factors.starts
+        y.copy_(_ADAPTED(y, x, *of_layer, groups.order, groups.starts, groups.slots))
+
+    for module in (layers, embedding_adapters):
+        monkeypatch.setattr(module, "add_lora", add_lora)
+    return TapeBackend()
+
+
+@pytest.fixture
+def engine(make_model: Any, make_engine: Any, backend: TapeBackend) -> Any:
+    return make_engine(make_model("qwen3", seed=5), 1, num_blocks=64, block_size=4, max_num_seqs=6,
+                       graph_backend=backend)  # fmt: skip
+
+
+def test_replayed_steps_give_same_tokens_as_computed_steps(
+    engine: Any, backend: TapeBackend, make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    """Batches grow and shrink across graph sizes and reuse blocks of finished sequences."""
+    lengths = [3, 9, 2, 17, 5, 8, 30, 4, 6]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+
+    def run(engine: Any) -> list[list[int]]:
+        sequences = [
+            planned(prompt, 12 + index, GREEDY, arrival=3 * index) for index, prompt in enumerate(prompts)
+        ]
+        engine.generate(sequences)
+        return [sequence.generated for sequence in sequences]
+
+    plain = run(make_engine(make_model("qwen3", seed=5), 1, num_blocks=64, block_size=4, max_num_seqs=6))
+    assert run(engine) == plain
+    first = backend.num_replays
+    assert first > 0
+    assert run(engine) == plain
+    assert backend.num_replays > first
+
+
+def test_padding_writes_no_blocks(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    """Three rows replay the graph of four; besides their blocks only block 0, for padding, may change."""
+    sequences = [planned([5, 6, 7 + index], 10, GREEDY) for index in range(3)]
+    engine.generate(sequences)
+    assert backend.num_replays > 0
+    (runner,) = engine.runners
+    used = runner._kv_cache.layers[0].blocks.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    # 3 sequences of 3 prompt and 9 computed output tokens, in blocks of 4.
+    assert len([block for block in used if block]) == 3 * 3
+
+
+def test_finished_row_becomes_padding(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    """Otherwise a replay would write to blocks that belong to other sequences now."""
+    sequences = [planned([5, 6, 7 + index], 8 + 4 * (index > 0), GREEDY) for index in range(4)]
+    engine.generate(sequences)
+    (runner,) = engine.runners
+    assert backend.num_replays > 8
+    assert (runner._graphs._slot_mappings[0] < 0)[:4].tolist() == [False] * 3 + [True]
+    assert (runner._graphs._seq_lens == 0)[:4].tolist() == [False] * 3 + [True]
+
+
+def test_seeded_row_samples_same_tokens(engine: Any, backend: TapeBackend, planned: Any) -> None:
+    sampling = RowSampling(temperature=0.9, top_p=0.9, seed=11, logprobs=2)
+    tokens = []
+    for _ in range(2):
+        sequences = [planned([9, 10, 11], 12, sampling), planned([4], 9, GREEDY)]
+        engine.generate(sequences)
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]
+    assert backend.num_replays > 0
+
+
+def test_all_graphs_are_recorded_before_the_first_step(
+    make_model: Any, make_engine: Any, backend: TapeBackend, planned: Any
+) -> None:
+    """The largest first: the smaller ones use its memory."""
+    sizes: list[int] = []
+    record = backend.record
+
+    def count(compute: Any) -> Recording:
+        recording = record(compute)
+        sizes.append(len(recording.output))
+        return recording
+
+    backend.record = count  # type: ignore[method-assign]
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
+    (runner,) = engine.runners
+    decodes = [1, 2, 4, 6, 8, 16, 22]  # with forced tokens
+    assert sizes == decodes[::-1] + [6 + NUM_CHUNKS] * 3
+    assert [shape.num_decodes for shape in runner._graphs.shapes] == [*decodes, 6, 6, 6]
+    sequences = [planned([5, 6], 9, GREEDY), planned([7], 4, GREEDY)]
+    engine.generate(sequences)
+    assert backend.num_recorded == 7 + 3
+    assert backend.num_replays == 9  # all steps
+
+
+def test_graphs_hold_all_drafts_of_a_step(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
+    settings: dict[str, Any] = {"max_num_seqs": 4, "speculative": SpeculativeConfig("ngram", 3)}
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, **settings)
+    assert max(shape.num_decodes for shape in engine.runners[0]._graphs.shapes) == 4 + 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("qwen3", {}), ("deepseek_v3", {"first_k_dense_replace": 3})],
+    ids=["heads", "latents"],
+)
+def test_graphs_of_steps_with_chunks_give_same_tokens(
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend, kind: str, fields: dict[str, Any]
+) -> None:
+    """Prompts arrive while other sequences decode, end in the middle of a step, and are too many for a graph."""
+    lengths = [3, 70, 2, 33, 5, 90, 30, 4, 6, 41, 1, 1, 1, 1, 1, 1, 1, 1, 1]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+    arrivals = [0, 1, 2, 2, 3, 5, 7, 7, 9, 9] + [20] * 9
+    folder = make_model(kind, seed=5, **fields)
+
+    def run(**settings: Any) -> list[list[int]]:
+        sequences = [
+            planned(prompt, 6, GREEDY, arrival=arrival)
+            for prompt, arrival in zip(prompts, arrivals, strict=True)
+        ]
+        engine = make_engine(folder, 1, num_blocks=200, block_size=4, max_num_seqs=20, **settings)
+        engine.generate(sequences, chunk_len=16)
+        return [sequence.generated for sequence in sequences]
+
+    expected = run()
+    assert run(graph_backend=backend) == expected
+    assert backend.num_replays > 20
+
+
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_graphs_of_data_parallel_attention_give_same_tokens(
+    make_model: Any,
+    make_engine: Any,
+    thread_group: Any,
+    backend: TapeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    has_adapters: bool,
+) -> None:
+    """A rank attends for any number of a step's decodes and chunks, or for none."""
+    comms: dict[int, Any] = {}  # rank |-> communicator of the latest engine
+    communicator = type(thread_group(1).communicator(0))
+    reduce = communicator.all_reduce
+
+    def all_reduce(x: Tensor, rank: int) -> Tensor:
+        return reduce(comms[rank], x)
+
+    on_tape = on_one_launch("all_reduce", all_reduce)
+
+    def record(comm: Any, x: Tensor) -> Tensor:
+        comms[comm.rank] = comm
+        return on_tape(x, comm.rank)
+
+    monkeypatch.setattr(communicator, "all_reduce", record)
+    folder = make_model("deepseek_v3", seed=5, first_k_dense_replace=3)
+    lengths = [3, 40, 2, 33, 5, 30, 4, 6]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+    partitions: set[tuple[int, int]] = set()
+    adapters: list[LoraReference | None] = [None]
+    for seed in range(2 if has_adapters else 0):
+        path = write_adapter(tmp_path / str(seed), folder, ("q_b_proj", "o_proj", "up_proj"), seed=seed)
+        adapters.append(LoraReference(str(seed), str(path)))
+
+    def run(**settings: Any) -> dict[int, list[int]]:
+        engine = make_engine(folder, 2, num_blocks=80, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
+                             enable_dp_attention=True, lora=LoraConfig(2, 8, 2) if has_adapters else None,
+                             **settings)  # fmt: skip
+        driver = RankedDriver(engine.config.with_num_blocks(80), engine.step)
+        for handle, prompt in enumerate(prompts):
+            adapter = adapters[handle % len(adapters)]
+            driver.add(handle, prompt, max_tokens=8, ignore_eos=True, lora=adapter)
+            for _ in range(3):
+                driver.step(depth=2)
+                state = driver.scheduler._state
+                of_rows = [state.blocks.partition_of(row) for row in state.running]
+                partitions.add((of_rows.count(0), of_rows.count(1)))
+        driver.run(depth=2)
+        return driver.outputs
+
+    expected = run()
+    assert run(graph_backend=backend) == expected
+    assert backend.num_replays > 20
+    assert len(partitions) > 4
+    assert any(min(counts) == 0 for counts in partitions)
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+def test_buffers_of_adapters_hold_any_mix(num_rows: int) -> None:
+    """Each token is in one group of its slot, at addresses that do not change; groups behind them are empty."""
+    buffers = GraphAdapters(40, 3, torch.device("cpu"))
+    recorded = buffers.of_rows(num_rows)
+    rng = np.random.default_rng(num_rows)
+    for _ in range(30):
+        slots = rng.integers(-1, rng.integers(1, 4), rng.integers(1, num_rows + 1)).astype(np.int32)
+        step = make_step_adapters(slots, None, torch.device("cpu"))
+        if step is None:
+            continue
+        buffers.copy(step, num_rows)
+        starts, found = recorded.groups.starts.tolist(), dict[int, int]()
+        for index, slot in enumerate(recorded.groups.slots.tolist()):
+            own = recorded.groups.order[starts[index] : starts[index + 1]].tolist()
+            assert len(own) <= lora.MAX_GROUP_LEN
+            assert not found.keys() & set(own)
+            found.update(dict.fromkeys(own, slot))
+        assert found == {token: slot for token, slot in enumerate(slots.tolist()) if slot != NO_SLOT}
+        padding = [NO_SLOT] * (num_rows - len(slots))
+        assert recorded.token_slots.tolist() == slots.tolist() + padding
+
+
+def test_graphs_of_steps_with_adapters_give_same_tokens(
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend, tmp_path: Path
+) -> None:
+    """Rows of two adapters and of none come and go; then a slot gets the other adapter."""
+    folder = make_model("qwen3", seed=5)
+    settings: list[dict[str, Any]] = [
+        {"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 1},
+        {"modules": ("q_proj", "down_proj"), "rank": 7, "seed": 2},
+    ]
+    paths = [write_adapter(tmp_path / str(index), folder, **own) for index, own in enumerate(settings)]
+
+    def run(**settings: Any) -> list[list[int]]:
+        engine = make_engine(
+            folder, 1, num_blocks=64, block_size=4, max_num_seqs=6, lora=LoraConfig(3, 8, 3), **settings
+        )
+        put_adapters(engine, paths)
+        tokens = []
+        for _ in range(2):
+            sequences = [
+                planned([5, 6, 7 + index], 8 + index, GREEDY, arrival=index, lora_slot=slot)
+                for index, slot in enumerate([0, NO_SLOT, 1, 0, 0, NO_SLOT, 1])
+            ]
+            engine.generate(sequences)
+            tokens += [sequence.generated for sequence in sequences]
+            engine.step(StepPlan(1, 1, 0, lora_slots=np.array([[0, 1]], np.int32)))
+        return tokens
+
+    expected = run()
+    assert expected[0] != expected[7]
+    assert run(graph_backend=backend) == expected
+    assert backend.num_recorded == 7 + 3 + 7
+    # In all steps but those of prompts, few of which have room in the graphs of steps without adapters.
+    assert backend.num_replays >= 2 * 10
+
+
+def test_step_with_prompt_logprobs_is_computed(
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend
+) -> None:
+    """They need the hidden states of all tokens, which a graph does not return."""
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
+    scored = RowSampling(temperature=0.0, scoring=PromptScoring(1, 1, 4))
+    engine.generate([planned([5, 6, 7, 8], 2, scored)])
+    assert backend.num_replays == 1
+
+
+def test_failed_recording_disables_graphs(
+    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(TapeBackend):
+        def record(self, compute: Any) -> Any:
+            self.num_recorded += 1
+            raise RuntimeError("the model waits\nfor its results")
+
+    backend = Broken()
+    folder = make_model("llama")
+    tokens = []
+    with caplog.at_level(logging.WARNING):
+        for settings in ({"graph_backend": backend}, {}):
+            sequence = planned([5, 6], 12, GREEDY)
+            make_engine(folder, 1, **settings).generate([sequence])
+            tokens.append(sequence.generated)
+    assert tokens[0] == tokens[1]
+    assert backend.num_recorded == 1
+    assert "disabling graphs, a step cannot be recorded: the model waits" in caplog.text
+    assert "for its results" not in caplog.text
+
+
+def test_failed_recording_of_one_rank_disables_graphs_on_all(
+    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks: a replay of one rank would not meet the computed step of the other."""
+
+    class OneRankFails(TapeBackend):
+        def record(self, compute: Any) -> Recording:
+            self.num_recorded += 1
+            if self.num_recorded == 2:
+                raise RuntimeError("no such kernel")
+            return Recording(fail, torch.zeros(8, 1))
+
+    def fail() -> None:
+        raise AssertionError("a graph was replayed")
+
+    backend = OneRankFails()
+    folder = make_model("llama")
+    tokens = []
+    with caplog.at_level(logging.WARNING):
+        for settings in ({"graph_backend": backend}, {"cuda_graphs": False}):
+            sequence = planned([5, 6], 12, GREEDY)
+            make_engine(folder, 2, **settings).generate([sequence])
+            tokens.append(sequence.generated)
+    assert tokens[0] == tokens[1]
+    assert backend.num_recorded == 2
+    warning = "graphs are disabled: a step of 24 decodes and 0 prompt tokens cannot be recorded on every rank"
+    assert caplog.text.count(warning) == 2
+
+
+def test_failed_warm_up_is_raised(make_model: Any, make_engine: Any) -> None:
+    """It executes a step, in whose collectives the other ranks may wait for this one."""
+
+    class Cold(TapeBackend):
+        def warm_up(self, compute: Any) -> None:
+            raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        make_engine(make_model("llama"), 1, graph_backend=Cold())
+
+
+def test_rank_lost_while_recording_is_raised(make_model: Any, make_engine: Any) -> None:
+    class Lonely(TapeBackend):
+        def record(self, compute: Any) -> Any:
+            raise ConnectionError("rank 1 has left the group")
+
+    with pytest.raises(ConnectionError, match="rank 1 has left"):
+        make_engine(make_model("llama"), 1, graph_backend=Lonely())
+
+
+def test_graphs_of_decodes_remain_if_others_cannot_be_recorded(
+    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture, backend: TapeBackend
+) -> None:
+    record = backend.record
+
+    def record_decodes(compute: Any) -> Recording:
+        recording = record(compute)
+        if len(recording.output) == 6 + NUM_CHUNKS:
+            raise RuntimeError("no memory")
+        return recording
+
+    backend.record = record_decodes  # type: ignore[method-assign]
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
+    assert [shape.num_decodes for shape in engine.runners[0]._graphs.shapes] == [1, 2, 4, 6, 8, 16, 22]
+    assert "a step of 6 decodes and 256 prompt tokens cannot be recorded on every rank" in caplog.text
+    engine.generate([planned([5, 6], 4, GREEDY)])
+    assert backend.num_replays == 3
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_of_adapters_give_same_tokens(
+    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+) -> None:
+    folder: Path = make_model("llama", seed=5)
+    paths = [write_adapter(tmp_path / str(seed), folder, seed=seed) for seed in range(2)]
+    tokens = []
+    for cuda_graphs in (True, False):
+        engine = make_engine(
+            folder, 1, device="cuda", cuda_graphs=cuda_graphs, max_num_seqs=6, lora=LoraConfig(2, 8, 2)
+        )
+        put_adapters(engine, paths)
+        sequences = [planned([3 + slot] * 4, 32, GREEDY, lora_slot=slot) for slot in (0, NO_SLOT, 1, 1, 0)]
+        engine.generate(sequences)
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_give_same_tokens_as_computed_steps(
+    make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    folder: Path = make_model("llama", seed=5)
+    tokens = []
+    for cuda_graphs in (True, False):
+        engine = make_engine(folder, 1, device="cuda", cuda_graphs=cuda_graphs, max_num_seqs=6)
+        for _ in range(2):
+            sequences = [planned([3 + index] * (index + 1), 64, GREEDY) for index in range(5)]
+            engine.generate(sequences)
+        (runner,) = engine.runners
+        assert (runner._graphs is not None and bool(runner._graphs.shapes)) == cuda_graphs
+        tokens.append([sequence.generated for sequence in sequences])
+    assert tokens[0] == tokens[1]
+
+
+def test_cuda_graphs_option_disables_graphs(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend, cuda_graphs=False)
+    assert engine.runners[0]._graphs is None
+    assert isinstance(
+        make_engine(make_model("llama"), 1, graph_backend=backend).runners[0]._graphs, StepGraphs
+    )
+
+
+def test_model_that_cannot_be_recorded_is_logged(
+    make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(runner_module, "_log", SimpleNamespace(warning=logged.append, info=lambda *_: None))
+    for model, settings, num_logged in (
+        ("gpt2", {"cuda_graphs": False}, 0), ("llama", {}, 0), ("gpt2", {}, 1),
+    ):  # fmt: skip
+        make_engine(make_model(model), 1, graph_backend=backend, **settings)
+        assert len(logged) == num_logged, model
+    assert logged[0].startswith("graphs are disabled: each step of this model reads results back")
+
+
+def test_pooled_prompt_beside_decodes_is_not_replayed(
+    backend: TapeBackend, make_model: Any, make_engine: Any
+) -> None:
+    """A graph computes logits only; the pooled row needs hidden states."""
+    settings: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    folder, pooling = make_model("qwen3", seed=5), PoolingConfig("last", 64, activation="normalize")
+    engine = make_engine(folder, 1, num_blocks=64, graph_backend=backend, pooling=pooling, **settings)
+    driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
+    driver.add(0, [5, 6, 7], max_tokens=8, ignore_eos=True)
+    driver.step()
+    driver.add(1, [9, 10, 11, 12], pooling=PoolingParams())
+    driver.run()
+    expected = EmbeddingReference(folder).embed([9, 10, 11, 12])
+    np.testing.assert_allclose(driver.vectors[1], expected, atol=1e-4)
+    Reference(folder).check_greedy([5, 6, 7], driver.outputs[0])

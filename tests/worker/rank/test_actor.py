@@ -1,0 +1,290 @@
+"""WorkerActor and InProcessGroup make the rank's GPU current on every thread that calls them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import fake_accelerator
+import pytest
+import torch
+from fakes import small_config
+
+from quire.cluster.offline import in_process
+from quire.proto.config import EngineConfig
+from quire.proto.errors import RankFailed
+from quire.proto.step import StepPlan, StepResult, decode_reply
+from quire.proto.transport.channel import ChannelAddress
+from quire.worker.rank import actor
+from quire.worker.rank.device import compute_device, on_device
+from quire.worker.step.launched_step import LaunchedStep
+
+ORDINAL = 5
+
+
+class Runner:
+    """A ModelRunner that records each call with its thread and the thread's current device."""
+
+    calls: ClassVar[list[tuple[str, int, int]]] = []
+    devices: ClassVar[list[torch.device | None]] = []
+    stage = "idle"
+
+    def __init__(self, *_: Any, device: torch.device | None = None, **__: Any) -> None:
+        self.device = device
+        self.devices.append(device)
+        self._record("init")
+
+    def num_blocks_that_fit(self) -> int:
+        self._record("profile")
+        return 7
+
+    def allocate_cache(self, num_blocks: int) -> float:
+        self._record("allocate")
+        return 0.0
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        self._record("launch")
+        return LaunchedStep(StepResult(plan.step_id, plan.epoch, 0))
+
+    def close(self) -> None:
+        self._record("close")
+
+    def reset(self, *, has_new_ranks: bool) -> None:
+        self._record("reset")
+
+    def _record(self, name: str) -> None:
+        self.calls.append((name, threading.get_ident(), fake_accelerator.current_device_index()))
+
+
+class Group:
+    """A group of two ranks, of which this is the first."""
+
+    rank, size = 0, 2
+    is_closed = False
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Receiver:
+    """A channel with one plan."""
+
+    def __init__(self, *_: object) -> None:
+        self._frames = [StepPlan(1, 1, digest=0).encode()]
+
+    def receive(self) -> bytes | None:
+        return self._frames.pop() if self._frames else None
+
+    def reply(self, frame: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def on_new_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
+    fake_accelerator.install(monkeypatch)
+    Runner.calls.clear()
+    Runner.devices.clear()
+    config = small_config()
+    return replace(config, parallel=replace(config.parallel, device="cuda"))
+
+
+def test_worker_actor_makes_its_gpu_current_on_every_thread(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray calls the constructor and the methods on different threads."""
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    rank = on_new_thread(lambda: actor.WorkerActor(config, 0))
+    rank._runner_class = Runner
+    report = on_new_thread(lambda: rank.load(None))
+    assert [name for name, _, _ in Runner.calls] == ["init"]  # no collective before every rank has loaded
+    assert on_new_thread(rank.profile) == 7
+    on_new_thread(lambda: rank.allocate(7))
+    on_new_thread(lambda: rank.run(ChannelAddress("", "")))
+    assert report.status.device == f"cuda:{ORDINAL}"
+    assert Runner.devices == [torch.device("cuda", ORDINAL)]
+    names = [name for name, _, _ in Runner.calls]
+    assert names == ["init", "profile", "allocate", "launch"]  # the weights stay
+    assert {index for _, _, index in Runner.calls} == {ORDINAL}
+    assert fake_accelerator.current_device_index() == 0
+
+
+def test_standby_becomes_the_rank_of_its_new_configuration(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    standby: Any = actor.WorkerActor(config, None)
+    standby._runner_class = Runner
+    assert standby.assigned_rank() is None
+    assert standby.process().pid == os.getpid()
+    standby.take_place(replace(config, model=replace(config.model, path="elsewhere")), 1)
+    assert standby.assigned_rank() == standby.load(None).status.rank == 1
+    assert standby._config.model.path == "elsewhere"
+    with pytest.raises(AssertionError, match="is rank 1 already"):
+        standby.take_place(config, 0)
+
+
+def test_rank_passes_on_what_it_logged_at_its_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Logging(Runner):
+        def _record(self, name: str) -> None:
+            logging.getLogger("quire.of_a_test").info("%s", name)
+
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Logging  # type: ignore[assignment]
+    rank.load(None)
+    rank.profile()
+    rank.allocate(7)
+    messages = [record.message for record in rank.take_start_log()]
+    assert messages == ["init", "profile", "allocate"]
+    assert rank.take_start_log() == ()
+
+
+def test_run_ends_though_the_device_does_not(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels of a collective that wait for a dead rank never end, and leaving the group waits for them."""
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    monkeypatch.setattr(actor, "LEAVE_TIMEOUT_S", 0.05)
+    released = threading.Event()
+    group = Group()
+    monkeypatch.setattr(group, "close", lambda: released.wait(60))
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class, rank._join_group = Runner, lambda *_: group  # type: ignore[assignment]
+    rank.load(("127.0.0.1", 1))
+    with caplog.at_level(logging.WARNING):
+        rank.run(ChannelAddress("", ""))
+    released.set()
+    assert rank.status().stage == "ended"
+    assert "rank 0: the group was not left in 0.05 s" in caplog.text
+
+
+def test_rank_rejoins_a_new_group_with_its_weights_in_place(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    groups = [Group(), Group()]
+    joined = iter(groups)
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class, rank._join_group = Runner, lambda *_: next(joined)  # type: ignore[assignment]
+    on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
+    on_new_thread(lambda: rank.run(ChannelAddress("", "")))
+    assert groups[0].is_closed
+    assert rank.status().stage == "ended"
+    on_new_thread(lambda: rank.rejoin(("127.0.0.1", 2), has_new_ranks=True))
+    assert rank.status().stage == "idle"
+    assert (groups[0].is_closed, groups[1].is_closed) == (True, False)
+    assert [name for name, _, _ in Runner.calls] == ["init", "launch", "reset"]
+    assert {index for _, _, index in Runner.calls} == {ORDINAL}
+
+
+def test_in_process_group_uses_gpu_of_the_thread_that_made_it(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLM executes its steps on a thread of its own."""
+    monkeypatch.setattr(in_process, "ModelRunner", Runner)
+    with on_device(torch.device("cuda", ORDINAL)):
+        _, group = in_process.load_in_process(config)
+    on_new_thread(lambda: group.broadcast(StepPlan(1, 1, digest=0)))
+    on_new_thread(group.close)
+    assert group.statuses()[0].device == f"cuda:{ORDINAL}"
+    assert Runner.devices == [torch.device("cuda", ORDINAL)]
+    assert {index for _, _, index in Runner.calls} == {ORDINAL}
+
+
+def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    rank = actor.WorkerActor(config, 0)
+    joined: list[tuple[torch.device, int]] = []
+
+    def join(rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float) -> Group:
+        joined.append((device, fake_accelerator.current_device_index()))
+        return Group()
+
+    rank._runner_class, rank._join_group = Runner, join  # type: ignore[assignment]
+    on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
+    assert joined == [(torch.device("cuda", ORDINAL), ORDINAL)]
+
+
+def test_on_device_does_nothing_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.accelerator, "device_index")
+    with on_device(compute_device("cpu")):
+        pass
+
+
+class _SlowStep:
+    """A launched step whose tokens are computed only after the next step has been launched."""
+
+    def __init__(self, step_id: int, may_end: threading.Event) -> None:
+        self.launched = StepResult(step_id, 1, 0)
+        self._may_end = may_end
+
+    def result(self) -> StepResult:
+        assert self._may_end.wait(30), "the next step was not launched"
+        return self.launched
+
+
+def test_worker_actor_launches_a_step_while_the_device_computes_another(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies: list[int] = []
+    second_launched = threading.Event()
+
+    class TwoPlans(Receiver):
+        def __init__(self, *_: object) -> None:
+            self._frames = [StepPlan(step_id, 1, digest=0).encode() for step_id in (2, 1)]
+
+        def reply(self, frame: bytes) -> None:
+            replies.append(decode_reply(frame).step_id)
+
+    def launch(self: Runner, plan: StepPlan) -> _SlowStep:
+        if plan.step_id == 2:
+            second_launched.set()
+        return _SlowStep(plan.step_id, second_launched)
+
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", TwoPlans)
+    monkeypatch.setattr(Runner, "launch", launch)
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Runner  # type: ignore[assignment]
+    rank.load(None)
+    rank.run(ChannelAddress("", ""))
+    assert replies == [1, 2]
+
+
+def test_worker_actor_reports_a_failed_kernel_and_ends(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replies: list[Any] = []
+
+    class Broken:
+        launched = StepResult(1, 1, 0)
+
+        def result(self) -> StepResult:
+            raise RankFailed(0, "an illegal memory access was encountered", 1, "device")
+
+    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    monkeypatch.setattr(Receiver, "reply", lambda self, frame: replies.append(decode_reply(frame)))
+    monkeypatch.setattr(Runner, "launch", lambda self, plan: Broken())
+    rank = actor.WorkerActor(config, 0)
+    rank._runner_class = Runner  # type: ignore[assignment]
+    rank.load(None)
+    rank.run(ChannelAddress("", ""))
+    (failure,) = replies
+    assert (failure.stage, failure.reason) == ("device", "an illegal memory access was encountered")

@@ -1,0 +1,357 @@
+"""Steps recorded as graphs, which replace hundreds of kernel launches by one.
+
+A graph replays the same kernels on the same addresses. There are graphs of a few numbers of decoding rows, and of a
+few numbers of rows and prompt tokens for small steps with chunks (see graph_shapes). With LoRA there are graphs of
+decoding rows with adapters besides, each for any mix of adapters. A graph's inputs are copied to
+fixed buffers, and padding, which writes nothing, fills a step up to the graph's shape. All graphs are recorded before
+the first step, so no step waits for a recording. All ranks record the same shapes in the same order, as collectives
+may require. They also agree on whether each succeeded: if one rank replayed a graph while another computed the step,
+their collectives might differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.decode_splits import split_decodes
+from ...proto.config import EngineConfig
+from ...proto.errors import first_line
+from ..attention import AttentionInputs, OwnTokens, with_groups
+from ..lora.step_adapters import StepAdapters
+from ..step.batch import Batch
+from .graph_adapters import GraphAdapters
+from .graph_backend import GraphBackend, Recording
+from .graph_shapes import (
+    NUM_CHUNKS,
+    GraphShape,
+    adapted_shapes,
+    decode_shapes,
+    find_shape,
+    mixed_shapes,
+)
+
+# Slot of tokens whose KV is not stored.
+NO_SLOT = -1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """Limits of steps and of sequences.
+
+    Attributes:
+        max_decode_tokens: of a step without chunks.
+        max_seq_len: tokens of the blocks in a block table.
+        num_groups: cache groups, each as often as its places are split.
+        dp_attention: steps have OwnTokens.
+        num_lora_slots: adapters that a step may use; 0 without LoRA.
+        records_chunks: steps with chunks are recorded. Those of latents are absorbed in a recording, which
+            does not know their lengths, and batch-invariant ones are expanded.
+    """
+
+    max_num_seqs: int
+    max_decode_tokens: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+    max_seq_len: int
+    num_groups: int = 1
+    dp_attention: bool = False
+    num_lora_slots: int = 0
+    records_chunks: bool = True
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> GraphLimits:
+        """Return the limits of an engine."""
+        scheduler, max_blocks = config.scheduler, config.max_blocks_per_seq
+        max_seq_len = max_blocks * config.cache.block_size
+        num_groups = sum(config.cache_layout.splits)
+        return cls(
+            scheduler.max_num_seqs,
+            config.max_decode_tokens,
+            scheduler.max_num_batched_tokens,
+            max_blocks,
+            max_seq_len,
+            num_groups,
+            config.parallel.enable_dp_attention,
+            0 if config.lora is None else config.lora.max_loras,
+            not (config.parallel.batch_invariant and config.model.latent_dim),
+        )
+
+    @property
+    def decode_shapes(self) -> list[GraphShape]:
+        """Shapes of the graphs of decoding rows."""
+        return decode_shapes(self.max_num_seqs, self.max_decode_tokens)
+
+    @property
+    def adapted_shapes(self) -> list[GraphShape]:
+        """Shapes of the graphs of decoding rows with adapters."""
+        return adapted_shapes(self.max_num_seqs, self.max_decode_tokens, self.num_lora_slots)
+
+    @property
+    def mixed_shapes(self) -> list[GraphShape]:
+        """Shapes of the graphs of steps with chunks."""
+        return mixed_shapes(self.max_num_seqs, self.max_num_batched_tokens) if self.records_chunks else []
+
+    @property
+    def shapes(self) -> list[GraphShape]:
+        """Shapes of all graphs."""
+        return [*self.decode_shapes, *self.mixed_shapes]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInputs:
+    """Inputs of a recorded step of T tokens, besides the weights and the KV cache.
+
+    Attributes:
+        token_ids: [T] int32.
+        positions: [T] int64.
+        attention: inputs of the attention kernels.
+        sampled_index: [N] int64, tokens whose logits are computed; None for all.
+        lora: the adapters of the tokens; None for none.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: AttentionInputs
+    sampled_index: Tensor | None
+    lora: StepAdapters | None = None
+
+
+class StepGraphs:
+    """Graphs of one rank's steps.
+
+    Args:
+        compute: inputs of a step |-> logits [N, V].
+        backend: CudaGraphs; tests use another.
+        all_ranks: collective that returns whether its argument is true on all ranks.
+        fixed_item_len: as for split_decodes.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[GraphInputs], Tensor],
+        limits: GraphLimits,
+        device: torch.device,
+        backend: GraphBackend,
+        all_ranks: Callable[[bool], bool],
+        fixed_item_len: int | None = None,
+    ) -> None:
+        self._compute = compute
+        self._decode_shapes = limits.decode_shapes
+        self._mixed_shapes = limits.mixed_shapes
+        self._adapted_shapes = limits.adapted_shapes
+        self._max_seq_len = limits.max_seq_len
+        self._backend = backend
+        self._all_ranks = all_ranks
+        self._fixed_item_len = fixed_item_len
+        self._recordings: dict[GraphShape, Recording] = {}
+        # Of all graphs: each would keep its own otherwise, 1.7 GB for up to 1,024 rows of 128,000 tokens.
+        self._logits: Tensor | None = None
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        num_rows = self._max_rows = max(shape.num_rows for shape in limits.shapes)
+        num_tokens = max(shape.num_tokens for shape in limits.shapes)
+        self._token_ids = zeros(num_tokens)
+        self._positions = zeros(num_tokens, dtype=torch.int64)
+        # Of each cache group.
+        self._slot_mappings = zeros(limits.num_groups, num_tokens, dtype=torch.int64).fill_(NO_SLOT)
+        self._block_tables = zeros(limits.num_groups, num_rows, limits.max_blocks_per_seq)
+        self._query_start = zeros(NUM_CHUNKS + 1)
+        self._seq_lens = zeros(num_rows)
+        self._sampled_index = zeros(num_rows, dtype=torch.int64)
+        self._own_tokens: OwnTokens | None = None
+        if limits.dp_attention:
+            index, places = zeros(2, num_tokens, dtype=torch.int64)
+            self._own_tokens = OwnTokens(index, places)
+        self._adapters: GraphAdapters | None = None
+        if limits.num_lora_slots:
+            self._adapters = GraphAdapters(
+                limits.max_decode_tokens,
+                limits.num_lora_slots,
+                device,
+                dp_attention=limits.dp_attention,
+            )
+
+    @property
+    def shapes(self) -> list[GraphShape]:
+        """Shapes of the recorded graphs, the smallest first of each kind; those of decodes come first."""
+        shapes = (*self._decode_shapes, *self._mixed_shapes, *self._adapted_shapes)
+        return [shape for shape in shapes if shape in self._recordings]
+
+    def replay(self, batch: Batch) -> Tensor | None:
+        """Return the logits [N, V] of the step's sampled rows, by row; none if no row samples.
+
+        The next replay overwrites them. Returns None if there is no graph for the step.
+        """
+        shape = self.find_for(batch)
+        if shape is None:
+            return None
+        self._copy_inputs(batch, shape)
+        recording = self._recordings[shape]
+        recording.replay()
+        return recording.output[: len(batch.sampled_rows)]
+
+    def find_for(self, batch: Batch) -> GraphShape | None:
+        """Return the shape of the graph that replays a batch. Returns None if there is none."""
+        num_decodes, num_sampled = batch.num_decodes, len(batch.sampled_rows)
+        num_chunks = len(batch.rows) - num_decodes
+        if (
+            batch.scored is not None
+            or (batch.lora is not None and num_chunks > 0)
+            or batch.pooled is not None
+            or (num_chunks == 0 and num_sampled < num_decodes)
+        ):
+            return None
+        shapes = self._mixed_shapes if num_chunks else self._decode_shapes
+        if batch.lora is not None:
+            shapes = self._adapted_shapes
+        shape = find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
+        return shape if shape in self._recordings else None
+
+    def record_all(self) -> None:
+        """Record all graphs, those of most rows first, whose memory the others share; called on all ranks.
+
+        If a rank cannot record one, its kind of graph is disabled on all ranks. A failure to execute the step is
+        raised.
+        """
+        started = time.perf_counter()
+        if self._record_each(self._decode_shapes):
+            self._record_each(self._mixed_shapes)
+            self._record_each(self._adapted_shapes)
+        _log.info("recorded %d graphs in %.2f s", len(self._recordings), time.perf_counter() - started)
+
+    def _record_each(self, shapes: Sequence[GraphShape]) -> bool:
+        """Record the graphs of one kind, the largest first. Returns whether all ranks can."""
+        for shape in reversed(shapes):
+            self._make_padding(shape)
+            recording = self._record(shape)
+            if not self._all_ranks(recording is not None):
+                for recorded in shapes:
+                    self._recordings.pop(recorded, None)
+                _log.warning(
+                    "graphs are disabled: a step of %d decodes and %d prompt tokens%s cannot be recorded on every "
+                    "rank",
+                    shape.num_decodes,
+                    shape.num_chunk_tokens,
+                    " with adapters" if shape.has_adapters else "",
+                )
+                return False
+            if recording is not None:
+                self._recordings[shape] = recording
+        return True
+
+    def _record(self, shape: GraphShape) -> Recording | None:
+        def compute() -> Tensor:
+            return self._run_step(shape)
+
+        self._backend.warm_up(compute)
+        try:
+            return self._backend.record(compute)
+        except RuntimeError as error:
+            _log.warning("disabling graphs, a step cannot be recorded: %s", first_line(error))
+            return None
+
+    def _run_step(self, shape: GraphShape) -> Tensor:
+        """Compute a step from the buffers; this is the recorded function."""
+        num_decodes, num_rows, num_tokens = shape.num_decodes, shape.num_rows, shape.num_tokens
+        seq_lens = self._seq_lens[:num_rows]
+        splits = None
+        if seq_lens.is_cuda:
+            splits = split_decodes(seq_lens[:num_decodes], self._max_seq_len, self._fixed_item_len)
+        own = self._own_tokens
+        attention = AttentionInputs(
+            num_decodes=num_decodes,
+            slot_mapping=self._slot_mappings[0, :num_tokens],
+            block_tables=self._block_tables[0, :num_rows],
+            query_start=self._query_start[: shape.num_chunks + 1],
+            seq_lens=seq_lens,
+            splits=splits,
+            own_tokens=None if own is None else OwnTokens(own.index[:num_tokens], own.places[:num_tokens]),
+        )
+        if len(self._block_tables) > 1:
+            slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
+            attention = with_groups(attention, slot_mappings.unbind(), tables.unbind())
+        sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
+        lora = None
+        if self._adapters is not None and shape.has_adapters:
+            lora = self._adapters.of_rows(num_rows)
+        inputs = GraphInputs(
+            self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index, lora
+        )
+        return self._keep(self._compute(inputs))
+
+    def _keep(self, logits: Tensor) -> Tensor:
+        """Copy logits to the memory that all graphs share."""
+        if self._logits is None:
+            self._logits = logits.new_empty(self._max_rows, logits.shape[1])
+        return self._logits[: len(logits)].copy_(logits)
+
+    def _copy_inputs(self, batch: Batch, shape: GraphShape) -> None:
+        """Copy a step's inputs to the buffers, with padding after its decodes and after its chunks.
+
+        Those of attention have as many decodes and chunks as this rank attends for.
+        """
+        attention, first_chunk = batch.attention, shape.num_decodes
+        num_decodes, num_chunks = attention.num_decodes, len(attention.seq_lens) - attention.num_decodes
+        num_chunk_tokens = len(attention.slot_mapping) - num_decodes
+
+        def copy(buffer: Tensor, values: Tensor, num_decodes: int = num_decodes) -> None:
+            buffer[:num_decodes].copy_(values[:num_decodes])
+            if shape.num_chunks:
+                others = values[num_decodes:]
+                buffer[first_chunk : first_chunk + len(others)].copy_(others)
+
+        if self._adapters is not None and batch.lora is not None:
+            self._adapters.copy(batch.lora, shape.num_rows)
+        copy(self._token_ids, batch.token_ids, batch.num_decodes)
+        copy(self._positions, batch.positions, batch.num_decodes)
+        if attention.own_tokens is not None and self._own_tokens is not None:
+            # The tokens of chunks move behind the padding of all decodes.
+            own = attention.own_tokens.index
+            moved = own + (first_chunk - batch.num_decodes) * (own >= batch.num_decodes)
+            self._own_tokens.index[: shape.num_tokens].zero_()
+            self._own_tokens.places[: shape.num_tokens].fill_(shape.num_tokens)
+            copy(self._own_tokens.index, moved)
+            copy(self._own_tokens.places, moved)
+        for group, (slot_mapping, tables) in enumerate(
+            zip(self._slot_mappings, self._block_tables, strict=True)
+        ):
+            of_group = attention.of_group(group)
+            copy(slot_mapping, of_group.slot_mapping)
+            # Columns beyond these are stale, but also beyond the rows' lengths.
+            copy(tables[:, : of_group.block_tables.shape[1]], of_group.block_tables)
+        copy(self._seq_lens, attention.seq_lens)
+        self._slot_mappings[:, num_decodes:first_chunk].fill_(NO_SLOT)
+        self._seq_lens[num_decodes:first_chunk].zero_()
+        if shape.num_chunks:
+            self._slot_mappings[:, first_chunk + num_chunk_tokens : shape.num_tokens].fill_(NO_SLOT)
+            self._seq_lens[first_chunk + num_chunks : shape.num_rows].zero_()
+            self._query_start[: num_chunks + 1].copy_(attention.query_start)
+            self._query_start[num_chunks + 1 :].fill_(num_chunk_tokens)
+            self._copy_sampled_index(batch, first_chunk - batch.num_decodes)
+
+    def _copy_sampled_index(self, batch: Batch, num_padding: int) -> None:
+        """Copy the indices of the sampled tokens; those of chunks move behind the decodes' padding."""
+        assert batch.sampled_index is not None
+        is_of_chunk = batch.sampled_index >= batch.num_decodes
+        moved = batch.sampled_index + num_padding * is_of_chunk
+        self._sampled_index[: len(moved)].copy_(moved)
+
+    def _make_padding(self, shape: GraphShape) -> None:
+        """Make the buffers of a shape padding: rows of length 0, and tokens without a slot. Their ids stay stale."""
+        self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
+        self._seq_lens[: shape.num_rows].zero_()
+        self._query_start.zero_()
+        if self._adapters is not None:
+            self._adapters.clear()
+        if self._own_tokens is not None:
+            self._own_tokens.places.fill_(shape.num_tokens)

@@ -1,0 +1,1 @@
+"""Draft heads: EAGLE-3 and multi-token prediction."""

@@ -1,0 +1,300 @@
+"""DecoderLayer: attention and feed-forward network with their norms, and its form for the decode op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ....kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
+from ....kernels.decode_layers import DenseLayer, LayerAdapters
+from ....kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
+from ....kernels.quantized_linear import Float8Tokens
+from ....proto.model.spec import DecoderSpec, LayerSpec
+from ...attention import AttentionInputs, LayerCache
+from ...weights.linear_weight import packed_weight
+from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Rotations
+from ..load_context import LoadContext
+from ..mla.latent_layer import LatentAttention
+from ..mlp import Mlp, UngatedMlp
+from ..moe.experts_beside_dense import ExpertsBesideDense
+from ..moe.moe import MixtureOfExperts, are_separate
+from ..output_tokens import OutputTokens
+from .self_attention import Attention
+from .shared_attention import SharedAttention
+
+# The weight of an RMSNorm, or a LayerNorm.
+Norm = Tensor | LayerNorm
+
+
+class DecoderLayer:
+    """Attention and feed-forward network, each added to the residual, with norms before, after, or both.
+
+    Args:
+        peers: memory for fused all-reduces. It is used only if the residual addition directly follows the sum.
+    """
+
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+    ) -> None:
+        def norm(own_name: str | None) -> Norm | None:
+            return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
+
+        is_plain = spec.residual_scale == 1.0 and spec.norm_kind == "rms" and not spec.parallel_residual
+        if not is_plain or spec.norms.after_attention or spec.norms.after_mlp:
+            peers = None
+        self.comm, self.peers = load.comm, peers
+        self.norm_eps = spec.norm_eps
+        self.residual_scale = spec.residual_scale
+        self.before_attention = norm(spec.norms.before_attention)
+        make_attention = _attention_of(spec, layer)
+        self.attention = make_attention(load, spec, layer, f"{name}.{spec.names.attention}", peers)
+        self.after_attention = norm(spec.norms.after_attention)
+        is_beside_dense = layer.has_experts and spec.experts is not None and spec.experts.beside_dense
+        self.before_mlp = None if is_beside_dense else norm(spec.norms.before_mlp)
+        self.is_parallel = spec.parallel_residual
+        self.mlp: Mlp | UngatedMlp | MixtureOfExperts | ExpertsBesideDense
+        if layer.has_experts:
+            assert spec.experts is not None
+            if is_beside_dense:
+                self.mlp = ExpertsBesideDense(load, spec, spec.experts, name)
+            else:
+                self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
+        elif spec.mlp_names is not None:
+            self.mlp = UngatedMlp(load, spec, spec.mlp_names, f"{name}.{spec.names.mlp}", peers)
+        else:
+            self.mlp = Mlp(load, spec, f"{name}.{spec.names.mlp}", peers)
+        self.after_mlp = norm(spec.norms.after_mlp)
+
+    @property
+    def reads_back(self) -> bool:
+        """True if `forward` reads values back from the device."""
+        return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and self.mlp.reads_back
+
+    @property
+    def has_separate_experts(self) -> bool:
+        """True if the experts of tokens without an adapter are multiplied one by one."""
+        return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and are_separate(self.mlp.experts)
+
+    def forward(
+        self,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor | PartialSum:
+        """Compute the layer; each residual addition is fused with the norm that follows it.
+
+        Args:
+            x: output of the previous layer, still to be added to `residual`; None for the first layer.
+            residual: [T, E]; updated in place.
+
+        Returns:
+            the layer's output, still to be added to `residual`, [T, E].
+        """
+        if self.is_parallel:
+            return self._forward_parallel(x, residual, rotations, kv_cache, inputs)
+        normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
+        return self._feed_forward(self.attention.forward(normed, rotations, kv_cache, inputs), residual)
+
+    @property
+    def supports_outputs(self) -> bool:
+        """Return whether the layer can compute the output of some tokens only."""
+        return isinstance(self.attention, Attention) and not self.is_parallel
+
+    def forward_outputs(
+        self,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        outputs: OutputTokens,
+    ) -> tuple[Tensor | PartialSum, Tensor]:
+        """As `forward`, but only keys and values are computed for all tokens; requires `supports_outputs`.
+
+        Returns:
+            the layer's output and the residual of these tokens, each [N, E].
+        """
+        assert isinstance(self.attention, Attention)
+        normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
+        attended = self.attention.forward(normed, rotations, kv_cache, outputs.inputs, outputs.index)
+        residual = residual.index_select(0, outputs.index)
+        return self._feed_forward(attended, residual), residual
+
+    def forward_mixture(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Return the experts' result, [T, E], before the norm and the scale that follow; add to the residual.
+
+        Args:
+            attended: result of the attention, all ranks' sum, before the norm and the scale that follow.
+        """
+        x = self.mlp.forward(
+            self.add(self._finish(attended, self.after_attention), residual, self.before_mlp)
+        )
+        assert isinstance(x, Tensor)  # the sum of experts is not deferred
+        return x
+
+    def _feed_forward(self, attended: Tensor | PartialSum, residual: Tensor) -> Tensor | PartialSum:
+        x = self._finish(attended, self.after_attention)
+        if isinstance(self.mlp, Mlp):
+            x = self.mlp.forward(self._add_and_quantize(self.mlp.gate_up, x, residual, self.before_mlp))
+        else:
+            x = self.mlp.forward(self.add(x, residual, self.before_mlp))
+        return self._finish(x, self.after_mlp)
+
+    def _forward_parallel(
+        self,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """As `forward`, with the same input for attention and feed-forward network."""
+        normed = self.add(x, residual, self.before_attention)
+        attended, out = self.attention.forward(normed, rotations, kv_cache, inputs), self.mlp.forward(normed)
+        assert isinstance(attended, Tensor)  # without peers no sum is deferred
+        assert isinstance(out, Tensor)
+        return out.add_(attended)
+
+    def to_dense_layer(self, ropes: Sequence[str]) -> DenseLayer | None:
+        """Return the layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
+
+        That of a mixture of experts has no feed-forward network; see `forward_mixture`.
+
+        Args:
+            ropes: keys of the model's rotary embeddings; a DenseLayer refers to them by index.
+        """
+        norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
+        if self.peers is not None or not isinstance(self.attention, Attention):
+            return None
+        own = self.attention.qkv.lora, self.attention.output.lora
+        is_mixture = isinstance(self.mlp, MixtureOfExperts) and not any(own)
+        if not isinstance(self.mlp, Mlp) and not is_mixture:
+            return None
+        mlp = self.mlp if isinstance(self.mlp, Mlp) else None
+        return make_dense_layer(self.attention, mlp, norms, self.norm_eps, ropes, self.residual_scale)
+
+    def _add_and_quantize(
+        self,
+        consumer: ColumnParallelLinear,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        norm: Norm | None,
+    ) -> Tensor | Float8Tokens:
+        """As `add`, but the norm quantizes its output if `consumer` multiplies in float8; no extra memory pass."""
+        if consumer.accepts_float8 and isinstance(x, Tensor) and isinstance(norm, Tensor):
+            return Float8Tokens(*add_rms_norm_float8(x, residual, norm, self.norm_eps), x.dtype)
+        return self.add(x, residual, norm)
+
+    def add(self, x: Tensor | PartialSum | None, residual: Tensor, norm: Norm | None) -> Tensor:
+        """Add x, if any, to the residual; return the residual, normalized if there is a norm."""
+        if isinstance(x, PartialSum):
+            if isinstance(norm, Tensor) and self.peers is not None:
+                return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
+            x = self.comm.all_reduce(x.part)
+        if norm is None:
+            return residual if x is None else residual.add_(x)
+        if isinstance(norm, LayerNorm):
+            return norm.apply(residual if x is None else residual.add_(x))
+        if x is None:
+            return rms_norm(residual, norm, self.norm_eps)
+        return add_rms_norm(x, residual, norm, self.norm_eps)
+
+    def input_of(self, x: Tensor | PartialSum | None, residual: Tensor) -> Tensor:
+        """Return the hidden state that `forward` gets in two parts, [T, E], and leave these unchanged."""
+        if isinstance(x, PartialSum):
+            x = self.comm.all_reduce(x.part.clone())
+        return residual.clone() if x is None else residual + x
+
+    def _finish(self, x: Tensor | PartialSum, norm: Norm | None) -> Tensor | PartialSum:
+        """Apply the norm and the scale that precede the residual addition, if the layer has them."""
+        if isinstance(x, PartialSum):
+            return x
+        if norm is not None:
+            x = norm.apply(x) if isinstance(norm, LayerNorm) else rms_norm(x, norm, self.norm_eps)
+        return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
+
+
+def make_dense_layer(
+    attention: Attention,
+    mlp: Mlp | None,
+    norms: tuple[Norm | None, Norm | None, Norm | None, Norm | None],
+    eps: float,
+    ropes: Sequence[str],
+    residual_scale: float = 1.0,
+) -> DenseLayer | None:
+    """Return a layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
+
+    Args:
+        mlp: None if the caller computes it.
+        norms: before attention, before the feed-forward network, and after each.
+        ropes: as for DecoderLayer.to_dense_layer.
+    """
+    before_attention, before_mlp, after_attention, after_mlp = norms
+    if not isinstance(before_attention, Tensor) or not isinstance(before_mlp, Tensor):
+        return None
+    if isinstance(after_attention, LayerNorm) or isinstance(after_mlp, LayerNorm):
+        return None
+    has_more = (
+        bool(attention.projection_norms)
+        or bool(attention.layer_norms)
+        or attention.rotates_first
+        or attention.value_norm is not None
+        or attention.has_temperature
+        or attention.variant.chunk > 0
+        or attention.variant.sinks is not None
+        or attention.output.bias is not None
+    )
+    qkv, output = packed_weight(attention.qkv.weight), packed_weight(attention.output.weight)
+    if has_more or qkv is None or output is None:
+        return None
+    gate_up = down = None
+    if mlp is not None:
+        gate_up, down = packed_weight(mlp.gate_up.weight), packed_weight(mlp.down.weight)
+        if gate_up is None or down is None or mlp.down.bias is not None:
+            return None
+    return DenseLayer(
+        qkv=qkv,
+        output=output,
+        gate_up=gate_up,
+        down=down,
+        qkv_bias=attention.qkv.bias,
+        gate_up_bias=None if mlp is None else mlp.gate_up.bias,
+        before_attention=before_attention,
+        before_mlp=before_mlp,
+        after_attention=after_attention,
+        after_mlp=after_mlp,
+        q_norm=attention.q_norm,
+        k_norm=attention.k_norm,
+        eps=eps,
+        residual_scale=residual_scale,
+        rope=None if attention.rope is None else ropes.index(attention.rope),
+        gate="silu" if mlp is None else mlp.activation,
+        head_dim=attention.head_dim,
+        scale=attention.scale,
+        variant=attention.variant,
+        adapters=None if mlp is None else _layer_adapters(attention, mlp),
+    )
+
+
+def _layer_adapters(attention: Attention, mlp: Mlp) -> LayerAdapters | None:
+    layers = attention.qkv, attention.output, mlp.gate_up, mlp.down
+    factors = [None if layer.lora is None else layer.lora.factors for layer in layers]
+    return LayerAdapters(*factors) if any(factors) else None
+
+
+def _attention_of(
+    spec: DecoderSpec, layer: LayerSpec
+) -> type[Attention] | type[LatentAttention] | type[SharedAttention]:
+    if layer.kv_source is not None:
+        return SharedAttention
+    return Attention if spec.latent is None else LatentAttention
+
+
+def read_norm(load: LoadContext, spec: DecoderSpec, name: str) -> Norm:
+    weight = load.norm(name, spec.hidden_size, spec.norm_offset)
+    if spec.norm_kind == "rms":
+        return weight
+    bias = load.replicated(f"{name}.bias", spec.hidden_size) if spec.norm_kind == "layer" else None
+    return LayerNorm(weight, bias, spec.norm_eps)

@@ -1,0 +1,120 @@
+"""Indexer: chooses the tokens that a query of sparse latent attention attends to (kernels.sparse_latent)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels.rope import apply_rope
+from ....kernels.sparse_latent import (
+    SCORE_BYTES,
+    SelectedTokens,
+    choose_tokens,
+    index_scores,
+    select_top_tokens,
+)
+from ....proto.model.spec import DecoderSpec, IndexerSpec, LatentSpec
+from ...attention import TokenChoice
+from ...comm.shard import Shard
+from ..layers import ColumnParallelLinear, LayerNorm, Projection
+from ..load_context import LoadContext
+
+# Of the norm of keys, which configurations do not state.
+_EPS = 1e-6
+
+
+class Indexer:
+    """The indexer of a layer; every rank computes all of its heads, and so chooses the same tokens."""
+
+    def __init__(self, load: LoadContext, spec: DecoderSpec, sizes: IndexerSpec, name: str) -> None:
+        assert spec.latent is not None
+        assert spec.latent.query_rank is not None
+        self._sizes = sizes
+        queries = Projection(f"{name}.wq_b", Shard(0, 1, sizes.num_heads * sizes.head_dim))
+        self._queries = ColumnParallelLinear(load, [queries], spec.latent.query_rank, bias=False)
+        keys = Projection(f"{name}.wk", Shard(0, 1, sizes.head_dim))
+        self._keys = ColumnParallelLinear(load, [keys], spec.hidden_size, bias=False)
+        self._norm = LayerNorm(
+            load.norm(f"{name}.k_norm", sizes.head_dim),
+            load.replicated(f"{name}.k_norm.bias", sizes.head_dim),
+            _EPS,
+        )
+        shape = sizes.num_heads, spec.hidden_size
+        self._weights = torch.empty(shape, dtype=torch.float32, device=load.device)
+        load.checkpoint.read_into(self._weights, f"{name}.weights_proj.weight", shape)
+        # Of the mean over heads, and of the products.
+        self._weights *= (sizes.num_heads * sizes.head_dim) ** -0.5
+
+    def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return the keys of tokens, [T, E] -> [T, I]."""
+        keys = self._norm.apply(self._keys.forward(x)).unsqueeze(1)
+        self._rotate(keys, cos, sin)
+        return keys.squeeze(1)
+
+    def choose(
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        block_tables: Tensor,
+        rows: Tensor,
+        lens: Tensor,
+        scales: Tensor | None,
+        num_selected: int,
+    ) -> TokenChoice:
+        """Return the tokens that each of the T tokens attends to.
+
+        Args:
+            x: [T, E].
+            q_latent: [T, query_rank], normalized.
+            cos, sin: [T, R], as for kernels.rope.apply_rope.
+            keys: [N, 1, 1, B, I], the part of the cache with the keys.
+            block_tables, rows, lens, scales: as for index_scores.
+            num_selected: the first tokens, whose choice are slots; that of the others is a mask.
+        """
+        q = self._queries.forward(q_latent).unflatten(1, (-1, self._sizes.head_dim))
+        self._rotate(q, cos, sin)
+        weights = F.linear(x.float(), self._weights)
+        block_size, top_k = keys.shape[3], self._sizes.top_k
+
+        def score(own: slice) -> Tensor:
+            return index_scores(q[own], weights[own], keys, block_tables, rows[own], lens[own], top_k, scales)
+
+        def select(own: slice) -> SelectedTokens:
+            return select_top_tokens(score(own), block_tables, rows[own], lens[own], block_size, top_k)
+
+        def mask(own: slice) -> Tensor:
+            return choose_tokens(score(own), lens[own], top_k)
+
+        num_tile = max(1, SCORE_BYTES // (4 * block_tables.shape[1] * block_size))
+        selected = [select(own) for own in _tiles(0, num_selected, num_tile)]
+        masks = [mask(own) for own in _tiles(num_selected, len(q), num_tile)]
+        return TokenChoice(
+            SelectedTokens(*(_cat(tensors) for tensors in zip(*selected, strict=True))) if selected else None,
+            _cat(masks) if masks else None,
+        )
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate the first R numbers of each head in place, [T, Hi, I]."""
+        if self._sizes.interleaved:
+            rotated = x[..., : cos.shape[1]]
+            rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+        apply_rope(x, cos, sin)
+
+
+def index_keys(latents: Tensor, sizes: LatentSpec) -> Tensor:
+    """Return the part of a latent cache with the keys of indexers, [N, 1, 1, B, I]."""
+    return latents[..., sizes.attended_dim :]
+
+
+def _tiles(start: int, end: int, num_tile: int) -> list[slice]:
+    return [slice(first, min(first + num_tile, end)) for first in range(start, end, num_tile)]
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

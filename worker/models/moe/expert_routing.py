@@ -1,0 +1,122 @@
+"""ExpertRouter: the experts that each token of a mixture of experts passes, and their weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels.routing import Routing
+from ....proto.model.spec import Experts
+from ...weights.weight_slice import WeightSlice
+from ..load_context import LoadContext
+
+
+class ExpertRouter:
+    """Scores all experts for a token and chooses the best of them; every rank holds it in full.
+
+    Args:
+        name: of the router in the checkpoint, without ``.weight``.
+        correction_name: of the correction in the checkpoint, if the router has one.
+
+    Attributes:
+        weight: [X, E].
+        bias: [X], added to the logits; None for none.
+        correction: [X] float32, added to the scores that the choice is made by; None for none.
+    """
+
+    def __init__(
+        self,
+        load: LoadContext,
+        experts: Experts,
+        hidden_size: int,
+        name: str,
+        correction_name: str,
+    ) -> None:
+        self._choice = ExpertChoice(experts)
+        # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
+        self._in_float32 = experts.score == "sigmoid" or experts.num_groups > 1 or experts.correction_bias
+        self.weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
+        self.lora = load.adapters([WeightSlice(name, (experts.count, hidden_size), 0, 0, experts.count)])
+        self.bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
+        self.correction: Tensor | None = None
+        if experts.correction_bias:
+            # Stored in float32: rounded to bfloat16, those of similar experts would be equal. Some checkpoints store
+            # a leading dimension of 1.
+            shape = *load.checkpoint.shape_of(correction_name)[:-1], experts.count
+            self.correction = torch.empty(shape, dtype=torch.float32, device=load.device)
+            load.checkpoint.read_into(self.correction, correction_name, shape)
+            self.correction = self.correction.view(experts.count)
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
+        if self._in_float32:
+            bias = None if self.bias is None else self.bias.float()
+            logits = F.linear(x.float(), self.weight.float(), bias)
+        else:
+            logits = F.linear(x, self.weight, self.bias)
+        self._add_adapters(logits, x)
+        return self._choice.choose(logits, self.correction)
+
+    def _add_adapters(self, logits: Tensor, x: Tensor) -> None:
+        """Add the adapters' outputs to the logits, [T, X] of the model's dtype or float32, in place."""
+        if self.lora is not None and self.lora.is_active:
+            part = torch.zeros_like(logits, dtype=x.dtype)
+            self.lora.add(part, x)
+            logits += part
+
+
+class ExpertChoice:
+    """Chooses each token's experts by the logits of a router."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._spec = experts
+        if experts.score in ("softmax", "sigmoid"):
+            self._routing = Routing(
+                experts.count,
+                experts.per_token,
+                experts.num_groups,
+                experts.num_top_groups,
+                1 if experts.group_score == "max" else 2,
+                experts.normalized,
+                experts.scale,
+            )
+        else:
+            self._routing = Routing(experts.count, experts.per_token)
+
+    def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return each token's experts and their weights.
+
+        Args:
+            logits: [T, X].
+            correction: [X] float32, see ExpertRouter.
+
+        Returns:
+            weights, float32, and expert ids, int64, both [T, per_token].
+        """
+        experts = self._spec
+        if experts.score == "sparsemixer":
+            return _sparsemixer(logits, experts)
+        # exp stays PyTorch's own: with another one's rounding, other scores would be equal.
+        if experts.score == "softmax":
+            return self._routing.choose(logits.softmax(-1, torch.float32), correction)
+        if experts.score == "sigmoid":
+            return self._routing.choose(logits.sigmoid().float(), correction)
+        chosen, expert_ids = self._routing.choose(logits.float())
+        weights = chosen.softmax(dim=-1) if experts.score == "softmax_of_chosen" else chosen.sigmoid()
+        return weights, expert_ids
+
+
+def _sparsemixer(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Choose the best experts one after the other (SparseMixer-v2; Liu et al., *GRIN*, 2024), as for ExpertChoice.
+
+    The weight of each is its softmax over the experts that are left whose logits are close to its own.
+    """
+    left, weights, expert_ids = logits, [], []
+    for _ in range(experts.per_token):
+        best, chosen = left.max(dim=-1, keepdim=True)
+        is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * experts.jitter
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, chosen))
+        expert_ids.append(chosen)
+        left = left.scatter(-1, chosen, -torch.inf)
+    return torch.cat(weights, dim=-1).float(), torch.cat(expert_ids, dim=-1)

@@ -1,0 +1,295 @@
+"""Mixture of experts: a router sends each token through a few of many feed-forward networks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels.activation import GatedActivation
+from ....kernels.dispatch import has_kernels
+from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
+from ....kernels.panel_experts import PanelExperts, supports
+from ....proto.model.spec import Experts
+from ...lora.expert_adapters import ExpertAdapters
+from ...weights.expert_weights import stack_experts
+from ...weights.linear_weight import LinearWeight, panel_weight, without_codes
+from ...weights.weight_slice import WeightSlice
+from ..layers import ColumnParallelLinear, Projection
+from ..load_context import LoadContext
+from .adapted_experts import AdaptedExperts, ExpertsForward
+from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
+from .expert_routing import ExpertRouter
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """The experts' layers one by one: for experts that neither kernels nor C++ ops multiply at once.
+
+    Attributes:
+        gate_up, down: of each of this rank's X experts.
+        activation: [T, 2 I] -> [T, I].
+        num_experts: of all ranks.
+        first_expert: index of this rank's first one.
+        gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
+        scaled_inputs: as in Experts.
+    """
+
+    gate_up: Sequence[LinearWeight]
+    down: Sequence[LinearWeight]
+    activation: GatedActivation
+    num_experts: int
+    first_expert: int = 0
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    scaled_inputs: bool = False
+
+    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
+        """Return the sum of this rank's experts' results, [T, E]; reads the number of each's tokens on the host.
+
+        Args:
+            x: [T, E].
+            factors, expert_ids: [T, per_token], of each token's experts, which may be those of other ranks.
+        """
+        per_token = expert_ids.shape[1]
+        factors, expert_ids = factors.to(x.dtype).view(-1, 1), expert_ids.flatten()
+        counts = expert_ids.bincount(minlength=self.num_experts).tolist()
+        y = torch.zeros_like(x)
+        # Choices sorted by expert; choice i was made by token i // per_token.
+        by_expert = expert_ids.argsort(stable=True).split_with_sizes(counts)
+        for index, own in enumerate(by_expert[self.first_expert :][: len(self.down)]):
+            if len(own):
+                tokens = own // per_token
+                y.index_add_(0, tokens, self._run_expert(index, x[tokens], factors[own]))
+        return y
+
+    def _run_expert(self, index: int, x: Tensor, factors: Tensor) -> Tensor:
+        if self.scaled_inputs:
+            x = x * factors
+        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[index]
+        down_bias = None if self.down_bias is None else self.down_bias[index]
+        inner = self.activation(self.gate_up[index].multiply(x, gate_up_bias))
+        out = self.down[index].multiply(inner, down_bias)
+        return out if self.scaled_inputs else out.mul_(factors)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """All experts at once on a GPU; the attributes and `forward` are those of ExpertLayers.
+
+    Attributes:
+        adapters: None without adapters.
+    """
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    activation: GatedActivation
+    num_experts: int
+    first_expert: int = 0
+    scaled_inputs: bool = False
+    adapters: ExpertAdapters | None = None
+
+    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
+        """As ExpertLayers, but the host reads nothing from the device."""
+        own = range(self.first_expert, self.first_expert + len(self.down.codes))
+        choices = sort_choices(expert_ids, self.num_experts, own)
+        gate_up = scatter_linear(x, self.gate_up, choices)
+        adapters = None
+        if self.adapters is not None and self.adapters.token_slots is not None:
+            adapters = self.adapters.of_choices(choices, self.adapters.token_slots)
+            adapters.scatter_gate_up(gate_up, x)
+        if self.scaled_inputs:
+            # The layer has no bias, so its results may be scaled instead of its inputs.
+            gate_up *= factors.view(-1, 1).index_select(0, choices.order)
+            factors = torch.ones_like(factors)
+        inner = self.activation(gate_up)
+        if adapters is None:
+            return gather_linear(inner, self.down, choices, factors.contiguous())
+        factors = factors.contiguous()
+        terms = gather_terms(inner, self.down, choices, factors)
+        adapters.add_terms(terms, inner, factors)
+        return terms.view(*factors.shape, -1).sum(dim=1)
+
+
+def group_experts(layers: ExpertLayers, adapters: ExpertAdapters | None = None) -> GroupedExperts | None:
+    """Return the layers for a GPU. Returns None if the experts are stored in different formats."""
+    gate_up = stack_experts(layers.gate_up, layers.gate_up_bias)
+    down = stack_experts(layers.down, layers.down_bias)
+    if gate_up is None or down is None:
+        return None
+    return GroupedExperts(
+        gate_up,
+        down,
+        layers.activation,
+        layers.num_experts,
+        layers.first_expert,
+        layers.scaled_inputs,
+        adapters,
+    )
+
+
+def panel_experts(layers: ExpertLayers, dtype: torch.dtype) -> PanelExperts | None:
+    """Return the layers for a CPU. Returns None if not all weights are in panels, or they differ in format.
+
+    Args:
+        dtype: of the tokens.
+    """
+    gate_up, down = (
+        [packed for packed in map(panel_weight, weights) if packed is not None]
+        for weights in (layers.gate_up, layers.down)
+    )
+    if not len(gate_up) == len(down) == len(layers.down) or not (supports(gate_up) and supports(down)):
+        return None
+    return PanelExperts(
+        gate_up,
+        down,
+        layers.activation,
+        layers.gate_up_bias,
+        layers.down_bias,
+        layers.first_expert,
+        scaled_inputs=layers.scaled_inputs,
+        dtype=dtype,
+    )
+
+
+def dequantize_experts(layers: ExpertLayers) -> ExpertLayers:
+    """Return the layers with weights that are multiplied one by one without dequantizing them in every step."""
+    gate_up, down = ([*map(without_codes, weights)] for weights in (layers.gate_up, layers.down))
+    return replace(layers, gate_up=gate_up, down=down)
+
+
+class SharedExperts:
+    """A gated feed-forward network that every token passes besides its experts; sharded over the ranks.
+
+    Args:
+        gate: activation (kernels.activation).
+    """
+
+    def __init__(self, load: LoadContext, experts: Experts, hidden_size: int, gate: str, name: str) -> None:
+        intermediate_size = experts.shared_intermediate_size
+        shard = load.shard(intermediate_size)
+        projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+        self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=False)
+        shape = hidden_size, intermediate_size
+        parts = [WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))]
+        self.down, self.lora = load.linear(parts), load.adapters(parts)
+        self.gate = gate
+        self.token_gate: Tensor | None = None
+        if experts.shared_gate:
+            self.token_gate = load.replicated(f"{name}_gate.weight", 1, hidden_size)
+
+    def forward_partial(self, x: Tensor) -> Tensor:
+        """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
+        inner = self.gate_up.forward_gated(x, self.gate)
+        y = self.down.multiply(inner)
+        if self.lora is not None:
+            self.lora.add(y, inner)
+        return y if self.token_gate is None else y.mul_(F.linear(x, self.token_gate).sigmoid())
+
+
+class MixtureOfExperts:
+    """Gated feed-forward experts, sharded over the ranks: each expert's intermediate dimension, or whole experts.
+
+    Args:
+        gate: activation of the experts (kernels.activation), unless theirs is clamped.
+        name: of the decoder layer.
+
+    Attributes:
+        reads_back: `forward` reads values back from the device, which a recording cannot do.
+    """
+
+    def __init__(
+        self,
+        load: LoadContext,
+        experts: Experts,
+        hidden_size: int,
+        gate: str,
+        name: str,
+    ) -> None:
+        self.comm = load.comm
+        block, router = find_block(load.checkpoint, name)
+        self.router = ExpertRouter(
+            load, experts, hidden_size, router, find_correction(load.checkpoint, block)
+        )
+        self.experts = read_experts(load, experts, hidden_size, gate, block)
+        self.shared: SharedExperts | None = None
+        if experts.shared_intermediate_size:
+            name = find_shared(load.checkpoint, block)
+            self.shared = SharedExperts(load, experts, hidden_size, gate, name)
+
+    @property
+    def reads_back(self) -> bool:
+        return isinstance(self.experts, ExpertLayers | AdaptedExperts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, E] -> [T, E]."""
+        part = self.experts.forward(x, *self.router.choose(x))
+        if self.shared is not None:
+            part += self.shared.forward_partial(x)
+        return self.comm.all_reduce(part)
+
+
+def read_experts(
+    load: LoadContext, experts: Experts, hidden_size: int, gate: str, block: str
+) -> ExpertLayers | GroupedExperts | PanelExperts | AdaptedExperts:
+    """Read this rank's part of the experts; all experts are computed at once, if they are stored alike.
+
+    Args:
+        gate: as for MixtureOfExperts.
+        block: name of the mixture.
+    """
+    slices = expert_slices(load, experts, hidden_size, block)
+    biases: tuple[Tensor | None, Tensor | None] = None, None
+    if experts.interleaved:
+        biases = read_expert_biases(load, experts, hidden_size, block)
+    # Experts with adapters are multiplied one by one, by ops that would dequantize each in every step.
+    keep_codes = load.lora is None
+    layers = ExpertLayers(
+        [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
+        [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],
+        GatedActivation(gate, experts.clamp),
+        experts.count,
+        load.own_experts(experts.count).start,
+        *biases,
+        scaled_inputs=experts.scaled_inputs,
+    )
+    adapters = load.expert_adapters(
+        [expert.gate_up for expert in slices],
+        [expert.down for expert in slices],
+        f"{block}.experts",
+        experts.count,
+    )
+    if has_kernels(load.empty(0)):
+        grouped = group_experts(layers, adapters)
+        if grouped is not None:
+            return grouped
+    plain = panel_experts(layers, load.dtype) or dequantize_experts(layers)
+    return plain if adapters is None else adapt_experts(layers, plain, adapters)
+
+
+def are_separate(experts: ExpertsForward) -> bool:
+    """Return whether the experts of tokens without an adapter are multiplied one by one."""
+    return isinstance(experts.plain if isinstance(experts, AdaptedExperts) else experts, ExpertLayers)
+
+
+def adapt_experts(layers: ExpertLayers, plain: ExpertsForward, adapters: ExpertAdapters) -> AdaptedExperts:
+    """Return the layers for tokens with and without adapters.
+
+    Args:
+        plain: computes the layers for tokens without.
+    """
+    return AdaptedExperts(
+        plain,
+        adapters,
+        layers.gate_up,
+        layers.down,
+        layers.activation,
+        layers.num_experts,
+        layers.first_expert,
+        layers.gate_up_bias,
+        layers.down_bias,
+        layers.scaled_inputs,
+    )

@@ -1,0 +1,1 @@
+"""Models of transformers on paged caches."""

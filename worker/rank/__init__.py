@@ -1,0 +1,1 @@
+"""One rank: its actor, its models, and the runner of steps."""

@@ -1,0 +1,104 @@
+"""LargestSteps: the steps that need most memory, by which the KV cache is sized."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.latent_attention import ChunkBounds
+from ...proto.config import EngineConfig
+from ...proto.step import RowSampling
+from ..attention import AttentionInputs, OwnTokens, fixed_item_len, with_groups, with_splits
+from ..memory.cache_engine import CacheEngine
+from ..memory.host_to_device import to_device
+from ..models.loader import Model
+from ..sampling.sampler import Sampler
+from ..sampling.sampling_table import SamplingTable
+
+
+class LargestSteps:
+    """Runs a step of prompts and a step of decodes, with all rows in the scratch block.
+
+    Args:
+        sampling: of rows without sequences.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        sampler: Sampler,
+        sampling: SamplingTable,
+        device: torch.device,
+    ) -> None:
+        self._config, self._model, self._device = config, model, device
+        self._sampler, self._sampling = sampler, sampling
+
+    def run(self, cache: CacheEngine) -> None:
+        """Run both steps, and sample from the vocabulary."""
+        hidden = self._run_prompts(cache)
+        if not self._config.model.generates:
+            return
+        rows = np.arange(self._config.max_decode_tokens, dtype=np.int32)
+        logits = self._model.logits(hidden[to_device(rows % len(hidden), self._device, torch.int64)])
+        # Sampling from the whole vocabulary has the largest intermediate tensors, and truncated sampling of several
+        # ranks, which gather the logits.
+        rows %= self._config.scheduler.max_num_seqs  # drafted tokens repeat their rows
+        truncated = SamplingTable(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
+        for row in rows:
+            truncated.put(int(row), RowSampling(top_k=2, top_p=0.9))
+        for table in (self._sampling, truncated):
+            self._sampler.sample(logits, table, rows, rows)
+        del hidden, logits
+        self._run_decodes(cache)
+
+    def _run_prompts(self, cache: CacheEngine) -> Tensor:
+        """Return the hidden states of a step with the largest number of prompt tokens."""
+        block_size = self._config.cache.block_size
+        # A block may be longer than the model's context.
+        chunk_len = min(block_size, self._config.model.max_model_len)
+        num_seqs = -(-self._config.scheduler.max_num_batched_tokens // chunk_len)
+        position = torch.arange(chunk_len, device=self._device).repeat(num_seqs)
+        inputs = AttentionInputs(
+            num_decodes=0,
+            slot_mapping=position,
+            block_tables=self._int_zeros(num_seqs, 1),
+            query_start=torch.arange(num_seqs + 1, dtype=torch.int32, device=self._device) * chunk_len,
+            seq_lens=self._int_zeros(num_seqs) + chunk_len,
+            chunks=ChunkBounds([chunk_len] * num_seqs, [chunk_len] * num_seqs),
+            own_tokens=self._own_tokens(len(position)),
+        )
+        inputs = self._in_all_groups(inputs)
+        return self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _run_decodes(self, cache: CacheEngine) -> None:
+        """Run the largest step of decodes with the longest block tables, by which attention sizes its workspace."""
+        config = self._config
+        num_seqs = min(config.max_decode_tokens, config.scheduler.max_num_batched_tokens)
+        position = torch.zeros(num_seqs, dtype=torch.int64, device=self._device)
+        inputs = AttentionInputs(
+            num_decodes=num_seqs,
+            slot_mapping=position,
+            block_tables=self._int_zeros(num_seqs, config.max_blocks_per_seq),
+            query_start=self._int_zeros(1),
+            seq_lens=self._int_zeros(num_seqs) + 1,
+            own_tokens=self._own_tokens(num_seqs),
+        )
+        inputs = self._in_all_groups(inputs)
+        inputs = with_splits(inputs, config.cache.block_size, fixed_item_len(config.parallel))
+        self._model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _own_tokens(self, num_tokens: int) -> OwnTokens | None:
+        """Return all tokens with data-parallel attention: a rank may have all sequences of a step."""
+        if not self._config.parallel.enable_dp_attention:
+            return None
+        tokens = torch.arange(num_tokens, device=self._device)
+        return OwnTokens(tokens, tokens)
+
+    def _in_all_groups(self, inputs: AttentionInputs) -> AttentionInputs:
+        num_groups = sum(self._config.cache_layout.splits)
+        return with_groups(inputs, [inputs.slot_mapping] * num_groups, [inputs.block_tables] * num_groups)
+
+    def _int_zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self._device)
