@@ -27,9 +27,9 @@ from benchmarks.replay import GATEWAY, Roofline, SimulatedClock, SimulatedGroup,
 from benchmarks.trace import Trace, TracedRequest, read_traces
 from quire.cluster.gateway.routing.router import ReplicaLoad, Router
 from quire.proto.config import EngineConfig
+from quire.proto.digests import CACHE_HASH_BYTES, make_root, prefix_hashes
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import (
-    CACHE_HASH_BYTES,
     CacheReport,
     Finish,
     FinishReason,
@@ -39,7 +39,6 @@ from quire.proto.stream import (
     TokenBatch,
 )
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.prefix_cache import make_root, prefix_hashes
 from quire.scheduler.service.loop import StepLoop
 
 TRACES = Path(__file__).parent / "traces"

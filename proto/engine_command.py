@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+# Loading the weights of a large model from a slow disk.
+COMMAND_TIMEOUT_S = 1800.0
+
 
 class Action(StrEnum):
     """PAUSE and RESUME concern the scheduler; the ranks carry out the others."""

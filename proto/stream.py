@@ -15,6 +15,7 @@ the request. Every other change needs a new VERSION.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -31,8 +32,6 @@ from .step import NO_INTS, Logprobs, PromptLogprobs
 from .structured_outputs import OutputConstraint
 
 VERSION = 4
-# Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
-CACHE_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +267,19 @@ class RecalledOutput:
     finish: Finish
 
 
+def best_outputs(found: Iterable[RecalledOutput]) -> dict[int, RecalledOutput]:
+    """Return index |-> the output that is complete, or else has the most tokens: it may have been moved."""
+
+    def progress(output: RecalledOutput) -> tuple[bool, int]:
+        return output.finish.reason is not FinishReason.MOVED, len(output.token_ids)
+
+    best: dict[int, RecalledOutput] = {}
+    for output in found:
+        if output.index not in best or progress(output) > progress(best[output.index]):
+            best[output.index] = output
+    return best
+
+
 @dataclass(frozen=True, slots=True)
 class Recalled:
     """The outputs that the replica knows of a request, running or ended; an output may be there twice."""
@@ -307,7 +319,7 @@ class CacheReport:
         version: of this state; a CacheQuery can ask for the changes since.
         since: the version to which `added` and `removed` apply. 0: `added` is the full state (of a very large
             cache, its newest part) and replaces every earlier one.
-        added, removed: concatenated hashes of CACHE_HASH_BYTES each; see `prefix_cache.prefix_hashes`.
+        added, removed: concatenated hashes of CACHE_HASH_BYTES each; see `digests.prefix_hashes`.
         window_blocks: last blocks of a prefix that must be cached for a hit; 0 for all blocks of the prefix.
     """
 

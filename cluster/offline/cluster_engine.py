@@ -9,8 +9,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from ...proto.config import EngineConfig
-from ...proto.engine_command import EngineCommand
-from ...scheduler.core.scheduler import COMMAND_TIMEOUT_S
+from ...proto.engine_command import COMMAND_TIMEOUT_S, EngineCommand
 from ..fleet.ray.local_cluster import LocalCluster
 from ..fleet.replica.client import ReplicaClient
 from ..fleet.replica.launch import launch_replica

@@ -14,12 +14,13 @@ import numpy as np
 
 from ...proto.block_map import BlockMap
 from ...proto.config import EngineConfig
+from ...proto.digests import make_root
+from ...proto.engine_command import COMMAND_TIMEOUT_S
 from ...proto.errors import QuireError, RankFailed, RequestQuarantined
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import Finish, FinishReason, Recall, Recalled, Submit
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
-from ..kv.prefix_cache import make_root
 from ..sequences.beam_group import BeamGroup
 from ..sequences.beam_search import BeamSearch
 from ..sequences.repetition import RepetitionDetector
@@ -37,9 +38,6 @@ from .state.outbox import Outgoing, error_finish
 from .state.retained_outputs import KnownOutput
 from .state.state import SchedulerState, row_of
 from .state.step_times import StepDeadlines
-
-# Loading the weights of a large model from a slow disk.
-COMMAND_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)

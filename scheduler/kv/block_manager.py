@@ -8,6 +8,7 @@ import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray, RowArray
 from ...proto.config import EngineConfig
+from ...proto.digests import child_digest
 from ..sequences.sequence import Sequence
 from .block_pool import SCRATCH_BLOCK, BlockPool
 from .cache_journal import CacheJournal
@@ -15,7 +16,7 @@ from .host_tier import HostTier
 from .kv_tiers import KvTiers
 from .pending_fills import PendingFills
 from .planned_moves import PlannedMoves
-from .prefix_cache import CacheKey, PrefixCache, child_digest, make_caches
+from .prefix_cache import CacheKey, PrefixCache, make_caches
 from .prefix_lookup import MIN_PARTIAL_SHARE, Prefix, PrefixLookup
 from .row_partitions import RowPartitions
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from ...proto.stream import CACHE_HASH_BYTES, CacheReport
+from ...proto.digests import CACHE_HASH_BYTES
+from ...proto.stream import CacheReport
 
 # Hashes in one report: 512 KB. A larger cache reports its newest blocks only.
 MAX_REPORTED_HASHES = 65_536

@@ -1,50 +1,21 @@
 """PrefixCache: finds blocks that hold the KV of a prompt's beginning.
 
-Each full block has a digest chained over all tokens before it, so equal digests mean equal prefixes; SHA-256
-keeps a tenant from constructing a collision with another's prompt. A chain begins at a root made of the model, the
-tenant or the pool of tenants that share prefixes, the salt and the adapter. Different roots share nothing, so
-neither a hit nor its time tells one tenant what another one sent.
-
-Blocks that agree with a prompt only in their first tokens are found as well (`closest_child`), and are copied. So
-the last, partly filled block of a conversation serves its next turn.
+Blocks are found by chained digests (`proto/digests.py`). Those that agree with a prompt only in their first tokens
+are found as well (`closest_child`), and are copied. So the last, partly filled block of a conversation serves its
+next turn.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from hashlib import sha256
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
-from ...proto.block_tables import IntArray
-from ...proto.stream import CACHE_HASH_BYTES
+from ...proto.digests import child_digest
 from .cache_journal import CacheJournal
 
 # Blocks compared for a partial match: bounds the lookup time of popular prefixes.
 MAX_CHILDREN_COMPARED = 8
-
-
-def make_root(model: str, salt: bytes = b"", adapter: str = "", *, tenant: str = "", pool: str = "") -> bytes:
-    """Return the start of the digest chains of one model, salt, adapter, and tenant or pool.
-
-    Args:
-        pool: the tenants that share prefixes with each other; empty for `tenant` alone.
-    """
-    sharers = (b"pool", pool.encode()) if pool else (b"tenant", tenant.encode())
-    parts = (model.encode(), salt, adapter.encode(), *sharers)
-    return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
-
-
-def prefix_hashes(token_ids: Sequence[int] | IntArray, block_size: int, root: bytes) -> list[bytes]:
-    """Return the hash of each full block of a prompt, in order, as replicas report it in a CacheReport."""
-    raw, width = np.asarray(token_ids, "<i4").tobytes(), 4 * block_size
-    digest, hashes = root, []
-    for start in range(0, len(raw) - width + 1, width):
-        digest = child_digest(digest, raw[start : start + width])
-        hashes.append(digest[:CACHE_HASH_BYTES])
-    return hashes
 
 
 class CacheKey(NamedTuple):
@@ -170,11 +141,6 @@ def make_caches(
         for _ in range(num_partitions)
         for group in range(num_groups)
     ]
-
-
-def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:
-    """Return the digest of a block of int32 tokens after the chain `parent`."""
-    return sha256(parent + tokens).digest()
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:

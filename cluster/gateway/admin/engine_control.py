@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ....proto.engine_command import Action, EngineCommand, PauseMode
+from ....proto.engine_command import COMMAND_TIMEOUT_S, Action, EngineCommand, PauseMode
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
-from ....scheduler.core.scheduler import COMMAND_TIMEOUT_S
 from ...client.wire.engine_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text

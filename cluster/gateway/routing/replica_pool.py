@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ....proto.digests import make_root, prefix_hashes
 from ....proto.errors import Overloaded, QuireError, ReplicaUnavailable
 from ....proto.replica_status import Activity, ReplicaStatus
-from ....proto.stream import CacheQuery, CacheReport, Finish, RecalledOutput
-from ....scheduler.core.state.retained_outputs import best_outputs
-from ....scheduler.kv.prefix_cache import make_root, prefix_hashes
+from ....proto.stream import CacheQuery, CacheReport, Finish, RecalledOutput, best_outputs
 from ...fleet.controller.demand import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient

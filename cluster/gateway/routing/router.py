@@ -7,7 +7,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from ....proto.stream import CACHE_HASH_BYTES, CacheReport
+from ....proto.digests import CACHE_HASH_BYTES
+from ....proto.stream import CacheReport
 
 # Hashes kept per replica, the most recent ones: about 12 MB, for two million tokens in blocks of 16.
 MAX_HASHES = 131_072

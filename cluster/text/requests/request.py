@@ -12,6 +12,7 @@ import numpy as np
 from ....proto.block_tables import IntArray
 from ....proto.coerce import BadWord
 from ....proto.config import EngineConfig, PoolingConfig
+from ....proto.digests import content_digest
 from ....proto.errors import InvalidRequest
 from ....proto.lora import LoraReference
 from ....proto.pooling import PoolingParams
@@ -19,7 +20,6 @@ from ....proto.sampling import RANDOM_SEED, SamplingParams
 from ....proto.step import NO_INTS
 from ....proto.stream import Recall, Submit
 from ....proto.structured_outputs import OutputConstraint, StructuredOutputsParams
-from ....scheduler.core.state.retained_outputs import content_digest
 from ..chat_format.chat_format import OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
 from .chat import Chat

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from ....proto.block_tables import IntArray
+from ....proto.digests import content_digest
 from ....proto.lora import LoraReference
 from ....proto.sampling import SamplingParams
-from ....proto.stream import Finish, FinishReason, Recall, RecalledOutput
+from ....proto.stream import Finish, Recall, RecalledOutput
 from ...sequences.sequence import Sequence
 
 # A client connects to another gateway within seconds; a proxy in between may take longer.
@@ -22,15 +20,6 @@ RETENTION_S = 60.0
 MAX_BYTES = 64 << 20
 # Estimate of an output's memory beside its tokens, measured with sys.getsizeof.
 _ENTRY_BYTES = 1000
-
-
-def content_digest(prompt: IntArray, sampling: SamplingParams, lora: LoraReference | None) -> bytes:
-    """Return a digest of what determines a request's tokens, beside the seed; equal for each of its outputs."""
-    settings = replace(sampling, n=1, best_of=None, seed=None)
-    adapter = "" if lora is None else lora.cache_key
-    digest = hashlib.blake2b(repr((settings, adapter)).encode(errors="surrogatepass"), digest_size=16)
-    digest.update(np.ascontiguousarray(prompt, dtype="<i4").tobytes())
-    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,19 +124,6 @@ class RetainedOutputs:
     def _drop_oldest(self) -> None:
         _, output = self._kept.popleft()
         self.num_bytes -= _num_bytes(output)
-
-
-def best_outputs(found: Iterable[RecalledOutput]) -> dict[int, RecalledOutput]:
-    """Return index |-> the output that is complete, or else has the most tokens: it may have been moved."""
-    best: dict[int, RecalledOutput] = {}
-    for output in found:
-        if output.index not in best or _progress(output) > _progress(best[output.index]):
-            best[output.index] = output
-    return best
-
-
-def _progress(output: RecalledOutput) -> tuple[bool, int]:
-    return output.finish.reason is not FinishReason.MOVED, len(output.token_ids)
 
 
 def _num_bytes(output: KnownOutput) -> int:

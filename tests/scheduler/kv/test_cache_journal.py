@@ -9,9 +9,9 @@ from fakes import VOCAB_SIZE, small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.proto.stream import CACHE_HASH_BYTES, CacheReport
+from quire.proto.digests import CACHE_HASH_BYTES, make_root, prefix_hashes
+from quire.proto.stream import CacheReport
 from quire.scheduler.kv.cache_journal import CacheJournal
-from quire.scheduler.kv.prefix_cache import make_root, prefix_hashes
 
 
 class Follower:

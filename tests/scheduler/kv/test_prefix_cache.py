@@ -1,6 +1,7 @@
 from array import array
 
-from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache, child_digest, make_root
+from quire.proto.digests import child_digest, make_root
+from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache
 
 ROOT = make_root("model")
 

@@ -11,6 +11,7 @@ from narrowing import instance_of, not_none
 
 from quire.proto import stream_codec
 from quire.proto.block_map import BlockMap
+from quire.proto.digests import make_root, prefix_hashes
 from quire.proto.errors import RankFailed
 from quire.proto.replica_status import ReplicaStatus
 from quire.proto.step import StepResult
@@ -29,7 +30,6 @@ from quire.proto.stream import (
 )
 from quire.proto.transport.network import CurveKeys, connect, tcp_endpoint
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.kv.prefix_cache import make_root, prefix_hashes
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.mailbox import Mailbox
 from quire.scheduler.service.zmq_mailbox import MAX_MESSAGES_AT_ONCE, ZmqMailbox

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cluster.gateway.routing.router import KV_SLACK, QUEUE_SLACK_TOKENS, ReplicaLoad, Router
+from quire.proto.digests import make_root, prefix_hashes
 from quire.proto.stream import CacheReport
 from quire.scheduler.kv.cache_journal import CacheJournal
-from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache, make_root, prefix_hashes
+from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache
 
 BLOCK_SIZE = 16
 IDLE = ReplicaLoad(0, 0.0)

@@ -1,0 +1,59 @@
+"""Digests that name content: the blocks of a prompt's prefix, and what determines a request's tokens.
+
+Each full block has a digest chained over all tokens before it, so equal digests mean equal prefixes; SHA-256 keeps
+a tenant from constructing a collision with another's prompt. A chain begins at a root made of the model, the tenant
+or the pool of tenants that share prefixes, the salt and the adapter. Different roots share nothing, so neither a
+hit nor its time tells one tenant what another one sent. Schedulers and gateways hash alike, so a gateway knows
+which replica holds a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import sha256
+
+import numpy as np
+
+from .block_tables import IntArray
+from .lora import LoraReference
+from .sampling import SamplingParams
+
+# Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
+CACHE_HASH_BYTES = 8
+
+
+def make_root(model: str, salt: bytes = b"", adapter: str = "", *, tenant: str = "", pool: str = "") -> bytes:
+    """Return the start of the digest chains of one model, salt, adapter, and tenant or pool.
+
+    Args:
+        pool: the tenants that share prefixes with each other; empty for `tenant` alone.
+    """
+    sharers = (b"pool", pool.encode()) if pool else (b"tenant", tenant.encode())
+    parts = (model.encode(), salt, adapter.encode(), *sharers)
+    return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
+
+
+def prefix_hashes(token_ids: Sequence[int] | IntArray, block_size: int, root: bytes) -> list[bytes]:
+    """Return the hash of each full block of a prompt, in order, as replicas report it in a CacheReport."""
+    raw, width = np.asarray(token_ids, "<i4").tobytes(), 4 * block_size
+    digest, hashes = root, []
+    for start in range(0, len(raw) - width + 1, width):
+        digest = child_digest(digest, raw[start : start + width])
+        hashes.append(digest[:CACHE_HASH_BYTES])
+    return hashes
+
+
+def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:
+    """Return the digest of a block of int32 tokens after the chain `parent`."""
+    return sha256(parent + tokens).digest()
+
+
+def content_digest(prompt: IntArray, sampling: SamplingParams, lora: LoraReference | None) -> bytes:
+    """Return a digest of what determines a request's tokens, beside the seed; equal for each of its outputs."""
+    settings = replace(sampling, n=1, best_of=None, seed=None)
+    adapter = "" if lora is None else lora.cache_key
+    digest = hashlib.blake2b(repr((settings, adapter)).encode(errors="surrogatepass"), digest_size=16)
+    digest.update(np.ascontiguousarray(prompt, dtype="<i4").tobytes())
+    return digest.digest()
