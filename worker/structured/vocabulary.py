@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.errors import ConfigError, first_line
-from .tiktoken_file import byte_alphabet, find_format, load_tiktoken, read_tokenizer_config
+from ...proto.model.tiktoken_file import byte_alphabet, find_format, load_tiktoken, read_tokenizer_config
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ....proto.errors import InvalidRequest, ModelLoadError, first_line
-from ....worker.structured.tiktoken_file import (
+from ....proto.model.tiktoken_file import (
     TiktokenFormat,
     find_format,
     load_tiktoken,

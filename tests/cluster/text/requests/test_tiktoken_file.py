@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from quire.cluster.text.requests.incremental_decoder import incremental_decoder
 from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.errors import ModelLoadError
-from quire.worker.structured.tiktoken_file import FORMATS
+from quire.proto.model.tiktoken_file import FORMATS
 from quire.worker.structured.vocabulary import read_vocabulary
 
 WORDS = (
