@@ -15,7 +15,7 @@ def test_page_is_up_to_date() -> None:
 
 
 def test_page_names_every_result_file() -> None:
-    shown = {section.file for section in figures_page.SECTIONS}
+    shown = {name for section in figures_page.SECTIONS for name in section.files}
     assert shown >= {path.stem for path in figures_page.RESULTS.glob("*.json")}
 
 
@@ -32,27 +32,29 @@ def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
         "peers.quire.w1.output_tokens_per_s": {"value": 5.0, "unit": "tokens/s", "note": ""},
         "peers.other.w1.failed_after_s": {"value": 80.1, "unit": "s", "note": ""},
     }
-    table = figures_page.engines(figures)
-    assert table[-2:] == ["| quire | 5 |", "| other | not finished in 80 s |"]
+    table = figures_page.engines({"60M": figures})
+    assert table[-2:] == [
+        "| 60M | quire | 5 |  |  |  |  |",
+        "| 60M | other | not finished in 80 s |  |  |  |  |",
+    ]
 
 
-def test_time_spent_is_shown_as_shares_of_the_wall_time() -> None:
+def test_time_spent_of_one_rank_is_shown_as_shares_of_the_wall_time() -> None:
     values = {"wall": 2.0} | dict.fromkeys(figures_page.PARTS, 0.25) | {"arithmetic": 0.5}
     figures = {
-        "time_spent.limit.matmul": {"value": 400.0, "unit": "GFLOP/s", "note": ""},
-        "time_spent.limit.read": {"value": 30.0, "unit": "GB/s", "note": ""},
-    } | {f"time_spent.tp2.w1.{name}_s": {"value": value, "unit": "s"} for name, value in values.items()}
-    row, _, limits = figures_page.time_spent(figures)[2:]
-    assert row == "| w1 | 2 | 2 | 25 % | 12 % | 12 % | 12 % | 12 % | 12 % | 12 % |"
-    assert limits == "Limits of the machine in the same run: 400 GFLOP/s and 30 GB/s."
+        f"time_spent.tp{ranks}.w1.{name}_s": {"value": value}
+        for ranks in (1, 2)
+        for name, value in values.items()
+    }
+    (row,) = figures_page.time_spent({"60M": figures})[2:]
+    assert row == "| 60M | w1 | 2 | 25 | 12 | 12 | 12 | 12 | 12 |"
 
 
 def test_speculation_is_shown_by_method_workload_and_number_of_sequences() -> None:
     values = {"speedup": 1.25, "acceptance": 0.5, "tokens_per_step": 2.0}
-    figures = {
-        f"speculation.ngram.quote.16.{key}": {"value": own, "note": "3 pairs"} for key, own in values.items()
-    }
-    assert figures_page.speculation(figures)[-1] == "| ngram | quote | 16 | 1.25 | 0.5 | 2 | 3 pairs |"
+    figures = {f"speculation.ngram.quote.8.{key}": {"value": own} for key, own in values.items()}
+    figures |= {f"speculation.ngram.quote.16.{key}": {"value": 0.0} for key in values}
+    assert figures_page.speculation(figures)[2:] == ["| ngram | quote | 8 | 1.25 | 0.5 | 2 |"]
 
 
 def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
