@@ -45,11 +45,12 @@ def architecture_of(published: Published) -> str:
 
 def tables() -> str:
     """Return the tables, in Markdown."""
-    rows = []
+    names: dict[tuple[str, str], list[str]] = {}
     for architecture, kinds in sorted(architectures().items()):
         ranks = sorted({tp for kind in kinds for tp in ranks_for(kind)})
         by = "quire" if architecture in FAMILIES else "transformers"
-        rows.append((f"`{architecture}`", by, ", ".join(map(str, ranks))))
+        names.setdefault((by, ", ".join(map(str, ranks))), []).append(f"`{architecture}`")
+    rows = [(*key, ", ".join(own)) for key, own in sorted(names.items())]
     formats = []
     for layout, name in LAYOUTS.items():
         schemes = [key for key, scheme in SCHEMES.items() if scheme.layout == layout]
@@ -61,7 +62,7 @@ def tables() -> str:
     return "\n\n".join(
         (
             START,
-            _table(("architecture", "layers of", "tensor-parallel sizes compared"), rows),
+            _table(("layers of", "tensor-parallel sizes compared", "architectures"), rows),
             _table(("format", "compared with dequantized weights"), formats),
             _table(("published checkpoint of", "formats"), checkpoints),
             END,

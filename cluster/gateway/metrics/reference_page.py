@@ -18,6 +18,14 @@ Names that begin with `vllm:` mean the same as in vLLM. `engine` is the id of a 
 exposes all replicas: take the `max` of a replica's metrics over the gateways, and the sum of those of requests.
 """
 
+ALERTS = """\
+## Alerts
+
+[alerts.yaml](../examples/monitoring/alerts.yaml) has the conditions.
+
+| alert | severity | meaning |
+| --- | --- | --- |"""
+
 _UNITS = {"s": "seconds", "percentunit": "share of 1", "bytes": "bytes", "short": ""}
 
 
@@ -42,8 +50,5 @@ def _section(title: str, metrics: tuple[Metric, ...]) -> str:
 
 
 def _alert_section() -> str:
-    lines = ["## Alerts", "", "| alert | severity | condition | meaning |", "| --- | --- | --- | --- |"]
-    for alert in alerts():
-        condition = f"`{alert.expression}` for {alert.lasts}".replace("|", "\\|")
-        lines.append(f"| {alert.name} | {alert.severity} | {condition} | {alert.description} |")
-    return "\n".join((*lines, ""))
+    rows = [f"| {alert.name} | {alert.severity} | {alert.description} |" for alert in alerts()]
+    return "\n".join((ALERTS, *rows, ""))
