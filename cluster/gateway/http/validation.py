@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -33,9 +33,35 @@ def _describe(error: Mapping[str, Any]) -> tuple[str, str]:
         return field, "is missing" if field != "body" else "is missing, must be a JSON object"
     if kind == "value_error":
         return field, message
-    shown = repr(error.get("input"))
-    shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
-    return field, f"is {shown}: {message[:1].lower()}{message[1:]}"
+    return field, f"is {_shown(error.get('input'))}: {message[:1].lower()}{message[1:]}"
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of the value's repr, whose whole may be of any length."""
+    shown = ""
+    for piece in _pieces(value):
+        shown += piece
+        if len(shown) > MAX_SHOWN_CHARS:
+            return shown[:MAX_SHOWN_CHARS] + "..."
+    return shown
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield the repr of a JSON value, without the ends of long texts."""
+    if isinstance(value, list):
+        yield "["
+        for index, each in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(each)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (name, each) in enumerate(value.items()):
+            yield f"{', ' if index else ''}{name[: MAX_SHOWN_CHARS + 1]!r}: "
+            yield from _pieces(each)
+        yield "}"
+    else:
+        yield repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | bytes) else value)
 
 
 def _field(location: Sequence[str | int]) -> str:
@@ -49,6 +75,6 @@ def _field(location: Sequence[str | int]) -> str:
     for part in parts:
         if isinstance(part, int):
             field += f"[{part}]"
-        elif part.isidentifier() and not part[:1].isupper():
+        elif len(part) <= MAX_SHOWN_CHARS and part.isidentifier() and not part[:1].isupper():
             field += f".{part}" if field else part
     return field or "body"

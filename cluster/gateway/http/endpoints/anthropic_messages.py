@@ -14,6 +14,7 @@ from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
 from ..event_stream import EventStream
 from ..generations import collect_all
+from ..large_request import BodyRoute
 from ..response_head import ResponseHead
 from ..schema.anthropic_message import CountTokensRequest, MessagesRequest
 from ..schema.error_body import ANTHROPIC_ERRORS, WHOLE_OR_STREAM
@@ -29,7 +30,7 @@ _FIELDS = {
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"], responses=ANTHROPIC_ERRORS)
+    router = APIRouter(tags=["Anthropic"], responses=ANTHROPIC_ERRORS, route_class=BodyRoute)
 
     @router.post("/v1/messages", summary="Continue a conversation", responses=WHOLE_OR_STREAM)
     async def create_message(body: MessagesRequest, request: Request) -> Response:

@@ -19,6 +19,7 @@ from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
 from ..generations import collect_all
+from ..large_request import BodyRoute
 from ..large_response import response_of
 from ..response_head import ResponseHead
 from ..schema.chat_completion import ChatCompletionRequest
@@ -28,7 +29,7 @@ from ..usage_json import ending_json, timings_json, usage_json
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS, route_class=BodyRoute)
 
     @router.post("/v1/chat/completions", summary="Continue a conversation", responses=WHOLE_OR_STREAM)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:

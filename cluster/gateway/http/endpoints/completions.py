@@ -19,6 +19,7 @@ from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
 from ..generations import collect_all, numbered_events, run_all
+from ..large_request import BodyRoute
 from ..large_response import in_thread, response_of
 from ..response_head import ResponseHead
 from ..schema.completion import CompletionRequest
@@ -31,7 +32,7 @@ _FIELDS = {"sampling.beam_width": "n", "sampling.prompt_logprobs": "logprobs"}
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS, route_class=BodyRoute)
 
     @router.post("/v1/completions", summary="Continue a prompt", responses=WHOLE_OR_STREAM)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:

@@ -15,6 +15,7 @@ from ...admin.services import GatewayServices
 from ...generation.pooled_calls import PooledAnswer, pool_all
 from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
+from ..large_request import BodyRoute
 from ..large_response import response_of
 from ..response_head import ResponseHead
 from ..schema.error_body import OPENAI_ERRORS
@@ -30,7 +31,7 @@ FIELDS = {
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS, route_class=BodyRoute)
 
     @router.post("/v1/embeddings", summary="Embed prompts")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:

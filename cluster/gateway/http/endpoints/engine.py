@@ -22,6 +22,7 @@ from ...admin.engine_control import (
 )
 from ...admin.services import GatewayServices
 from ..call_context import preparing
+from ..large_request import BodyRoute
 from ..schema.error_body import OPENAI_ERRORS
 from ..schema.request_model import RequestModel
 
@@ -43,7 +44,7 @@ class UpdateWeights(RequestModel):
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["engine"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["engine"], responses=OPENAI_ERRORS, route_class=BodyRoute)
     if not services.allows_engine_control:
         return router
 

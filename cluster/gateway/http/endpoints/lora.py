@@ -11,6 +11,7 @@ from pydantic import Field
 
 from ...admin.services import GatewayServices
 from ..call_context import preparing
+from ..large_request import BodyRoute
 from ..schema.error_body import OPENAI_ERRORS
 from ..schema.request_model import RequestModel
 
@@ -39,7 +40,7 @@ class UnloadLoraAdapter(RequestModel):
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["adapters"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["adapters"], responses=OPENAI_ERRORS, route_class=BodyRoute)
     if not services.allows_lora_updates:
         return router
 

@@ -11,6 +11,7 @@ from ...admin.services import GatewayServices
 from ...generation.pooled_calls import PairScore, score_pairs
 from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
+from ..large_request import BodyRoute
 from ..response_head import ResponseHead
 from ..schema.error_body import OPENAI_ERRORS
 from ..schema.pooling import PoolingFields, RerankRequest, ScoreRequest
@@ -20,7 +21,7 @@ _FIELDS = {"prompt": "documents", "pooling.truncate_prompt_tokens": "truncate_pr
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["reranking"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["reranking"], responses=OPENAI_ERRORS, route_class=BodyRoute)
 
     @router.post("/score", summary="Score pairs of texts")
     @router.post("/v1/score", summary="Score pairs of texts")

@@ -18,6 +18,7 @@ from ..call_context import preparing, renamed_fields, with_context
 from ..disconnect import unless_client_leaves
 from ..errors import openai_error_event
 from ..event_stream import EventStream
+from ..large_request import BodyRoute
 from ..response_head import ResponseHead
 from ..response_store import ResponseStore
 from ..response_stream import ResponseBuilder
@@ -139,7 +140,7 @@ class Responses:
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["OpenAI"], responses=OPENAI_ERRORS, route_class=BodyRoute)
     responses = Responses(services)
 
     @router.post("/v1/responses", summary="Answer items, or continue a response", responses=WHOLE_OR_STREAM)

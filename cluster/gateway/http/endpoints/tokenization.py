@@ -12,6 +12,7 @@ from ....text.requests.chat import Chat
 from ....text.requests.request import Prompt
 from ...admin.services import GatewayServices
 from ..call_context import preparing
+from ..large_request import BodyRoute
 from ..large_response import MAX_VALUES_IN_LOOP, encode, in_thread
 from ..schema.error_body import OPENAI_ERRORS
 from ..schema.tokenize import DetokenizeRequest, TokenizeRequest
@@ -23,7 +24,7 @@ _FIELDS = {
 
 
 def router(services: GatewayServices) -> APIRouter:
-    router = APIRouter(tags=["tokens"], responses=OPENAI_ERRORS)
+    router = APIRouter(tags=["tokens"], responses=OPENAI_ERRORS, route_class=BodyRoute)
 
     @router.post("/tokenize", summary="Tokenize a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:

@@ -13,7 +13,7 @@ from .....proto.sampling import SamplingParams
 from .....proto.structured_outputs import StructuredOutputsParams
 from ....text.requests.chat import Chat
 from ..structured_output import schema_form
-from .chat_completion import JsonObject
+from .bounded import Entries, JsonObject, JsonObjects, TextOrObjects
 from .request_model import RequestModel
 
 Message = dict[str, Any]
@@ -25,16 +25,16 @@ class AnthropicMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: str
-    content: str | list[JsonObject]
+    content: TextOrObjects
 
 
 class CountTokensRequest(RequestModel):
     """A conversation in Anthropic's form."""
 
     model: str | None = None
-    messages: list[AnthropicMessage]
-    system: str | list[JsonObject] | None = None
-    tools: list[JsonObject] | None = None
+    messages: Entries[AnthropicMessage]
+    system: TextOrObjects | None = None
+    tools: JsonObjects | None = None
     tool_choice: JsonObject | None = Field(None, description="Of the type auto, any, tool or none.")
     thinking: JsonObject | None = Field(
         None, description="The template's variable enable_thinking, and budget_tokens if it is enabled."
@@ -67,7 +67,7 @@ class MessagesRequest(CountTokensRequest):
     """Anthropic's fields."""
 
     max_tokens: int
-    stop_sequences: list[str] | None = None
+    stop_sequences: Entries[str] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_k: int | None = None

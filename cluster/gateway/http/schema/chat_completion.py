@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -10,26 +10,25 @@ from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
 from ....text.requests.chat import Chat
 from ..structured_output import GUIDED_FIELDS
+from .bounded import JsonObject, JsonObjects, TextOrObject
 from .sampling_fields import SamplingFields
-
-JsonObject = dict[str, Any]
 
 
 class ChatFields(SamplingFields):
     """A conversation and how the template renders it."""
 
-    messages: list[JsonObject] = Field(
+    messages: JsonObjects = Field(
         description="Oldest first; roles and parts that the model's template knows."
     )
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = Field(
+    tools: JsonObjects | None = None
+    tool_choice: TextOrObject | None = Field(
         None, description="none, auto, required, a function or allowed_tools."
     )
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template.")
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
-    documents: list[JsonObject] | None = None
+    documents: JsonObjects | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from pydantic import Field
 
 from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
 from ..structured_output import GUIDED_FIELDS
+from .bounded import Prompts
 from .sampling_fields import SamplingFields
 
 MAX_PROMPTS = 256
@@ -17,9 +18,7 @@ MAX_PROMPTS = 256
 class CompletionRequest(SamplingFields):
     """OpenAI's fields, and vLLM's beside them."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(
-        description="Text or token ids, or a list of these; each prompt has n choices."
-    )
+    prompt: Prompts = Field(description="Text or token ids, or a list of these; each prompt has n choices.")
     max_tokens: int | None = 16
     logprobs: int | None = None
     best_of: int | None = None
@@ -36,8 +35,8 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [[each for each in prompt if isinstance(each, int)]]
-        several = [each for each in prompt if not isinstance(each, int)]
+            return [cast(list[int], prompt)]
+        several = cast(list[str | list[int]], prompt)
         if not 0 < len(several) <= MAX_PROMPTS:
             raise InvalidRequest("prompt", f"has {len(several)} prompts, must have 1 to {MAX_PROMPTS}")
         return several

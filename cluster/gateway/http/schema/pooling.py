@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import AliasChoices, ConfigDict, Field
 
@@ -11,7 +11,7 @@ from .....proto.pooling import PoolingParams
 from .....proto.sampling import SamplingParams
 from ...generation.generation import GenerationCall
 from ...generation.pooled_calls import check_num_inputs
-from .chat_completion import JsonObject
+from .bounded import Entries, Prompts, TextOrObject, Texts
 from .request_model import RequestModel
 
 
@@ -52,9 +52,7 @@ class PoolingFields(RequestModel):
 class PromptsBody(PoolingFields):
     """A body with prompts."""
 
-    input: str | list[int] | list[str] | list[list[int]] = Field(
-        description="Text or token ids, or a list of these."
-    )
+    input: Prompts = Field(description="Text or token ids, or a list of these.")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -63,9 +61,9 @@ class PromptsBody(PoolingFields):
         if isinstance(given, str):
             return [given]
         if given and isinstance(given[0], int):
-            return [[each for each in given if isinstance(each, int)]]
+            return [cast(list[int], given)]
         check_num_inputs("input", len(given))
-        return [each for each in given if not isinstance(each, int)]
+        return cast(list[str | list[int]], given)
 
 
 class EmbeddingRequest(PromptsBody):
@@ -77,9 +75,6 @@ class EmbeddingRequest(PromptsBody):
 
 class ClassifyRequest(PromptsBody):
     """The fields of vLLM."""
-
-
-Texts = str | list[str]
 
 
 class ScoreRequest(PoolingFields):
@@ -104,7 +99,7 @@ class RerankRequest(PoolingFields):
     """The fields of Cohere and Jina."""
 
     query: str
-    documents: list[str | JsonObject] = Field(description='Texts, or objects with a member "text".')
+    documents: Entries[TextOrObject] = Field(description='Texts, or objects with a member "text".')
     top_n: int | None = Field(None, ge=0, description="Return the best ones only; 0 returns all.")
     return_documents: bool = True
     max_tokens_per_doc: int | None = Field(None, description="Is refused; see truncate_prompt_tokens.")

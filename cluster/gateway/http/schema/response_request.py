@@ -13,7 +13,7 @@ from .....proto.structured_outputs import StructuredOutputsParams
 from ....text.requests.chat import Chat
 from ....text.requests.tool_choice import allowed_tools, is_allowed_tools
 from ..structured_output import ResponseFormat, requested_form, schema_form
-from .chat_completion import JsonObject
+from .bounded import JsonObject, JsonObjects, Members, TextOrObject, TextOrObjects
 from .request_model import RequestModel
 
 Message = dict[str, Any]
@@ -25,7 +25,7 @@ class ResponseRequest(RequestModel):
     """OpenAI's fields."""
 
     model: str | None = None
-    input: str | list[JsonObject]
+    input: TextOrObjects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="Keep the response for a while; true if missing.")
@@ -36,14 +36,14 @@ class ResponseRequest(RequestModel):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: str | JsonObject | None = Field(
+    tools: JsonObjects | None = None
+    tool_choice: TextOrObject | None = Field(
         None, description="none, auto, required, a function or allowed_tools."
     )
     parallel_tool_calls: bool | None = None
     reasoning: JsonObject | None = Field(None, description="Its effort is a variable of the chat template.")
     text: JsonObject | None = Field(None, description="Its format is text, json_object or json_schema.")
-    metadata: dict[str, str] | None = None
+    metadata: Members[str, str] | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
     priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
     cache_salt: str = ""

@@ -10,6 +10,7 @@ from .....proto.sampling import SamplingParams
 from ....text.requests.request import Prompt
 from ...generation.generation import GenerationCall
 from ..structured_output import ResponseFormat, requested_form
+from .bounded import AllowedTokenIds, Entries, JsonObject, Limited, Members, Texts, Word
 from .request_model import RequestModel
 
 
@@ -37,27 +38,27 @@ class SamplingFields(RequestModel):
     min_p: float | None = None
     seed: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Texts | None = None
+    stop_token_ids: Entries[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    bad_words: list[str | list[int]] | None = None
-    allowed_token_ids: list[int] | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = Field(
+    logit_bias: Members[int, float] | None = None
+    bad_words: Entries[Word] | None = None
+    allowed_token_ids: AllowedTokenIds | None = None
+    response_format: Limited[ResponseFormat] | None = None
+    structured_outputs: JsonObject | None = Field(
         None, description="One of json, regex, choice, grammar, json_object and structural_tag."
     )
     thinking_token_budget: int | None = Field(None, description="Most tokens of the reasoning.")
-    repetition_detection: dict[str, int] | None = Field(
+    repetition_detection: Members[str, int] | None = Field(
         None,
         description="max_pattern_size, min_pattern_size and min_count of a repetition that ends the output.",
     )
-    vllm_xargs: dict[str, Any] | None = Field(
+    vllm_xargs: JsonObject | None = Field(
         None, description="Name of a custom logits processor and its arguments."
     )
     prompt_logprobs: int | None = None

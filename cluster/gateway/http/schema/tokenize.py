@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .chat_completion import JsonObject
+from .bounded import JsonObject, JsonObjects, TokenIds
 from .request_model import RequestModel
 
 
@@ -13,8 +13,8 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[JsonObject] | None = None
-    tools: list[JsonObject] | None = None
+    messages: JsonObjects | None = None
+    tools: JsonObjects | None = None
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = None
     add_special_tokens: bool = Field(True, description="For a text; a chat template adds its own.")
@@ -27,5 +27,5 @@ class DetokenizeRequest(RequestModel):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
     skip_special_tokens: bool = False
