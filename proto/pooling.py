@@ -15,6 +15,8 @@ from .errors import InvalidRequest
 
 # Far above the width of any model.
 MAX_DIMENSIONS = 1 << 20
+# Of an invalid value in an error.
+_MAX_SHOWN_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,4 +105,5 @@ def _check_count(field: str, value: int | None, least: int) -> None:
     if value is None:
         return
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_DIMENSIONS:
-        raise InvalidRequest(field, f"is {value!r}, must be from {least} to {MAX_DIMENSIONS}")
+        shown = repr(value)[:_MAX_SHOWN_CHARS]
+        raise InvalidRequest(field, f"is {shown}, must be from {least} to {MAX_DIMENSIONS}")

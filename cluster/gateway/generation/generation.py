@@ -49,7 +49,8 @@ from .active_request import ActiveRequest
 from .request_log import RequestLog
 from .retention import RequestKey, RetainedRequests, RetentionLimits
 
-# Longer prompts are tokenized in a thread, so that they do not block other streams in the event loop.
+# Longer calls are checked in a thread, so that they do not block other streams in the event loop: characters or
+# tokens of the prompt, of bad_words and of allowed_token_ids.
 LONG_PROMPT_CHARS = 4096
 
 # Fields of a call that do not belong to its content.
@@ -104,6 +105,15 @@ class GenerationCall:
     @property
     def key(self) -> RequestKey:
         return self.tenant, self.request_id
+
+    @property
+    def is_short(self) -> bool:
+        """Checking the call takes a millisecond at most."""
+        sampling = self.sampling
+        if isinstance(self.prompt, Chat) or sampling.structured_outputs is not None:  # rendered, compiled
+            return False
+        num_listed = len(sampling.allowed_token_ids or ()) + sum(map(len, sampling.bad_words))
+        return len(self.prompt) + num_listed <= LONG_PROMPT_CHARS
 
     def digest(self) -> bytes:
         """Return a digest of the content; equal for repeats of a call. Raises InvalidRequest for huge token ids."""
@@ -406,9 +416,7 @@ class GenerationService:
             pooling=call.pooling,
             lora=model.pool.adapters.find(call.model),
         )
-        is_short = not isinstance(call.prompt, Chat) and len(call.prompt) <= LONG_PROMPT_CHARS
-        is_short = is_short and call.sampling.structured_outputs is None  # compiling takes a while
-        return check() if is_short else await self.turns_of(call).run(call.tenant, check)
+        return check() if call.is_short else await self.turns_of(call).run(call.tenant, check)
 
     def turns_of(self, call: GenerationCall) -> TenantTurns:
         """Return the turns of a call that takes long to check: those with a form wait for other processes."""

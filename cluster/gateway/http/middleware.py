@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....proto.errors import InvalidRequest, QuireError
 from ...client.wire.tokens import BEARER, Role
+from ...text.requests.json_size import MAX_ITEMS, MAX_PARTS, JsonSize
 from ..admin.services import GatewayServices
 from .endpoints.docs import DOCS_FILES
 from .endpoints.page import EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response
-from .json_size import MAX_ITEMS, MAX_PARTS, JsonSize
 
 # Far more than the longest conversation that a server takes, MAX_CHAT_CHARS.
 MAX_BODY_BYTES = 16 << 20

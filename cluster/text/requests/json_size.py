@@ -1,4 +1,4 @@
-"""JsonSize: counts the values of a JSON body as it arrives, before it is parsed.
+"""JsonSize: counts the values of a JSON text before it is parsed, for a body as it arrives.
 
 Parsing holds the interpreter, and so every stream of the gateway. 4 MB take 6 ms if they are one text, 250 ms if they
 are two million numbers, and 4 s if they are 1.3 million empty lists, mostly in the validation (AMD EPYC, one core).
