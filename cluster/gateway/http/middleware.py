@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....proto.errors import InvalidRequest, QuireError
 from ...client.wire.tokens import BEARER, Role
-from ...text.requests.json_size import MAX_ITEMS, MAX_PARTS, JsonSize
+from ...text.requests.json_size import JsonSize
 from ..admin.services import GatewayServices
 from .endpoints.docs import DOCS_FILES
 from .endpoints.page import EVENTS_PATH, PAGE_FILES
@@ -86,12 +86,11 @@ class LimitBody:
                 num_bytes += len(body)
                 if num_bytes > MAX_BODY_BYTES:
                     raise self._too_large()
-                if not size.is_too_large:
-                    size.add(body)
+                size.add(body)
                 if not size.is_too_large:
                     return message
                 if not message.get("more_body"):
-                    raise self._too_many_values()
+                    raise self._refused(HTTPStatus.BAD_REQUEST, f"has more than {size.limits}")
                 # A client that is still sending would not read the response: read the rest, without keeping it.
 
         await self._app(scope, counted_receive, send)
@@ -99,10 +98,6 @@ class LimitBody:
     def _too_large(self) -> HTTPException:
         problem = f"exceeds {MAX_BODY_BYTES} bytes"
         return self._refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, problem, {"connection": "close"})
-
-    def _too_many_values(self) -> HTTPException:
-        problem = f"has more than {MAX_PARTS} texts and lists, or {MAX_ITEMS} numbers"
-        return self._refused(HTTPStatus.BAD_REQUEST, problem)
 
     def _refused(
         self, status: HTTPStatus, problem: str, headers: Mapping[str, str] | None = None

@@ -151,3 +151,12 @@ def test_parsed_output_survives_the_way_over_protobuf() -> None:
     assert len(deltas) == 4
     assert list(deltas_from_message(deltas_to_message(deltas))) == deltas
     assert assistant_from_message(assistant_to_message(message)) == message
+
+
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_json_texts_of_many_values_are_refused_before_they_are_parsed(name: str) -> None:
+    text = "[" + "[], " * 60_000 + "[]]"
+    (read,) = getattr(chat_from_message(inference_pb2.Chat(**{name: [text]})), name)
+    assert len(read) == 60_001
+    with pytest.raises(InvalidRequest, match=rf"chat\.{name}: has more than 100000 texts and lists"):
+        chat_from_message(inference_pb2.Chat(**{name: [text, text]}))

@@ -120,6 +120,7 @@ def read(body: type[RequestModel], given: Mapping[str, Any]) -> None:
     try:
         request = body.model_validate(given)
     except ValidationError as error:
+        assert error.error_count() <= 2, "a message may lack role and content"
         raise describe_validation_error(RequestValidationError(error.errors(include_url=False))) from None
     for name in ("prompts", "pairs", "texts", "field_names"):
         getattr(request, name, None)

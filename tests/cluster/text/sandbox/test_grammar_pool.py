@@ -86,6 +86,26 @@ def test_deeply_nested_schema_is_refused_before_it_is_compiled() -> None:
         StructuredOutputsParams(json={"enum": ["x" * 600_000]})
 
 
+@pytest.mark.parametrize("depth", [64, 65])
+def test_depth_of_a_schema_includes_its_scalars(depth: int) -> None:
+    """A value in an object of 63 levels is on level 64."""
+    schema: dict[str, object] | int = 1
+    for _ in range(depth - 1):
+        schema = {"default": schema}
+    if depth == 64:
+        assert StructuredOutputsParams(json=schema).kind == "json"
+    else:
+        with pytest.raises(InvalidRequest, match="at most 64 levels"):
+            StructuredOutputsParams(json=schema)
+
+
+def test_schema_of_many_values_is_refused_before_it_is_written() -> None:
+    with pytest.raises(InvalidRequest, match="more than 65536 values"):
+        StructuredOutputsParams(json={"enum": [1] * 65_536})
+    with pytest.raises(InvalidRequest, match="more than 65536 values"):
+        StructuredOutputsParams(json='{"enum": [' + "[], " * 100_000 + "[]]}")
+
+
 def test_answers_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = GrammarWorkers(config, 0)
     answers: list[bytes | str] = [b"xgrammar", "is not supported"]
