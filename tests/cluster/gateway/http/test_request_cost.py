@@ -120,8 +120,9 @@ def read(body: type[RequestModel], given: Mapping[str, Any]) -> None:
     try:
         request = body.model_validate(given)
     except ValidationError as error:
-        assert error.error_count() <= 2, "a message may lack role and content"
-        raise describe_validation_error(RequestValidationError(error.errors(include_url=False))) from None
+        problems = error.errors(include_url=False)
+        assert len(problems) <= 2, "only a message may lack several members"
+        raise describe_validation_error(RequestValidationError(problems)) from None
     for name in ("prompts", "pairs", "texts", "field_names"):
         getattr(request, name, None)
     for name in ("sampling", "pooling", "messages"):
