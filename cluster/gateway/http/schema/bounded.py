@@ -32,7 +32,7 @@ class Bounded:
     max_length: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler(source) | {"max_length": self.max_length, "fail_fast": True}  # type: ignore[return-value]
+        return {**handler(source), "max_length": self.max_length, "fail_fast": True}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ByFirstItem:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         branches: dict[str, Any] = {}
-        for branch in handler(source)["choices"]:  # type: ignore[typeddict-item]
+        for branch in handler(source)["choices"]:
             tag = _tag(branch)
             branches[tag] = branch
             # Of a list that is empty, or whose first item has another type.
@@ -56,7 +56,7 @@ class ByFirstItem:
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
-        branches = {id(branch): branch for branch in schema["choices"].values()}  # type: ignore[typeddict-item]
+        branches = {id(branch): branch for branch in schema["choices"].values()}
         return handler(core_schema.union_schema(list(branches.values())))
 
 
@@ -69,8 +69,8 @@ def _tag(branch: CoreSchema) -> str:
     """Return the type of a branch, with that of its items."""
     kind = branch["type"]
     if kind.startswith("function-"):
-        return _tag(branch["schema"])  # type: ignore[typeddict-item]
-    return f"{kind} of {branch['items_schema']['type']}" if kind == "list" else kind  # type: ignore[typeddict-item]
+        return _tag(branch["schema"])
+    return f"{kind} of {branch['items_schema']['type']}" if kind == "list" else kind
 
 
 def _tags(value: Any) -> list[str]:

@@ -35,7 +35,7 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [cast(list[int], prompt)]
+            return [prompt]
         several = cast(list[str | list[int]], prompt)
         if not 0 < len(several) <= MAX_PROMPTS:
             raise InvalidRequest("prompt", f"has {len(several)} prompts, must have 1 to {MAX_PROMPTS}")

@@ -61,7 +61,7 @@ class PromptsBody(PoolingFields):
         if isinstance(given, str):
             return [given]
         if given and isinstance(given[0], int):
-            return [cast(list[int], given)]
+            return [given]
         check_num_inputs("input", len(given))
         return cast(list[str | list[int]], given)
 

@@ -156,7 +156,10 @@ def test_parsed_output_survives_the_way_over_protobuf() -> None:
 @pytest.mark.parametrize("name", ["tools", "documents"])
 def test_json_texts_of_many_values_are_refused_before_they_are_parsed(name: str) -> None:
     text = "[" + "[], " * 60_000 + "[]]"
-    (read,) = getattr(chat_from_message(inference_pb2.Chat(**{name: [text]})), name)
+    message = inference_pb2.Chat()
+    getattr(message, name).append(text)
+    (read,) = getattr(chat_from_message(message), name)
     assert len(read) == 60_001
+    getattr(message, name).append(text)
     with pytest.raises(InvalidRequest, match=rf"chat\.{name}: has more than 100000 texts and lists"):
-        chat_from_message(inference_pb2.Chat(**{name: [text, text]}))
+        chat_from_message(message)

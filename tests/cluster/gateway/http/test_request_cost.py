@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_field_costs_little_with_values_of_any_type(field: str, unit_s: float) -
     for value in values(place):
         given, cost = valid | {name: value}, math.inf
         for _ in range(3):
-            cost = min(cost, cost_s(lambda given=given: outcome(body, given)) / unit_s)
+            cost = min(cost, cost_s(partial(outcome, body, given)) / unit_s)
             if cost <= MAX_COST:
                 break
         assert cost <= MAX_COST, (str(value)[:80], outcome(body, given)[:200])
