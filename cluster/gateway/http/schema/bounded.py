@@ -1,8 +1,8 @@
 """Lists and objects of a request whose validation costs little, whatever their values are.
 
-pydantic makes an error per wrong item and per branch of a union, of about 20 us each: 524,288 fractions instead of
-token ids took 49 s in the event loop. Here the first wrong item ends a list, and its first item decides what the
-list is.
+pydantic makes an error per wrong item and per branch of a union: 524,288 fractions instead of token ids made 1.6
+million errors, and held the event loop for 10 s (AMD EPYC, one core). Here the first wrong item ends a list, and the
+first item decides which branch of a union is validated.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from quire.cluster.gateway.http import app  # noqa: F401  (the endpoints define some of the bodies)
 from quire.cluster.gateway.http.schema.bounded import MAX_ENTRIES
+from quire.cluster.gateway.http.schema.completion import CompletionRequest
 from quire.cluster.gateway.http.schema.request_model import RequestModel
 from quire.cluster.gateway.http.validation import describe_validation_error
 from quire.cluster.text.requests.json_size import MAX_ITEMS, MAX_PARTS
@@ -184,3 +185,28 @@ def test_only_lists_of_token_ids_may_be_long(field: str) -> None:
         has_token_ids = place.get("items", {}).get("type") == "integer"
         limit = place.get("maxItems", place.get("maxProperties", math.inf))
         assert limit <= (MAX_ITEMS if has_token_ids else MAX_ENTRIES), place
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"prompt": 5}, "prompt: is 5: input should be a valid string or list"),
+        ({"prompt": [1, "x"]}, "prompt[1]: is 'x': input should be a valid integer"),
+        ({"prompt": ["x", 1]}, "prompt[1]: is 1: input should be a valid string"),
+        ({"prompt": [[1], [1.5]]}, "prompt[1][0]: is 1.5: input should be a valid integer"),
+        ({"prompt": [None]}, "prompt[0]: is None: input should be a valid integer"),
+        (
+            {"prompt": "x", "stop": ["x", {"y": [1]}]},
+            "stop[1]: is {'y': [1]}: input should be a valid string",
+        ),
+        ({"prompt": "x", "bad_words": ["x", [1, "y"]]}, "bad_words[1][1]: is 'y': input should be a valid"),
+        ({"prompt": "x", "stop": [[1] * 99]}, f"stop[0]: is {str([1] * 99)[:100]}...: input should be a"),
+    ],
+)
+def test_error_names_the_type_that_the_first_item_asks_for(given: Mapping[str, Any], said: str) -> None:
+    assert outcome(CompletionRequest, given).startswith(said)
+
+
+@pytest.mark.parametrize("prompt", ["x", [], [1, 2.0, True], ["x", "y"], [[1], []]])
+def test_prompt_is_read_as_the_type_of_its_first_item(prompt: Any) -> None:
+    assert CompletionRequest.model_validate({"prompt": prompt}).prompt == prompt
