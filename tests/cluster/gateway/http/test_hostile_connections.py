@@ -1,0 +1,117 @@
+"""Connections that try to take the server's time or memory with what surrounds their calls, over sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from local_server import ThreadedServer
+from loop_stall import watch_stalls
+
+from quire.cluster.gateway.http.connection import HEADERS_READ, ConnectionLimits
+
+LIMITS = ConnectionLimits()
+# In rounds of 100,000. Unquoting a cookie of 16 kB takes more than 500.
+MAX_STALL = 30.0
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+CLOSE = b"connection: close\r\n"
+TOKENIZE = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CHUNKED = TOKENIZE + b"transfer-encoding: chunked\r\n"
+
+
+@pytest.fixture
+def client(server: ThreadedServer) -> Iterator[socket.socket]:
+    url = httpx.URL(server.url)
+    assert url.port is not None
+    with socket.create_connection((url.host, url.port), timeout=30) as client:
+        yield client
+
+
+def answer(client: socket.socket, *sent: bytes) -> bytes:
+    """Send all of it, and return what the server sends until it closes the connection."""
+    try:
+        for part in sent:
+            client.sendall(part)
+    except ConnectionError:  # it is refused before it is sent
+        pass
+    received = b""
+    try:
+        while part := client.recv(1 << 16):
+            received += part
+    except ConnectionError:  # what was still on its way when the server closed
+        pass
+    return received
+
+
+def status(response: bytes) -> int:
+    return int(response.split(b" ", 2)[1])
+
+
+def test_cookie_is_not_unquoted(server: ThreadedServer, client: socket.socket) -> None:
+    async def answered() -> tuple[bytes, float]:
+        async with watch_stalls() as stalls:
+            cookie = b'cookie: a="' + b"\\\\" * (8 << 10) + b'"\r\n'
+            response = await asyncio.to_thread(answer, client, HEALTH + CLOSE + cookie + b"\r\n")
+        return response, stalls.longest
+
+    response, stall = server.run(answered())
+    assert status(response) == 200
+    assert stall <= MAX_STALL
+
+
+@pytest.mark.parametrize("name", sorted(HEADERS_READ))
+def test_header_that_is_read_is_bounded(client: socket.socket, name: bytes) -> None:
+    value = b"0" * (LIMITS.max_value_bytes + 1)
+    assert status(answer(client, HEALTH + name + b": " + value + b"\r\n\r\n")) in (400, 431)
+
+
+def test_length_of_many_digits_is_read(client: socket.socket) -> None:
+    body = b'{"prompt": "x"}'
+    length = b"%0*d" % (LIMITS.max_value_bytes, len(body))
+    response = answer(client, TOKENIZE + CLOSE + b"content-length: " + length + b"\r\n\r\n" + body)
+    assert status(response) == 200
+
+
+def test_header_that_is_not_read_may_fill_the_head(client: socket.socket) -> None:
+    assert status(answer(client, HEALTH + CLOSE + b"x: " + b"y" * (60 << 10) + b"\r\n\r\n")) == 200
+
+
+def test_long_url_is_refused(client: socket.socket) -> None:
+    url = b"/health?" + b"a&" * (LIMITS.max_url_bytes // 2)
+    assert status(answer(client, b"GET " + url + b" HTTP/1.1\r\nhost: x\r\n\r\n")) == 414
+
+
+@pytest.mark.parametrize("is_after_body", [False, True])
+@pytest.mark.parametrize(
+    "line", [b"a:\r\n", b"a: " + b"b" * (2 << 20) + b"\r\n"], ids=["many_trailers", "long_trailer"]
+)
+def test_trailers_are_bounded(client: socket.socket, is_after_body: bool, line: bytes) -> None:
+    body = b"100000\r\n" + b" " * (1 << 20) + b"\r\n" if is_after_body else b""
+    response = answer(client, CHUNKED + b"\r\n" + body + b"0\r\n" + line * (-(-(2 << 20) // len(line))))
+    assert status(response) == 431
+    assert b"trailers and chunk extensions: exceed 65536 bytes" in response
+
+
+def test_chunk_extensions_are_bounded(client: socket.socket) -> None:
+    chunk = b"1;" + b"a" * 1000 + b"\r\n \r\n"
+    assert status(answer(client, CHUNKED + b"\r\n" + chunk * 200)) == 431
+
+
+def test_body_in_chunks_of_one_byte_is_read(client: socket.socket) -> None:
+    body = json.dumps({"prompt": "x" * 100_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    response = answer(client, CHUNKED + CLOSE + b"\r\n" + chunks + b"0\r\nx: y\r\n\r\n")
+    assert status(response) == 200
+
+
+def test_trailer_is_no_header(client: socket.socket) -> None:
+    """The endpoint would refuse the deadline."""
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
+    head = CHUNKED.replace(b"/tokenize", b"/v1/completions") + CLOSE
+    chunk = b"%x\r\n%b\r\n" % (len(body), body)
+    response = answer(client, head + b"\r\n" + chunk + b"0\r\nx-request-timeout: soon\r\n\r\n")
+    assert status(response) == 200
