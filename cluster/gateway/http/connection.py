@@ -12,7 +12,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from httptools import HttpParserError, HttpParserUpgrade
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -153,6 +153,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # parsed again without the offer
         self._is_in_head = False
         self._num_other_bytes = 0
         self.server_state.default_headers = _default_headers(int(time.time()))
@@ -164,6 +166,8 @@ class HttpConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._cancel_receive_timer()
         super().on_message_complete()
 
@@ -192,13 +196,32 @@ class HttpConnection(HttpToolsProtocol):
             self.parser.feed_data(part)
         except HttpParserError:
             self.send_400_response("")
-        except HttpParserUpgrade:
-            pass  # there is none
+        except HttpParserUpgrade as upgrade:
+            (num_parsed,) = upgrade.args
+            self._ignore_upgrade(part[num_parsed:])
         self._num_other_bytes = max(0, self._num_other_bytes + len(part))
         if self._num_other_bytes > self._limits.max_head_bytes:
             part_of_request = "headers" if self._is_in_head else "trailers and chunk extensions"
             error = InvalidRequest(part_of_request, f"exceed {self._limits.max_head_bytes} bytes")
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, error)
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Parse a request again as one that offers no other protocol: the parser takes its body for that protocol.
+
+        Java's HttpClient offers h2c with every first request (RFC 9110, 7.8: a server may ignore it).
+
+        Args:
+            rest: what has been received after the head.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response("")
+            return
+        lines = [b"%b %b HTTP/%b" % (method, self.url, self.parser.get_http_version().encode())]
+        lines += [b"%b: %b" % header for header in self.headers]  # Upgrade is not one that is read
+        self.parser = HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+        self._parse(b"\r\n".join([*lines, b"", rest]))
 
     def _stop_parsing(self, status: HTTPStatus, error: QuireError) -> NoReturn:
         """Refuse the request from within a callback of the parser, which ends it as if the request were malformed."""

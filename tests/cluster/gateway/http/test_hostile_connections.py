@@ -108,6 +108,23 @@ def test_body_in_chunks_of_one_byte_is_read(client: socket.socket) -> None:
     assert status(response) == 200
 
 
+@pytest.mark.parametrize("num_bytes", [1, 16 << 10])
+def test_body_is_read_although_an_upgrade_is_offered(client: socket.socket, num_bytes: int) -> None:
+    """Java's HttpClient sends these headers."""
+    body = b'{"prompt": "x"}'
+    length = b"content-length: %d\r\n" % len(body)
+    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAA\r\nupgrade: h2c\r\n"
+    sent = b"\r\n".join([TOKENIZE + upgrade + length, body + TOKENIZE + CLOSE + length, body])
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    response = answer(client, *[sent[at : at + num_bytes] for at in range(0, len(sent), num_bytes)])
+    assert response.count(b"HTTP/1.1 200 ") == 2
+
+
+@pytest.mark.parametrize("target", [b"x:443", b"/health"])
+def test_tunnel_is_refused(client: socket.socket, target: bytes) -> None:
+    assert status(answer(client, b"CONNECT " + target + b" HTTP/1.1\r\nhost: x\r\n\r\nGET")) == 400
+
+
 def test_trailer_is_no_header(client: socket.socket) -> None:
     """The endpoint would refuse the deadline."""
     body = b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
