@@ -25,6 +25,7 @@ from quire.cluster.gateway.http.server import HttpServer
 from quire.cluster.gateway.routing.served_models import ServedModels, serve_single_replica
 from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig
+from quire.proto.replica_status import ReplicaStatus
 from quire.scheduler.core.scheduler import Scheduler
 
 T = TypeVar("T")
@@ -197,13 +198,19 @@ class ThreadedServer:
 
     def wait_until_free(self) -> None:
         """Wait until no sequence runs or waits and no KV block is used."""
+        self._wait_until(
+            lambda status: not (status.num_used_blocks or status.num_running or status.num_waiting)
+        )
 
+    def wait_until_running(self) -> None:
+        """Wait until a sequence runs."""
+        self._wait_until(lambda status: status.num_running > 0)
+
+    def _wait_until(self, condition: Callable[[ReplicaStatus], bool]) -> None:
         async def wait() -> None:
             async with asyncio.timeout(DEADLINE_S):
-                while True:
-                    status = await self.server.replica.status(DEADLINE_S)
-                    if not (status.num_used_blocks or status.num_running or status.num_waiting):
-                        return
+                while not condition(await self.server.replica.status(DEADLINE_S)):
+                    pass
 
         self.run(wait())
 

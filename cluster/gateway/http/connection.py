@@ -13,7 +13,9 @@ from http import HTTPStatus
 from typing import Any, NoReturn
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -65,6 +67,8 @@ class ConnectionLimits:
         write_timeout_s: time that a client may leave a full send buffer unread.
         keep_alive_s: time that a connection may be idle between requests.
         vanished_s: time until a client whose machine vanished is detected.
+        max_pipelined: requests that a client may send before the response to an earlier one is complete; their bodies
+            together may have HIGH_WATER_LIMIT bytes.
         max_connections: connections at once; also limited to half of the process's file descriptors.
     """
 
@@ -76,6 +80,7 @@ class ConnectionLimits:
     write_timeout_s: float = 60.0
     keep_alive_s: float = 75.0
     vanished_s: float = 40.0
+    max_pipelined: int = 8
     max_connections: int = 16_384
 
     def num_connections(self) -> int:
@@ -101,6 +106,7 @@ class HttpConnection(HttpToolsProtocol):
         self._limits = limits
         self._on_refused = on_refused
         self._max_connections = limits.num_connections()
+        self._running: RequestResponseCycle | None = None  # `cycle` is that of the latest request
         self._is_in_head = False
         self._num_other_bytes = 0  # since the last byte of a body, or more of them than its chunks explain
         self._receive_timer: asyncio.TimerHandle | None = None
@@ -119,6 +125,9 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_receive_timer()
         self._cancel_write_timer()
+        self.pipeline.clear()
+        if self._running is not None:
+            self.cycle = self._running  # learns that the client has left
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -133,6 +142,8 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._is_in_head = True
         self._num_other_bytes = 0
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            self._stop_pipelining()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -160,16 +171,24 @@ class HttpConnection(HttpToolsProtocol):
         self.server_state.default_headers = _default_headers(int(time.time()))
         self._expect("body", self._limits.body_timeout_s)
         super().on_headers_complete()
+        if self.pipeline:
+            self.flow.resume_reading()  # uvicorn has paused it, so that nobody would see the client leave
 
     def on_body(self, body: bytes) -> None:
         self._num_other_bytes -= _CHUNKED_BYTE * len(body)
         super().on_body(body)
+        if sum(len(cycle.body) for cycle, _ in self.pipeline) > HIGH_WATER_LIMIT:
+            self._stop_pipelining()
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._cancel_receive_timer()
         super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -204,6 +223,12 @@ class HttpConnection(HttpToolsProtocol):
             part_of_request = "headers" if self._is_in_head else "trailers and chunk extensions"
             error = InvalidRequest(part_of_request, f"exceed {self._limits.max_head_bytes} bytes")
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, error)
+
+    def _stop_pipelining(self) -> NoReturn:
+        error = InvalidRequest(
+            "request", "is one of too many before the response to an earlier one is complete"
+        )
+        self._stop_parsing(HTTPStatus.BAD_REQUEST, error)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse a request again as one that offers no other protocol: the parser takes its body for that protocol.
@@ -241,8 +266,8 @@ class HttpConnection(HttpToolsProtocol):
 
     @property
     def _open_cycle(self) -> RequestResponseCycle | None:
-        """The request whose response is not complete."""
-        return None if self.cycle is None or self.cycle.response_complete else self.cycle
+        """The request that runs: its response is not complete."""
+        return None if self._running is None or self._running.response_complete else self._running
 
     def end(self, error: QuireError, status: HTTPStatus) -> None:
         """Close the connection, with the error as the response to the request if it has none yet."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -132,3 +133,59 @@ def test_trailer_is_no_header(client: socket.socket) -> None:
     chunk = b"%x\r\n%b\r\n" % (len(body), body)
     response = answer(client, head + b"\r\n" + chunk + b"0\r\nx-request-timeout: soon\r\n\r\n")
     assert status(response) == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    "pipelined", [HEALTH + b"\r\n", TOKENIZE + b"content-length: 9\r\n\r\n{"], ids=["whole", "part"]
+)
+def test_client_that_leaves_after_a_pipelined_request_is_noticed(
+    server: ThreadedServer, client: socket.socket, pipelined: bytes, is_stream: bool
+) -> None:
+    brake = server.server.brake
+    brake.slow_down()
+    try:
+        client.sendall(generate(max_tokens=400, ignore_eos=True, stream=is_stream) + pipelined)
+        server.wait_until_running()
+        client.close()
+        num_steps = len(brake.steps)
+        server.wait_until_free()
+        assert len(brake.steps) - num_steps < 200
+    finally:
+        brake.speed_up()
+
+
+def test_pipelined_requests_are_answered_in_order(client: socket.socket) -> None:
+    requests = [
+        generate(max_tokens=5),
+        *[HEALTH + b"\r\n"] * (LIMITS.max_pipelined - 1),
+        HEALTH + CLOSE + b"\r\n",
+    ]
+    response = answer(client, b"".join(requests))
+    assert response.count(b"HTTP/1.1 200 ") == len(requests)
+    assert status(response) == 200
+    assert b"text_completion" in response.split(b"HTTP/1.1 200 ")[1]
+
+
+@pytest.mark.parametrize(
+    "pipelined",
+    [
+        (HEALTH + b"\r\n") * (LIMITS.max_pipelined + 1),
+        TOKENIZE + b"content-length: 99999\r\n\r\n" + b" " * 99_999,
+    ],
+    ids=["many", "large"],
+)
+def test_pipelined_requests_beyond_the_limit_end_the_connection(
+    server: ThreadedServer, client: socket.socket, pipelined: bytes
+) -> None:
+    server.server.brake.hold()
+    try:
+        assert answer(client, generate(max_tokens=400, ignore_eos=True) + pipelined) == b""
+    finally:
+        server.server.brake.release()
+
+
+def generate(**fields: Any) -> bytes:
+    body = json.dumps({"model": "tiny", "prompt": "x", **fields}).encode()
+    head = TOKENIZE.replace(b"/tokenize", b"/v1/completions")
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body
