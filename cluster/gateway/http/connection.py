@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from ....proto.errors import InvalidRequest, Overloaded, QuireError
 from ...os_utils.descriptors import max_connections
 from .errors import error_body
+from .paced_work import PacedWork
 
 # Headers that the server, its endpoints or their frameworks read; the others do not reach the application, where a
 # framework may parse them although no endpoint asks. FastAPI reads cookies for every call: Python before 3.11.10 took
@@ -93,6 +94,7 @@ class HttpConnection(HttpToolsProtocol):
 
     Args:
         on_refused: receives the error of each request that is refused here.
+        paced: runs the work of all connections.
     """
 
     def __init__(
@@ -101,10 +103,13 @@ class HttpConnection(HttpToolsProtocol):
         server_state: ServerState,
         limits: ConnectionLimits,
         on_refused: Callable[[QuireError], None],
+        paced: PacedWork,
     ) -> None:
         super().__init__(config, server_state, app_state={})
         self._limits = limits
         self._on_refused = on_refused
+        self._paced = paced
+        self._unparsed = bytearray()
         self._max_connections = limits.num_connections()
         self._running: RequestResponseCycle | None = None  # `cycle` is that of the latest request
         self._is_in_head = False
@@ -125,6 +130,10 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_receive_timer()
         self._cancel_write_timer()
+        self._unparsed.clear()
+        self._paced.run(functools.partial(self._end_requests, exc))
+
+    def _end_requests(self, exc: Exception | None) -> None:
         self.pipeline.clear()
         if self._running is not None:
             self.cycle = self._running  # learns that the client has left
@@ -136,8 +145,25 @@ class HttpConnection(HttpToolsProtocol):
         if self._receive_timer is None:  # ends uvicorn's keep-alive timeout
             self._expect("headers", self._limits.head_timeout_s)
         self._unset_keepalive_if_required()
-        for start in range(0, len(data), _PART):
-            self._parse(data[start : start + _PART])
+        is_waiting = bool(self._unparsed)
+        self._unparsed += data
+        if not is_waiting:
+            self._paced.run(self._parse_part)
+        if self._unparsed:
+            self.transport.pause_reading()
+
+    def _parse_part(self) -> None:
+        part = bytes(self._unparsed[:_PART])
+        del self._unparsed[:_PART]
+        if not part:  # the connection has ended
+            return
+        self._parse(part)
+        if self.transport.is_closing():
+            self._unparsed.clear()
+        elif self._unparsed:
+            self._paced.run(self._parse_part)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
@@ -188,7 +214,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
-        super()._start_asgi_task(cycle, app)
+        start = functools.partial(super()._start_asgi_task, cycle, app)
+        self._paced.run(lambda: None if cycle.disconnected else start())
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -17,9 +17,12 @@ from ..admin.services import GatewayServices
 from ..grpc.server import END_TIMEOUT_S
 from .app import create_app
 from .connection import ConnectionLimits, HttpConnection
+from .paced_work import PacedWork
 
 # Connections that the kernel holds until they are accepted.
 BACKLOG = 2048
+# Connections that are accepted in one turn of the event loop; each takes about 0.1 ms.
+_MAX_ACCEPTED = 16
 TLS_HANDSHAKE_TIMEOUT_S = 20.0
 # For handlers to notice that their connection was closed.
 _CANCEL_TIMEOUT_S = 5.0
@@ -77,10 +80,11 @@ class HttpServer:
         self._listener = await asyncio.get_running_loop().create_server(
             self._make_protocol(),
             sock=bound,
-            backlog=BACKLOG,
+            backlog=_MAX_ACCEPTED,
             ssl=context,
             ssl_handshake_timeout=None if context is None else TLS_HANDSHAKE_TIMEOUT_S,
         )
+        bound.listen(BACKLOG)  # for the kernel; asyncio accepts as many connections per turn as it was told
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://{self._address.with_port(bound.getsockname()[1])}"
         return self.url
@@ -136,4 +140,5 @@ class HttpServer:
             timeout_keep_alive=int(self._limits.keep_alive_s),
         )
         config.load()
-        return lambda: HttpConnection(config, self._state, self._limits, self._on_refused)
+        paced = PacedWork()
+        return lambda: HttpConnection(config, self._state, self._limits, self._on_refused, paced)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -25,10 +26,15 @@ CHUNKED = TOKENIZE + b"transfer-encoding: chunked\r\n"
 
 
 @pytest.fixture
-def client(server: ThreadedServer) -> Iterator[socket.socket]:
+def address(server: ThreadedServer) -> tuple[str, int]:
     url = httpx.URL(server.url)
     assert url.port is not None
-    with socket.create_connection((url.host, url.port), timeout=30) as client:
+    return url.host, url.port
+
+
+@pytest.fixture
+def client(address: tuple[str, int]) -> Iterator[socket.socket]:
+    with socket.create_connection(address, timeout=30) as client:
         yield client
 
 
@@ -183,6 +189,37 @@ def test_pipelined_requests_beyond_the_limit_end_the_connection(
         assert answer(client, generate(max_tokens=400, ignore_eos=True) + pipelined) == b""
     finally:
         server.server.brake.release()
+
+
+@pytest.mark.parametrize("ending", [b"", b"{}"], ids=["closed", "answered"])
+def test_calls_that_arrive_together_do_not_stall_the_event_loop(
+    server: ThreadedServer, address: tuple[str, int], ending: bytes
+) -> None:
+    """Neither their heads, nor the ends of their bodies or of their connections."""
+    head = TOKENIZE + b"content-length: 2\r\nexpect: 100-continue\r\n\r\n"
+
+    def statuses(clients: list[socket.socket]) -> set[int]:
+        return {status(client.recv(1 << 16)) for client in clients}
+
+    async def longest_stall(clients: list[socket.socket], last: socket.socket) -> float:
+        async with watch_stalls() as stalls:
+            for client in clients:
+                client.sendall(head)
+            assert await asyncio.to_thread(statuses, clients) == {100}
+            for client in clients:
+                client.sendall(ending) if ending else client.close()
+            if ending:
+                assert await asyncio.to_thread(statuses, clients) == {400}
+            assert status(await asyncio.to_thread(answer, last, HEALTH + CLOSE + b"\r\n")) == 200
+        return stalls.longest
+
+    with ExitStack() as stack:
+        first, last, *clients = [
+            stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(402)
+        ]
+        first.sendall(TOKENIZE + b"content-length: 2\r\n\r\n{}")
+        assert statuses([first]) == {400}  # the first call of a kind takes longer
+        assert server.run(longest_stall(clients, last)) <= MAX_STALL / 2
 
 
 def generate(**fields: Any) -> bytes:
