@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from typing import Any
 
@@ -11,6 +12,8 @@ from .log_limit import RepeatLimit
 
 _DATE = "%Y-%m-%d %H:%M:%S"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# What moves a terminal's cursor or begins a line, other than tabs and newlines.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 # Attributes of every record; the others were passed as `extra`.
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -24,12 +27,20 @@ def log_to_stderr(level: str = "info", log_format: str = "text") -> None:
         level: ``debug``, ``info``, ``warning`` or ``error``.
         log_format: ``text``, or ``json`` for one object per line.
     """
-    formatter = JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT, _DATE)
+    formatter = JsonFormatter() if log_format == "json" else TextFormatter(_TEXT, _DATE)
     logging.basicConfig()
     logging.getLogger("quire").setLevel(level.upper())
     for handler in logging.getLogger().handlers:
         handler.setFormatter(formatter)
         handler.addFilter(RepeatLimit())
+
+
+class TextFormatter(logging.Formatter):
+    """A record as text, of which a caller's part can neither look like another record nor control a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        escaped = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], super().format(record))
+        return escaped.replace("\n", "\n  ")
 
 
 class JsonFormatter(logging.Formatter):

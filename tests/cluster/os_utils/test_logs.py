@@ -1,4 +1,4 @@
-"""JsonFormatter."""
+"""TextFormatter and JsonFormatter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 from typing import Any
 
-from quire.cluster.os_utils.logs import JsonFormatter
+from quire.cluster.os_utils.logs import JsonFormatter, TextFormatter
 
 
 def record(message: str = "it %s", *args: Any, at: float = 0.5, **extra: Any) -> logging.LogRecord:
@@ -34,3 +34,10 @@ def test_json_line_has_the_traceback_and_values_of_any_type() -> None:
     fields = json.loads(JsonFormatter().format(failed))
     assert "KeyError: 'nothing'" in fields["exception"]
     assert fields["value"] == "<class 'set'>"
+
+
+def test_text_of_a_caller_cannot_look_like_a_record_or_control_the_terminal() -> None:
+    line = TextFormatter("%(levelname)s %(message)s").format(
+        record("request %s", "a\nERROR b\r\x1b[2J\x9b\u2028\tä")
+    )
+    assert line == "INFO request a\n  ERROR b\\r\\x1b[2J\\x9b\\u2028\tä"
