@@ -20,6 +20,7 @@ from ..admin.services import GatewayServices
 from ..admin.status import block_map, current_status, latest_status
 from ..routing.fleet_interface import Fleet
 from ..routing.load import current_load
+from ..timed_responses import write_in_time
 from .grpc_errors import convert_errors
 
 # A map is for a display, which shows the replica's silence instead.
@@ -179,7 +180,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         while not self._is_closing:
             changes = events.take()
             for change in changes:
-                await context.write(change)
+                await write_in_time(context, change)
             if not changes:
                 await models.wait_for_change()
         raise ShuttingDown("the gateway stops")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from ....proto.errors import ProtocolError, QuireError
-from ...client.wire.grpc_status import to_grpc_status
+from ..timed_responses import end_call
 
 _log = logging.getLogger(__name__)
 
@@ -27,13 +27,12 @@ def convert_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, R
         try:
             return await handler(self, request, context)
         except QuireError as error:
-            await context.abort_with_status(to_grpc_status(error))
+            await end_call(context, error)
         except grpc.aio.AbortError:
             raise
         except Exception:
             _log.exception("a call failed unexpectedly")
             fault = ProtocolError("the gateway failed on this call; its log has the traceback")
-            await context.abort_with_status(to_grpc_status(fault))
-        raise AssertionError("abort_with_status raises")
+            await end_call(context, fault)
 
     return converting

@@ -23,6 +23,7 @@ from ..admin.services import GatewayServices
 from ..generation.generation import CallHead, GenerationCall
 from ..generation.pooled_calls import pool_all
 from ..routing.served_models import ServedModel
+from ..timed_responses import write_in_time
 from .embed_messages import embed_calls, embed_response
 from .grpc_errors import convert_errors
 from .version import server_version
@@ -66,7 +67,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async for number, event in generation.numbered_events:
                 response = event_to_message(event, sampling)
                 response.sequence_number = number
-                await context.write(response)
+                await write_in_time(context, response)
 
     @convert_errors
     async def Embed(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 import grpc
@@ -80,7 +79,7 @@ def parse(raw: bytes, kind: Descriptor) -> Message:
 
 
 def _parsing(handle: Any, kind: Descriptor, on_refused: OnRefused) -> Any:
-    """Return the handler of raw requests that parses each for `handle`, a coroutine function or async generator."""
+    """Return the handler of raw requests that parses each for `handle`, a coroutine function."""
 
     async def parsed(raw: bytes, context: Context) -> Message:
         try:
@@ -99,9 +98,4 @@ def _parsing(handle: Any, kind: Descriptor, on_refused: OnRefused) -> Any:
                 grpc.StatusCode.UNIMPLEMENTED, f"this server does not have {kind.name}'s call"
             )
 
-    async def stream(raw: bytes, context: Context) -> AsyncIterator[Any]:
-        message = await parsed(raw, context)
-        async for response in handle(message, context):
-            yield response
-
-    return stream if inspect.isasyncgenfunction(handle) else call
+    return call

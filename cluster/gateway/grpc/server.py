@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ....proto import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from ....proto.errors import ConfigError
@@ -17,8 +20,10 @@ from ...os_utils.descriptors import max_connections
 from ..access.authentication import AuthenticationInterceptor
 from ..access.listen_address import ListenAddress
 from ..admin.services import GatewayServices
+from ..timed_responses import write_in_time
 from .admin import AdminService
-from .health import INFERENCE, HealthReporter
+from .grpc_errors import convert_errors
+from .health import INFERENCE, HealthService
 from .inference import InferenceService
 from .message_guard import MessageGuard
 
@@ -29,6 +34,8 @@ MAX_CONNECTIONS = 16_384
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 # Time for streams to deliver the error that ends them, after the grace period.
 END_TIMEOUT_S = 1.0
+# gRPC needs milliseconds to end all calls and connections.
+_CLOSE_TIMEOUT_S = 5.0
 # gRPC's server crashes if two stops reach their deadlines together: the later one uses what the earlier one
 # destroyed. So the deadline of the stop that refuses new calls is never reached.
 _UNBOUNDED_S = 1e6
@@ -42,6 +49,8 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -82,8 +91,7 @@ class Gateway:
             ("grpc.max_allowed_incoming_connections", max_connections(MAX_CONNECTIONS)),
             *_age_options(max_connection_age_s, max_connection_age_grace_s),
         )
-        self._health = health.aio.HealthServicer()
-        self._reporter = HealthReporter(self._health, services.models)
+        self._health = HealthService(services.models)
         self._on_refused = services.on_refused
         self._inference = InferenceService(services, MAX_MESSAGE_BYTES)
         self._admin = AdminService(services)
@@ -108,7 +116,7 @@ class Gateway:
             ),
             options=self._options,
         )
-        await self._reporter.report()
+        self._health.report()
         port = self._bind(self._server)
         if port is None:
             # gRPC's server must be destroyed before its event loop, so no traceback may hold a reference to it.
@@ -138,14 +146,15 @@ class Gateway:
             self._monitor = None
         if self._server is not None:
             server, self._server = self._server, None
-            await self._health.enter_graceful_shutdown()
+            self._health.stop()
             refusing = asyncio.ensure_future(server.stop(_UNBOUNDED_S))
             await self._generation.shut_down(grace_s)
             self._admin.close()
             await asyncio.wait([refusing], timeout=END_TIMEOUT_S)
             if not refusing.done():
-                await server.stop(None)
-            await refusing
+                ended = asyncio.gather(server.stop(None), refusing)
+                if not (await asyncio.wait([ended], timeout=_CLOSE_TIMEOUT_S))[0]:
+                    _log.error("gRPC has not ended its calls in %g s", _CLOSE_TIMEOUT_S)
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
         """Return the handlers of all services."""
@@ -153,8 +162,8 @@ class Gateway:
         inference_pb2_grpc.add_InferenceServicer_to_server(self._inference, services)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
-        names = INFERENCE, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME
-        reflection.enable_server_reflection(names, services)
+        names = INFERENCE, ADMIN, HEALTH, reflection.SERVICE_NAME
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names), services)
         handlers: list[grpc.GenericRpcHandler] = services.handlers
         return handlers
 
@@ -173,9 +182,21 @@ class Gateway:
         while True:
             is_ready = self._models.is_ready
             (self._ready.set if is_ready else self._ready.clear)()
-            await self._reporter.report()
-            if is_ready == self._models.is_ready:
-                await self._models.wait_for_change()
+            self._health.report()
+            await self._models.wait_for_change()
+
+
+class _Reflection(reflection_pb2_grpc.ServerReflectionServicer):
+    """Server reflection. (`enable_server_reflection` would choose the servicer that keeps a thread for each call.)"""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._servicer: Any = reflection.aio.ReflectionServicer(names)
+
+    @convert_errors
+    async def ServerReflectionInfo(self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async with aclosing(self._servicer.ServerReflectionInfo(messages, context)) as responses:
+            async for response in responses:
+                await write_in_time(context, response)
 
 
 class _Services:
