@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ....proto.block_tables import IntArray
-from ....proto.errors import InvalidRequest, Overloaded
+from ....proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from ..requests.chat_template import Rendering, TemplateError
 from ..requests.prompt_encoder import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEncoder
 from ..requests.tokenizer import Tokenizer
@@ -53,7 +53,13 @@ class TextWorkers:
         self._slots[-1].start()
 
     def encode_text(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> IntArray:
-        """Raises InvalidRequest if the limits do not suffice, Overloaded if no worker is free in time."""
+        """Return the token ids.
+
+        Raises:
+            InvalidRequest: the limits do not suffice.
+            Overloaded: no worker is free in time.
+            ReplicaUnavailable: the worker was killed twice.
+        """
         if len(text) + len(pair or "") <= MAX_LOCAL_CHARS:
             return self._local.encode_text(text, add_special_tokens=add_special_tokens, pair=pair)
         return self._run({"text": text, "pair": pair, "add_special_tokens": add_special_tokens})[0]
@@ -80,20 +86,37 @@ class TextWorkers:
         except queue.Empty:
             raise Overloaded(f"no process was free to tokenize the prompt in {QUEUE_TIMEOUT_S:g} s") from None
         try:
-            answer = slot.run({**task, "end_chars": END_CHARS}, TASK_TIMEOUT_S)
-        except TimeoutError:
-            raise InvalidRequest(
-                "prompt", f"was not tokenized within {TASK_TIMEOUT_S:g} s; send a shorter one, or token ids"
-            ) from None
+            answer = _ask(slot, {**task, "end_chars": END_CHARS})
         finally:
             self._idle.put(slot)
-        if answer is None:
-            raise InvalidRequest("prompt", "needs too much memory to be tokenized; send a shorter one")
         if "template_error" in answer:
             raise TemplateError(answer["template_error"])
         if "error" in answer:
             raise InvalidRequest("prompt", answer["error"])
         return np.frombuffer(answer["ids"], dtype=np.int32), answer["end"]
+
+
+def _ask(slot: WorkerProcess, task: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer to a task, from a second process if the first one is killed, which is no fault of the prompt.
+
+    Raises:
+        InvalidRequest: the limits do not suffice.
+        ReplicaUnavailable: the second process is killed as well.
+    """
+    for _ in range(2):
+        try:
+            answer = slot.run(task, TASK_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                "prompt", f"was not tokenized within {TASK_TIMEOUT_S:g} s; send a shorter one, or token ids"
+            ) from None
+        if answer is not None:
+            return answer
+        if not slot.was_killed:
+            raise InvalidRequest("prompt", "needs too much memory to be tokenized; send a shorter one")
+    raise ReplicaUnavailable(
+        "the process that tokenizes prompts was killed twice; the machine may lack memory"
+    )
 
 
 def _close(slots: list[WorkerProcess], descriptor: int) -> None:

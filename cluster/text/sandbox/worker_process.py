@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +21,9 @@ class WorkerProcess:
     Args:
         module: name of the package that is run with `arguments` after the connection's file descriptor.
         descriptors: further file descriptors that the process inherits.
+
+    Attributes:
+        was_killed: the last process that ended did so by SIGKILL, and was not killed here.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
@@ -28,6 +32,7 @@ class WorkerProcess:
         self._descriptors = tuple(descriptors)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
+        self.was_killed = False
 
     def start(self) -> socket.socket:
         """Start the process unless it runs."""
@@ -51,23 +56,34 @@ class WorkerProcess:
     def run(self, task: dict[str, Any], timeout_s: float) -> dict[str, Any] | None:
         """Return the worker's answer; None if the process ended. Raises TimeoutError if the time is over."""
         connection = self.start()
-        answer = None
+        answer, grace_s = None, _END_TIMEOUT_S
         try:
             send_frame(connection, task, timeout_s)
             answer = receive_frame(connection, timeout_s)
         except TimeoutError:
+            grace_s = 0.0
             raise
         except OSError:
             pass
         finally:
             if answer is None:
-                self.kill()
+                self._end(grace_s)
         return answer
 
     def kill(self) -> None:
         """End the process at once."""
-        if self._connection is not None and self._process is not None:
-            self._connection.close()
-            self._process.kill()
-            self._process.wait(_END_TIMEOUT_S)
+        self._end(grace_s=0.0)
+
+    def _end(self, grace_s: float) -> None:
+        """End the process, with some time for one whose connection has ended to end by itself."""
+        process, connection = self._process, self._connection
         self._connection = self._process = None
+        if process is None or connection is None:
+            return
+        connection.close()
+        try:
+            self.was_killed = process.wait(grace_s) == -signal.SIGKILL
+        except subprocess.TimeoutExpired:
+            self.was_killed = False
+            process.kill()
+            process.wait(_END_TIMEOUT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from quire.cluster.text.requests.prompt_encoder import MAX_PROMPT_CHARS, LocalPr
 from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.cluster.text.sandbox import text_pool as pool
 from quire.cluster.text.sandbox.text_pool import MAX_LOCAL_CHARS, TextWorkers
-from quire.proto.errors import InvalidRequest, Overloaded
+from quire.cluster.text.sandbox.worker_process import WorkerProcess
+from quire.proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 
 LONG_TEXT = "The quick brown fox, naïve — and 1,024 dogs.\n" * 200
 TEMPLATE = (
@@ -98,16 +100,36 @@ def test_operation_that_cannot_be_interrupted_ends_with_its_process(
 
 
 def test_worker_that_was_killed_is_replaced(workers: TextWorkers) -> None:
+    """A killed process is no fault of the prompt, which is answered by the next one."""
     workers.encode_text(LONG_TEXT, add_special_tokens=True)
     before = pids(workers)
     for slot in workers._slots:
         if slot._process is not None:
             slot._process.send_signal(signal.SIGKILL)
-            slot._process.wait(30)
-    with pytest.raises(InvalidRequest, match="needs too much memory"):
-        workers.encode_text(LONG_TEXT, add_special_tokens=True)
     assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
     assert not set(before) & set(pids(workers))
+
+
+def test_prompt_whose_workers_are_killed_is_unavailable(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = TextWorkers(tokenizer, 1)
+    start = WorkerProcess.start
+
+    def start_and_kill(slot: WorkerProcess) -> socket.socket:
+        connection = start(slot)
+        assert slot._process is not None
+        slot._process.send_signal(signal.SIGKILL)
+        return connection
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerProcess, "start", start_and_kill)
+            with pytest.raises(ReplicaUnavailable, match="was killed twice"):
+                workers.encode_text(LONG_TEXT, add_special_tokens=True)
+        assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
+    finally:
+        workers.close()
 
 
 def test_worker_that_does_not_answer_is_replaced(
