@@ -163,7 +163,9 @@ class Gateway:
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, services)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
         names = INFERENCE, ADMIN, HEALTH, reflection.SERVICE_NAME
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(_Reflection(names), services)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(  # type: ignore[no-untyped-call]
+            _Reflection(names), services
+        )
         handlers: list[grpc.GenericRpcHandler] = services.handlers
         return handlers
 

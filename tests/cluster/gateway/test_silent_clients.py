@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import grpc
@@ -104,7 +105,7 @@ def test_calls_of_clients_that_do_not_read_are_ended(
 
             server.brake.slow_down()
             for method, message in STREAMS:
-                await eventually(lambda call=(method, message): is_ended_unread(*call))
+                await eventually(partial(is_ended_unread, method, message))
 
     run(scenario())
     assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == []
@@ -165,13 +166,14 @@ def test_watchers_of_health_are_limited_per_connection(
             grpc.aio.insecure_channel(server.target, own_connection) as other,
         ):
             stub: Any = health_pb2_grpc.HealthStub(channel)
+            other_stub: Any = health_pb2_grpc.HealthStub(other)
             watches = [stub.Watch(HEALTH) for _ in range(2)]
             for watch in watches:
                 assert (await watch.read()).status == SERVING
             with pytest.raises(grpc.aio.AioRpcError, match="has 2 watchers of health already") as refused:
                 await stub.Watch(HEALTH).read()
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert (await health_pb2_grpc.HealthStub(other).Watch(HEALTH).read()).status == SERVING
+            assert (await other_stub.Watch(HEALTH).read()).status == SERVING
             watches[0].cancel()
 
             async def is_watched() -> bool:
