@@ -285,7 +285,13 @@ class Logprobs:
         if not keep.any():
             return None
         index = np.searchsorted(positions, self.index[keep]).astype(np.int32)
-        return Logprobs(index, self.chosen[keep], self.ranks[keep], self.top_ids[keep], self.top[keep])
+        return replace(self.rows(keep), index=index)
+
+    def rows(self, which: npt.NDArray[np.bool_] | slice) -> Logprobs:
+        """Return some of the entries."""
+        return Logprobs(
+            self.index[which], self.chosen[which], self.ranks[which], self.top_ids[which], self.top[which]
+        )
 
     def pack(self) -> tuple[Any, ...]:
         """Return the fields as msgpack values."""
@@ -321,13 +327,7 @@ class PromptLogprobs:
 
     def select(self, mask: npt.NDArray[np.bool_], owners: IntArray) -> PromptLogprobs | None:
         """Return the entries under `mask` with `owners` as their owners; None if there are none."""
-        all_ = self.logprobs
-        if not mask.any():
-            return None
-        kept = Logprobs(
-            all_.index[mask], all_.chosen[mask], all_.ranks[mask], all_.top_ids[mask], all_.top[mask]
-        )
-        return PromptLogprobs(owners, kept)
+        return PromptLogprobs(owners, self.logprobs.rows(mask)) if mask.any() else None
 
     def pack(self) -> tuple[Any, ...]:
         """Return the fields as msgpack values."""

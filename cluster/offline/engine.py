@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from ...proto.config import EngineConfig
@@ -48,13 +49,15 @@ class OutputCollector:
     def output(self) -> RequestOutput:
         """Return the output of the request, which must have ended."""
         assert self.processor.is_finished, "the request still runs"
-        return collect_output(
+        output = collect_output(
             self.events,
             prompt=self._prompt,
             prompt_token_ids=self.request.prompt_token_ids.tolist(),
             with_prompt_logprobs=self.request.sampling.prompt_logprobs is not None,
             arrival_time=self._arrival_time,
         )
+        scores = output.prompt_logprobs
+        return output if scores is None else replace(output, prompt_logprobs=list(scores))
 
 
 class Engine(Protocol):

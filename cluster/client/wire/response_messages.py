@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ....proto import inference_pb2
 from ....proto.errors import ProtocolError
@@ -86,7 +86,7 @@ def output_to_message(output: RequestOutput, sampling: SamplingParams) -> infere
     )
     if output.prompt_logprobs is not None:
         assert output.prompt_token_ids is not None
-        known = [entry for entry in output.prompt_logprobs if entry is not None]
+        known = (entry for entry in output.prompt_logprobs if entry is not None)
         token_ids = output.prompt_token_ids[1:]
         message = _prompt_logprobs_to_message(1, token_ids, known, sampling.prompt_logprobs)
         response.prompt_logprobs.CopyFrom(message)
@@ -161,14 +161,14 @@ def _delta_from_message(message: inference_pb2.Delta) -> CompletionDelta:
 
 
 def _prompt_logprobs_to_message(
-    start: int, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], num_top: int | None
+    start: int, token_ids: Sequence[int], logprobs: Iterable[PositionLogprobs], num_top: int | None
 ) -> inference_pb2.PromptLogprobs:
     entries = _logprobs_to_messages(token_ids, logprobs, num_top)
     return inference_pb2.PromptLogprobs(start=start, logprobs=entries, token_ids=token_ids)
 
 
 def _logprobs_to_messages(
-    token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], num_top: int | None
+    token_ids: Sequence[int], logprobs: Iterable[PositionLogprobs], num_top: int | None
 ) -> list[inference_pb2.TokenLogprobs]:
     """`logprobs`: one entry per token, or empty."""
     return [

@@ -166,6 +166,6 @@ class RequestLog:
 def _num_bytes(event: StreamEvent) -> int:
     if not isinstance(event, CompletionDelta | PromptLogprobsDelta):
         return _EVENT_BYTES
-    num_logprobs = sum(map(len, event.logprobs))
+    num_logprobs = len(event.logprobs) * len(event.logprobs[-1]) if event.logprobs else 0
     text_len = len(event.text) if isinstance(event, CompletionDelta) else 0
     return _EVENT_BYTES + 4 * text_len + _TOKEN_BYTES * len(event.token_ids) + _LOGPROB_BYTES * num_logprobs

@@ -17,7 +17,7 @@ from ....proto.errors import InvalidRequest, QuireError
 from ...client.wire.request_limits import check_counts
 from ...client.wire.request_messages import prompt_from_message, received_from_message, sampling_from_message
 from ...client.wire.response_messages import event_to_message, output_to_message
-from ...text.requests.outputs import collect_output
+from ...text.requests.outputs import PromptLogprobsDelta, collect_output
 from ..access.authentication import authorization_of
 from ..admin.services import GatewayServices
 from ..generation.generation import CallHead, GenerationCall
@@ -56,7 +56,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             prompt_token_ids=request.prompt_token_ids.tolist(),
             with_prompt_logprobs=request.sampling.prompt_logprobs is not None,
         )
-        return output_to_message(output, request.sampling)
+        if output.prompt_logprobs is None:
+            return output_to_message(output, request.sampling)
+        return await asyncio.to_thread(output_to_message, output, request.sampling)
 
     @convert_errors
     async def GenerateStream(
@@ -65,7 +67,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with self._generation.run(self._call(message, context)) as generation:
             sampling = generation.request.sampling
             async for number, event in generation.numbered_events:
-                response = event_to_message(event, sampling)
+                if isinstance(event, PromptLogprobsDelta):
+                    response = await asyncio.to_thread(event_to_message, event, sampling)
+                else:
+                    response = event_to_message(event, sampling)
                 response.sequence_number = number
                 await write_in_time(context, response)
 

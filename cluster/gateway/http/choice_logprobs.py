@@ -8,6 +8,7 @@ from typing import Any
 
 from ...text.requests.outputs import Logprob, PositionLogprobs, RequestOutput, most_likely
 from ...text.requests.tokenizer import Tokenizer
+from .json_text import JsonItems
 
 # Stands for minus infinity, which JSON lacks; as OpenAI's API.
 LEAST = -9999.0
@@ -29,21 +30,22 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0
 
-    def of_tokens(self, token_ids: list[int], entries: list[PositionLogprobs | None]) -> dict[str, Any]:
+    def of_tokens(self, token_ids: list[int], entries: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
         """Return the next tokens' part; an entry is None for the first token of a prompt."""
         texts = [self._tokenizer.token_text(token_id) for token_id in token_ids]
         offsets = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
-        chosen = [
-            None if entry is None else json_logprob(entry[token_id].logprob)
-            for token_id, entry in zip(token_ids, entries, strict=True)
-        ]
+        chosen: list[float | None] = []
+        top: list[dict[str, float] | None] = []
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            chosen.append(None if entry is None else json_logprob(entry[token_id].logprob))
+            top.append(None if entry is None else self._top(entry))
         return {
             "tokens": texts,
             "token_logprobs": chosen,
-            "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
+            "top_logprobs": top,
             "text_offset": offsets,
         }
 
@@ -88,11 +90,9 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: Logprob) -> dict[str, A
     return {"token": text, "logprob": json_logprob(logprob.logprob), "bytes": list(text.encode())}
 
 
-def prompt_logprobs_json(
-    tokenizer: Tokenizer, entries: list[PositionLogprobs | None]
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs_json(tokenizer: Tokenizer, entries: Sequence[PositionLogprobs | None]) -> JsonItems:
     """Return vLLM's ``prompt_logprobs``: token id |-> log-probability, rank and text, None for the first token."""
-    return [
+    return JsonItems(
         None
         if entry is None
         else {
@@ -104,4 +104,4 @@ def prompt_logprobs_json(
             for token_id, logprob in entry.items()
         }
         for entry in entries
-    ]
+    )

@@ -11,6 +11,7 @@ from ...text.requests.outputs import (
     CompletionFinished,
     PositionLogprobs,
     PromptLogprobsDelta,
+    PromptScores,
     StreamEvent,
     Usage,
 )
@@ -62,7 +63,7 @@ class CompletionStream:
             _Choice(self._start, index, body, generations[index // self._num_choices])
             for index in range(self._num_choices * len(generations))
         ]
-        self._prompt_logprobs: list[list[PositionLogprobs | None]] = [[None] for _ in generations]
+        self._prompt_logprobs = [PromptScores() for _ in generations]
         for index, received in position.received.outputs.items():
             self._choices[index].num_tokens = received.num_tokens
         num_tokens = sum(choice.num_tokens for choice in self._choices)
@@ -94,7 +95,7 @@ class CompletionStream:
         if isinstance(event, CompletionFinished):
             return self._finished(prompt_index, event)
         if isinstance(event, PromptLogprobsDelta):
-            self._prompt_logprobs[prompt_index] += event.logprobs
+            self._prompt_logprobs[prompt_index].add(event.logprobs)
         return b""
 
     def end(self) -> bytes:
@@ -157,7 +158,7 @@ class _Choice:
             else CompletionLogprobs(generation.model.tokenizer, generation.request.sampling.logprobs or 0)
         )
 
-    def echo(self, prompt: str | list[int], logprobs: list[PositionLogprobs | None]) -> bytes:
+    def echo(self, prompt: str | list[int], logprobs: Sequence[PositionLogprobs | None]) -> bytes:
         """Return the chunk with the prompt."""
         self.must_echo = False
         token_ids = self._generation.request.prompt_token_ids.tolist()
@@ -179,7 +180,7 @@ class _Choice:
         text = f'{self.start}"","logprobs":null,{stop[1:-1]}}}],"timings":{timings}{usage}}}\n\n'
         return text.encode()
 
-    def _of_prompt(self, token_ids: list[int], logprobs: list[PositionLogprobs | None]) -> dict[str, Any]:
+    def _of_prompt(self, token_ids: list[int], logprobs: Sequence[PositionLogprobs | None]) -> dict[str, Any]:
         if not self._body.return_token_ids:
             return {}
         return {"prompt_token_ids": token_ids}
@@ -188,7 +189,7 @@ class _Choice:
         self,
         text: str,
         token_ids: list[int],
-        entries: list[PositionLogprobs | None],
+        entries: Sequence[PositionLogprobs | None],
         usage: str,
         others: dict[str, Any] | None = None,
     ) -> bytes:

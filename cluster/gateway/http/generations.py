@@ -6,24 +6,46 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from ....proto.errors import InvalidRequest
 from ...text.requests.outputs import RequestOutput, StreamEvent, collect_output
 from ..generation.generation import Generation, GenerationCall, GenerationService
 
 # Events of all prompts that wait for the client; more wait in their own queues, merged.
 _MAX_WAITING = 16
+# Log-probabilities of prompts in one response. Each is 70 bytes of JSON.
+MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 @asynccontextmanager
 async def run_all(
     service: GenerationService, calls: Iterable[GenerationCall]
 ) -> AsyncIterator[list[Generation]]:
-    """Run the calls. On every exit from the block their sequences have ended."""
+    """Run the calls. On every exit from the block their sequences have ended.
+
+    Raises:
+        InvalidRequest: the response would have too many log-probabilities of prompts.
+    """
     async with AsyncExitStack() as stack:
         generations = []
+        num_values = 0
         for call in calls:
             generations.append(await stack.enter_async_context(service.run(call)))
+            num_values += _num_prompt_logprobs(generations[-1])
+            if num_values > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequest(
+                    "sampling.prompt_logprobs",
+                    f"makes more than {MAX_PROMPT_LOGPROBS} log-probabilities; send fewer or shorter prompts",
+                )
             await asyncio.sleep(0)  # checking one takes 0.2 ms, and other streams must not wait for all
         yield generations
+
+
+def _num_prompt_logprobs(generation: Generation) -> int:
+    """Return the number of log-probabilities of the prompt; each choice repeats them."""
+    sampling = generation.request.sampling
+    if sampling.prompt_logprobs is None:
+        return 0
+    return sampling.n * (1 + sampling.prompt_logprobs) * len(generation.request.prompt_token_ids)
 
 
 async def numbered_events(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, StreamEvent]]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from starlette.responses import Response
 
-from .json_text import json_text
+from .json_text import JsonItems, json_text
 from .response_head import ResponseHead
 
 # Values of a response, about; writing these takes 1 ms.
@@ -69,6 +69,10 @@ def _pieces(value: Any) -> Iterator[str]:
             else:
                 yield json_text(part)[1:-1]
         yield "]"
+    elif isinstance(value, JsonItems):
+        for index, item in enumerate(value.items):
+            yield f"{',' if index else '['}{json_text(item)}"
+        yield "]"
     else:
         yield json_text(value)
 
@@ -82,4 +86,4 @@ def _listed(values: list[Any]) -> Iterator[str]:
 def _is_small(value: dict[str, Any] | list[Any]) -> bool:
     """Return whether a container has a few scalars only."""
     members = value.values() if isinstance(value, dict) else value
-    return len(value) <= 64 and not any(isinstance(each, dict | list) for each in members)
+    return len(value) <= 64 and not any(isinstance(each, dict | list | JsonItems) for each in members)

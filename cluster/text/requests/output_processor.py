@@ -15,6 +15,7 @@ from .outputs import (
     PooledVector,
     PositionLogprobs,
     PromptLogprobsDelta,
+    ScoredTokens,
     Usage,
     position_logprobs,
 )
@@ -83,13 +84,16 @@ class OutputProcessor:
         if num_top is None or not update.prompt_logprobs:
             return []
         prompt = self._request.prompt_token_ids
-        start, token_ids, entries = self._num_scored, [], []
-        for position, entry in update.prompt_logprobs:
-            if position == self._num_scored:
-                token_ids.append(int(prompt[position]))
-                entries.append(_position_logprobs(token_ids[-1], entry, num_top, self._decode_token))
-                self._num_scored += 1
-        return [PromptLogprobsDelta(start, token_ids, entries)] if entries else []
+        events = []
+        for scores in update.prompt_logprobs:
+            start = self._num_scored
+            new = scores.rows(scores.index >= start)
+            self._num_scored += len(new.index)
+            if len(new.index):
+                token_ids = prompt[start : self._num_scored].tolist()
+                entries = ScoredTokens(token_ids, new, num_top, self._decode_token)
+                events.append(PromptLogprobsDelta(start, token_ids, entries))
+        return events
 
     def _ranked(self) -> Iterable[CompletionEvent]:
         """Yield the events of the n most likely sequences, best first."""

@@ -6,11 +6,14 @@ LLM, Client and AsyncClient return the same types. The names and fields are vLLM
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import eq
+from typing import TypeVar, overload
 
 from ....proto.codec import FloatArray
+from ....proto.step import Logprobs
 from ....proto.stream import Timings
 from ..chat_format.deltas import AssistantMessage, ChatDelta, collect_message
 
@@ -31,6 +34,96 @@ class Logprob:
 
 # token id |-> Logprob, first the token at the position, then the most likely tokens in the order of their ranks.
 PositionLogprobs = dict[int, Logprob]
+EntryT = TypeVar("EntryT", bound=PositionLogprobs | None)
+
+
+class _Entries(Sequence[EntryT]):
+    """Log-probabilities of consecutive positions, equal to a list of the same ones."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
+class ScoredTokens(_Entries[PositionLogprobs]):
+    """Log-probabilities of consecutive tokens of a prompt. The entry of a position is made when it is read.
+
+    In the arrays a log-probability takes 8 bytes, as a Logprob in a dict 230.
+
+    Args:
+        scores: one row per token.
+        num_top: most likely tokens that the request asked for; others of its step may have asked for more.
+        decode: see `position_logprobs`.
+    """
+
+    def __init__(
+        self, token_ids: list[int], scores: Logprobs, num_top: int, decode: Callable[[int], str] | None
+    ) -> None:
+        self._token_ids = token_ids
+        self._scores = scores
+        self._num_top = num_top
+        self._decode = decode
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def __iter__(self) -> Iterator[PositionLogprobs]:
+        scores, num_top = self._scores, self._num_top
+        top = scores.top_ids[:, :num_top].tolist(), scores.top[:, :num_top].tolist()
+        for row in zip(self._token_ids, scores.chosen.tolist(), scores.ranks.tolist(), *top, strict=True):
+            yield position_logprobs(*row, self._decode)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> ScoredTokens: ...
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | ScoredTokens:
+        scores = self._scores
+        if isinstance(index, slice):
+            return ScoredTokens(self._token_ids[index], scores.rows(index), self._num_top, self._decode)
+        return position_logprobs(
+            self._token_ids[index],
+            scores.chosen[index].item(),
+            scores.ranks[index].item(),
+            scores.top_ids[index, : self._num_top].tolist(),
+            scores.top[index, : self._num_top].tolist(),
+            self._decode,
+        )
+
+
+class PromptScores(_Entries[PositionLogprobs | None]):
+    """Log-probabilities of a prompt, None for its first token, in parts as they came."""
+
+    def __init__(self) -> None:
+        self._parts: list[Sequence[PositionLogprobs | None]] = [[None]]
+
+    def add(self, part: Sequence[PositionLogprobs]) -> None:
+        """Append the next positions."""
+        self._parts.append(part)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def __iter__(self) -> Iterator[PositionLogprobs | None]:
+        return chain.from_iterable(self._parts)
+
+    @overload
+    def __getitem__(self, index: int) -> PositionLogprobs | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PositionLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> PositionLogprobs | list[PositionLogprobs | None] | None:
+        positions = range(len(self))[index]
+        if isinstance(positions, range):
+            return [self[position] for position in positions]
+        for part in self._parts:
+            if positions < len(part):
+                return part[positions]
+            positions -= len(part)
+        raise AssertionError("the position is in one of the parts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +162,7 @@ class PromptLogprobsDelta:
 
     start: int
     token_ids: list[int]
-    logprobs: list[PositionLogprobs]
+    logprobs: Sequence[PositionLogprobs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +302,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int] | None
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     arrival_time: float | None = field(default=None, compare=False)
 
     @property
@@ -298,7 +391,7 @@ def collect_output(
     """
     deltas: dict[int, list[CompletionDelta]] = defaultdict(list)
     finished: dict[int, CompletionFinished] = {}
-    of_prompt: list[PositionLogprobs | None] = [None]
+    of_prompt = PromptScores()
     started = None
     for event in events:
         if isinstance(event, CompletionDelta):
@@ -306,7 +399,7 @@ def collect_output(
         elif isinstance(event, CompletionFinished):
             finished[event.index] = event
         elif isinstance(event, PromptLogprobsDelta):
-            of_prompt += event.logprobs
+            of_prompt.add(event.logprobs)
         elif isinstance(event, RequestStarted):
             started = event
     assert started is not None, "the stream has no RequestStarted"

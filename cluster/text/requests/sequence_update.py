@@ -36,14 +36,14 @@ class SequenceUpdate:
         token_ids: new tokens, oldest first.
         logprobs: one entry per token of `token_ids` if the request asked for them, otherwise empty.
         finish: set once the sequence has ended.
-        prompt_logprobs: (position in the prompt, log-probabilities) if the request asked for them.
+        prompt_logprobs: of each step if the request asked for them; `index` is the position in the prompt.
         pooled: the vector of a pooled request, with its finish.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
-    prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     pooled: FloatArray | None = None
 
     def extend(self, later: SequenceUpdate) -> None:
@@ -68,12 +68,9 @@ def updates_by_handle(*batches: TokenBatch) -> Iterable[tuple[int, SequenceUpdat
             for index, entry in zip(batch.logprobs.index.tolist(), _entries(batch.logprobs), strict=True):
                 updates[handles[index]].logprobs.append(entry)
         if batch.prompt_logprobs is not None:
-            scores = batch.prompt_logprobs
-            entries = zip(
-                scores.owners.tolist(), scores.logprobs.index.tolist(), _entries(scores.logprobs), strict=True
-            )
-            for handle, position, scored in entries:
-                updates[handle].prompt_logprobs.append((position, scored))
+            owners, scores = batch.prompt_logprobs.owners, batch.prompt_logprobs.logprobs
+            for handle in dict.fromkeys(owners.tolist()):
+                updates[handle].prompt_logprobs.append(scores.rows(owners == handle))
         for handle, vector in batch.pooled or ():
             updates[handle].pooled = vector
         for finish in batch.finished:

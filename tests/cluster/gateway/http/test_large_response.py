@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loop_stall import watch_stalls
 
 from quire.cluster.gateway.http import large_response
-from quire.cluster.gateway.http.json_text import json_text
+from quire.cluster.gateway.http.json_text import JsonItems, json_text
 from quire.cluster.gateway.http.large_response import encode, response_of
 from quire.cluster.gateway.http.response_head import ResponseHead
 
@@ -34,6 +34,16 @@ def test_encoding_in_pieces_is_that_of_the_whole(value: Any, num_values: int) ->
         patch.setattr(large_response, "_is_small", lambda value: not value)
         assert encode(value).decode() == json_text(value)
     assert encode(value).decode() == json_text(value)
+
+
+def test_items_that_are_made_as_they_are_written_are_a_list() -> None:
+    expected = {"items": [None, {"1": {"rank": 2}}, [3], "4"], "single": [5]}
+
+    def value() -> dict[str, JsonItems]:
+        return {name: JsonItems(iter(items)) for name, items in expected.items()}
+
+    assert json.loads(encode(value())) == expected
+    assert json.loads(json_text(value())) == expected
 
 
 def test_no_piece_has_many_values() -> None:

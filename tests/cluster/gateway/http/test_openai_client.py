@@ -12,6 +12,8 @@ import pytest
 from chat_model import write_output
 from local_server import ThreadedServer
 
+from quire.cluster.gateway.http import generations
+
 MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
 TOOL: Any = {
     "type": "function",
@@ -102,6 +104,18 @@ def test_completion_scores_a_prompt_without_output(client: openai.OpenAI) -> Non
     assert made.choices[0].logprobs is not None
     assert made.choices[0].logprobs.tokens is not None
     assert "".join(made.choices[0].logprobs.tokens) == "The quick"
+
+
+def test_prompt_logprobs_of_all_prompts_are_limited(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each choice repeats those of its prompt."""
+    monkeypatch.setattr(generations, "MAX_PROMPT_LOGPROBS", 40)
+    scored: Any = {"model": "tiny", "max_tokens": 1, "extra_body": {"prompt_logprobs": 1}}
+    client.completions.create(prompt=[[5] * 10, [6] * 10], **scored)
+    for more in ({"prompt": [[5] * 10, [6] * 11]}, {"prompt": [[5] * 10], "n": 3}):
+        with pytest.raises(openai.BadRequestError, match="makes more than 40 log-probabilities"):
+            client.completions.create(**scored, **more)
 
 
 def test_token_ids_in_and_out(client: openai.OpenAI) -> None:
