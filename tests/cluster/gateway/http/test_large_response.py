@@ -37,7 +37,7 @@ def test_encoding_in_pieces_is_that_of_the_whole(value: Any, num_values: int) ->
 
 
 def test_items_that_are_made_as_they_are_written_are_a_list() -> None:
-    expected = {"items": [None, {"1": {"rank": 2}}, [3], "4"], "single": [5]}
+    expected: dict[str, list[Any]] = {"items": [None, {"1": {"rank": 2}}, [3], "4"], "single": [5]}
 
     def value() -> dict[str, JsonItems]:
         return {name: JsonItems(iter(items)) for name, items in expected.items()}
