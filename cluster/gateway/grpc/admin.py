@@ -20,8 +20,8 @@ from ..admin.services import GatewayServices
 from ..admin.status import block_map, current_status, latest_status
 from ..routing.fleet_interface import Fleet
 from ..routing.load import current_load
-from ..timed_responses import write_in_time
 from .grpc_errors import convert_errors
+from .timed_responses import write_in_time
 
 # A map is for a display, which shows the replica's silence instead.
 BLOCK_MAP_TIMEOUT_S = 3.0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from ....proto.errors import ProtocolError, QuireError
-from ..timed_responses import end_call
+from .timed_responses import end_call
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from ..admin.services import GatewayServices
 from ..generation.generation import CallHead, GenerationCall
 from ..generation.pooled_calls import pool_all
 from ..routing.served_models import ServedModel
-from ..timed_responses import write_in_time
 from .embed_messages import embed_calls, embed_response
 from .grpc_errors import convert_errors
+from .timed_responses import write_in_time
 from .version import server_version
 
 # As many as a JSON body may have.

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import grpc.aio
 
-from ...proto.errors import DeadlineExpired, QuireError
-from ..client.wire.grpc_status import to_grpc_status
+from ....proto.errors import DeadlineExpired, QuireError
+from ...client.wire.grpc_status import to_grpc_status
 
 # As over HTTP. gRPC sends a message as HTTP/2 flow control lets the client receive it, so a client that reads slowly
 # takes one in less time, and one that reads nothing would keep its call for ever, with all that the call holds.

@@ -16,8 +16,7 @@ from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, drain, eventuall
 from silent_client import SilentClient
 
 from quire import AsyncClient
-from quire.cluster.gateway import timed_responses
-from quire.cluster.gateway.grpc import health
+from quire.cluster.gateway.grpc import health, timed_responses
 from quire.cluster.gateway.grpc.server import Gateway
 from quire.proto import admin_pb2, inference_pb2
 from quire.proto.errors import ReplicaUnavailable
