@@ -14,6 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Processes that run tests. Each file runs in one of them, and all files that start Ray in the same one. Three suit two
 # cores, since tests of servers wait: with two processes `.ci/run` used 1.2 cores. Each process takes 2 GB.
 JOBS ?= 3
+IN_PROCESSES := -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 # The supported Python versions and the index of `make check-install`; those that are missing are skipped.
 PYTHONS ?= python3.11 python3.12 python3.13
 INDEX ?= https://pypi.org/simple
@@ -62,13 +63,13 @@ demo: venv
 	$(BIN)/python -m quire.cluster.cli.demo
 
 test: venv
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 test-all: venv $(TRITON_VERSIONS:%=build/triton/%/.ready)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PROCESSES) -m "not gpu" $(PYTEST_ARGS)
 
 test-random: venv
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(PYTEST_ARGS) --random-order
+	$(BIN)/python -m pytest $(IN_PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS) --random-order
 
 test-clients: venv $(CLIENTS:%=build/clients/%/.ready)
 	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/clients

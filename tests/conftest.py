@@ -9,18 +9,15 @@ import functools
 import gc
 import os
 import signal
-import subprocess
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from deadlines import TEST_TIMEOUT_S
-from run_children import end_run, start_run
-from run_order import add_options, arrange, rotate, seed_of
+from left_processes import kill_left, mark_run
 
 if TYPE_CHECKING:
-    from file_scheduling import FileScheduling
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 # Tests must not use the network; transformers would, to look for files that a tiny model lacks.
@@ -53,17 +50,17 @@ SENTENCES = [
 ]
 
 
-_GUARD = pytest.StashKey[subprocess.Popen[bytes]]()
+# The first ones in a process of pytest-xdist, after the tests of Ray, which take longest together: a minute of a core
+# each, and more if the C++ ops are compiled for all instruction sets.
+LONG = "tests/kernels/native/test_instruction_sets.py", "tests/worker/models/test_exactness.py"
+
+_MARK = pytest.StashKey[str]()
 _LEFT = pytest.StashKey[list[str]]()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    add_options(parser)
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if guard := start_run():
-        config.stash[_GUARD] = guard
+    if mark := mark_run():
+        config.stash[_MARK] = mark
     # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _make_hypothesis_repeatable()
@@ -72,53 +69,34 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """End the processes that tests have left, and fail the run if there are any."""
-    guard = session.config.stash.get(_GUARD, None)
-    if guard is None:
+    if (mark := session.config.stash.get(_MARK, None)) is None:
         return
-    left = session.config.stash[_LEFT] = end_run(guard)
+    left = session.config.stash[_LEFT] = kill_left(mark)
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if (seed := seed_of(config)) is not None:
-        terminalreporter.line(f"repeat this order with --random-order={seed}")
     for process in config.stash.get(_LEFT, []):
         terminalreporter.line(f"a test left a process, which was killed: {process}", red=True)
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FileScheduling:
-    from file_scheduling import FileScheduling
-
-    config.option.loadscopereorder = False  # a file's number of tests says little about its time
-    return FileScheduling(config, log)
-
-
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_configure_node(node: Any) -> None:
-    node.workerinput["random_order"] = seed_of(node.config)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(
-    collector: pytest.Collector,
-) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    report = yield
-    worker: dict[str, Any] | None = getattr(collector.config, "workerinput", None)
-    if worker is not None and isinstance(collector, pytest.Directory) and report.passed:
-        count = worker["workercount"]
-        report.result = rotate(report.result, int(worker["workerid"].removeprefix("gw")) % count, count)
-    return report
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Before pytest itself, which brings tests that share a parametrized fixture together.
-    arrange(items, seed_of(config), is_worker=hasattr(config, "workerinput"))
+    starts_ray = {_file_of(item) for item in items if item.get_closest_marker("cluster")}
     for item in items:
         if item.get_closest_marker("cluster") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
+    if hasattr(config, "workerinput"):  # in a process of pytest-xdist
+        groups = {item: "ray" if _file_of(item) in starts_ray else _file_of(item) for item in items}
+        for item, group in groups.items():
+            item.add_marker(pytest.mark.xdist_group(group))
+        first = ("ray", *LONG)
+        items.sort(key=lambda item: first.index(groups[item]) if groups[item] in first else len(first))
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def pytest_collection_finish() -> None:
