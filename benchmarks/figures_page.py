@@ -89,29 +89,6 @@ def chosen(**rows: str) -> Callable[[Figures], list[str]]:
     return table
 
 
-PARTS = {
-    "arithmetic": "arithmetic",
-    "memory": "memory",
-    "forward": "rest of forward",
-    "sample": "sampling",
-    "batch": "batches",
-    "scheduler": "scheduler",
-}
-
-
-def time_spent(settings: Mapping[str, Figures]) -> list[str]:
-    """Settings and workloads of one rank as rows, the shares of the wall time as columns."""
-    lines = _header(["setting", "workload", "wall (s)", *PARTS.values()])
-    for setting, figures in settings.items():
-        for name, figure in figures.items():
-            if name.startswith("time_spent.tp1.") and name.endswith(".wall_s"):
-                place = name.removesuffix(".wall_s")
-                wall = figure["value"]
-                shares = [f"{100 * figures[f'{place}.{part}_s']['value'] / wall:.0f}" for part in PARTS]
-                lines.append(_row([setting, place.rpartition(".")[2], _number(wall), *shares]))
-    return lines
-
-
 def speculation(figures: Figures) -> list[str]:
     """Methods, workloads and numbers of sequences that have drafts as rows."""
     columns = {"speedup": "speed-up", "acceptance": "accepted", "tokens_per_step": "tokens per step"}
@@ -139,39 +116,24 @@ def faults(figures: Figures) -> list[str]:
     return lines
 
 
-def families(figures: Figures) -> list[str]:
-    """Kinds of models as rows, what is measured of both engines as columns."""
-    measures = {
-        "decode_tokens_per_s": "decode (tokens/s)",
-        "prefill_tokens_per_s": "prefill (tokens/s)",
-    }
-    kinds = dict.fromkeys(name.split(".")[1] for name in figures)
-    lines = _header(["model type", *measures.values()])
-    for kind in kinds:
-        pairs = [
-            " / ".join(
-                _number(figures[f"families.{kind}.{engine}.{measure}"]["value"])
-                for engine in ("quire", "transformers")
-            )
-            for measure in measures
-        ]
-        lines.append(_row([kind, *pairs]))
-    return lines
+def beside_transformers(column: str, **measures: str) -> Callable[[Figures], list[str]]:
+    """A table of what was measured of quire, and of transformers behind a slash, or of neither."""
 
+    def table(figures: Figures) -> list[str]:
+        lines = _header([column, *measures.values()])
+        for row in dict.fromkeys(name.rpartition(".")[0].removesuffix(".quire") for name in figures):
+            if not row.endswith(".transformers"):
+                names = (
+                    (f"{row}.{key}", f"{row}.quire.{key}", f"{row}.transformers.{key}") for key in measures
+                )
+                cells = (
+                    " / ".join(_number(figures[name]["value"]) for name in own if name in figures)
+                    for own in names
+                )
+                lines.append(_row([row.partition(".")[2], *cells]))
+        return lines
 
-def loading(figures: Figures) -> list[str]:
-    """Formats of weights as rows, what is measured of each engine as columns."""
-    measures = {"load_s_per_gb": "load (s/GB)", "peak_gb_per_gb": "peak memory (GB/GB)"}
-    lines = _header(["weights", "stored (GB)", *measures.values()])
-    for weights in dict.fromkeys(name.split(".")[1] for name in figures):
-        cells = [_number(figures[f"loading.{weights}.stored_gb"]["value"])]
-        for measure in measures:
-            found = (
-                figures.get(f"loading.{weights}.{engine}.{measure}") for engine in ("quire", "transformers")
-            )
-            cells.append(" / ".join(_number(figure["value"]) for figure in found if figure is not None))
-        lines.append(_row([weights.replace("_", " "), *cells]))
-    return lines
+    return table
 
 
 SECTIONS = (
@@ -195,25 +157,29 @@ SECTIONS = (
     Section(
         "One small model of each kind",
         "families",
-        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers.",
-        families,
+        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers. Loading begins after the "
+        "imports. Memory is the growth of the process at its highest while loading, and includes quire's KV cache.",
+        beside_transformers(
+            "model type",
+            decode_tokens_per_s="decode (tokens/s)",
+            prefill_tokens_per_s="prefill (tokens/s)",
+            load_s_per_gb="load (s/GB)",
+            peak_gb_per_gb="peak memory (GB/GB)",
+        ),
     ),
     Section(
         "Loading",
         "loading",
-        "The 60M-parameter shape in each format, from the page cache, without the imports; quire / transformers, or "
-        "quire alone. transformers maps full-precision weights, and so reads them in its first step. Quantized "
-        "weights of dense layers are dequantized to float32 while they are read. Memory is the growth of the "
-        "process at its highest.",
-        loading,
-    ),
-    Section(
-        "Where the time goes",
-        {"60M": "time_spent", "60M, AVX2": "time_spent_avx2", "0.5B, AVX2": "time_spent_m_avx2"},
-        "Shares of the wall time of one rank in %; the files have two ranks as well. Arithmetic and memory are the "
-        "least time of linear layers and attention on this machine. w1 are 64 requests at once, w2 16, w3 one "
-        "stream, w4 a prompt of 1,024 tokens and w5 32 requests with a shared prefix.",
-        time_spent,
+        "The 60M-parameter shape in each format, from the page cache; quire / transformers, or quire alone. Times "
+        "and memory are per GB of the stored weights, without the imports. transformers maps full-precision weights, "
+        "and so reads them in its first step. Quantized weights of dense layers are dequantized to float32 while "
+        "they are read. Memory is the growth of the process at its highest.",
+        beside_transformers(
+            "weights",
+            stored_gb="stored (GB)",
+            load_s_per_gb="load (s/GB)",
+            peak_gb_per_gb="peak memory (GB/GB)",
+        ),
     ),
     Section(
         "LoRA adapters",
@@ -302,29 +268,9 @@ SECTIONS = (
         ),
     ),
     Section(
-        "Wait between steps",
-        "gap",
-        "How long a rank waits for its next plan, with one and with two steps in flight.",
-        chosen(
-            gap__in_flight_1__wait_ms="one step in flight",
-            gap__in_flight_2__wait_ms="two steps in flight",
-        ),
-    ),
-    Section(
-        "Weights on shared storage",
-        "weights_cache",
-        "Seconds to load the 60M-parameter shape from simulated storage of 25 MB/s, with and without a copy on the "
-        "node's disk.",
-        chosen(
-            weights__shared_storage_s="each replica without a copy",
-            weights__first_copy_s="the first replica of a node, which makes the copy",
-            weights__from_copy_s="later replicas of the node",
-        ),
-    ),
-    Section(
         "KV memory",
         "memory",
-        "Fragmentation, prefix cache hits and blocks saved by sharing, on recorded traces.",
+        "Prefix cache hits on recorded traces.",
         chosen(
             memory__hit_rate__coding_multiturn="prefix cache hits, coding agents",
             memory__hit_rate__websearch_multiturn="prefix cache hits, web agents",
@@ -436,17 +382,6 @@ SECTIONS = (
             soak__late__num_bytes="the same, late",
             soak__early__num_descriptors="its descriptors, early",
             soak__late__num_descriptors="the same, late",
-        ),
-    ),
-    Section(
-        "Status while a process hangs",
-        "status_latency",
-        "Longest time in which a server with a stopped process answered for its state, on a machine at a load of 16.",
-        chosen(
-            status_latency__rank__status__max_s="a rank is stopped",
-            status_latency__scheduler__status__max_s="the scheduler is stopped",
-            status_latency__gateway__status__max_s="another gateway is stopped",
-            status_latency__scheduler__health__max_s="`/health`, the scheduler is stopped",
         ),
     ),
     Section(

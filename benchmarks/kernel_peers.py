@@ -9,27 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 
 @functools.cache
 def compiled(op: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
     """Return torch.compile's version of the op. At the first call torch imports its compiler, which takes 1.2 s."""
     return torch.compile(op, **options)
-
-
-def flex_by_compiler(*args: Any, **kwargs: Any) -> Tensor:
-    """Compute FlexAttention with code for each shape, so that each measurement has specialized code."""
-    return compiled(flex_attention, dynamic=False)(*args, **kwargs)
-
-
-def causal_after(cached_len: int, chunk_len: int) -> BlockMask:
-    """Return FlexAttention's causal mask of a chunk that follows `cached_len` tokens."""
-
-    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query + cached_len >= key
-
-    return create_block_mask(is_visible, None, None, chunk_len, cached_len + chunk_len, device="cpu")
 
 
 def norm_by_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,11 +17,10 @@ from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE, Trace, TracedRequest
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import IntArray
-from quire.proto.codec import FloatArray
 from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import MAX_OUTPUTS, SamplingParams
-from quire.proto.step import Logprobs, StepPlan, StepResult
+from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import Finish, FinishReason, GatewayMessage, ReplicaMessage, Submit, TokenBatch
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
@@ -61,34 +60,6 @@ class Roofline:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ZipfCandidates:
-    """Synthetic next-token distributions for beam search: the token of rank r has probability ~ r ** -exponent.
-
-    Exponents are uniform between `flattest` and `steepest`: the most likely token has a probability from about 0.1 to
-    0.98. Beams of one request at the same position share their exponent with probability `relatedness`; otherwise
-    each has its own.
-    """
-
-    flattest: float = 1.0
-    steepest: float = 6.0
-    relatedness: float = 0.5
-
-    def logprobs(self, shared: FloatArray, rng: np.random.Generator, count: int) -> FloatArray:
-        """Return log-probabilities, [n, count] float32, most likely first.
-
-        Args:
-            shared: [n], uniform in 0 to 1 and equal for beams of a request at one position.
-        """
-        is_shared = rng.random(shared.size) < self.relatedness
-        uniform = np.where(is_shared, shared, rng.random(shared.size))
-        exponents = self.flattest + (self.steepest - self.flattest) * uniform
-        log_ranks = np.log(np.arange(1, 1001))  # the tail has negligible weight
-        weights = -exponents[:, None] * log_ranks
-        totals = np.log(np.exp(weights).sum(axis=1, keepdims=True))
-        return np.asarray(weights[:, :count] - totals, np.float32)
-
-
 class SimulatedClock:
     """Simulated seconds since the start of the trace."""
 
@@ -112,28 +83,23 @@ class SimulatedGroup:
         clock: SimulatedClock,
         on_elapsed: Callable[[float], None] = lambda seconds: None,
         roofline: Roofline | None = None,
-        candidates: ZipfCandidates | None = None,
     ) -> None:
         self._clock = clock
         self._on_elapsed = on_elapsed
         self._roofline = roofline or Roofline()
-        self._candidates = candidates or ZipfCandidates()
         self._rng = np.random.default_rng(0)
         self._busy_until = 0.0
         self._results: deque[tuple[float, StepResult]] = deque()
         self._decoding = np.zeros(num_rows, np.bool_)
         self._num_known = np.zeros(num_rows, np.int64)  # at the start of the row's sequence
         self._num_computed = np.zeros(num_rows, np.int64)
-        self._num_candidates = np.zeros(num_rows, np.int64)
-        self._seeds = np.zeros(num_rows, np.int64)
 
     def broadcast(self, plan: StepPlan) -> None:
         rows, num_tokens, num_read_tokens = self._execute(plan)
         seconds = self._roofline.step_s(num_tokens, num_read_tokens)
         self._busy_until = max(self._busy_until, self._clock.now) + seconds
-        result = StepResult(
-            plan.step_id, plan.epoch, 0, self._tokens(rows.size), self._logprobs(rows), {"forward": seconds}
-        )
+        token_ids = self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, rows.size).astype(np.int32)
+        result = StepResult(plan.step_id, plan.epoch, 0, token_ids, None, {"forward": seconds})
         self._results.append((self._busy_until, result))
 
     def gather(self, timeout_s: float) -> StepResult:
@@ -160,8 +126,6 @@ class SimulatedGroup:
         for new in plan.new:
             self._num_known[new.row] = new.token_ids.size
             self._num_computed[new.row] = new.num_computed_tokens
-            self._num_candidates[new.row] = new.sampling.logprobs or 0
-            self._seeds[new.row] = new.sampling.seed
         active = self._decoding.copy()
         active[plan.held_rows] = False
         num_tokens = int(active.sum() + plan.chunk_lens.sum())
@@ -173,22 +137,6 @@ class SimulatedGroup:
         self._decoding |= active
         return np.flatnonzero(active).astype(np.int32), num_tokens, num_read_tokens
 
-    def _tokens(self, shape: int | tuple[int, int]) -> IntArray:
-        return self._rng.integers(FIRST_TOKEN, VOCAB_SIZE, shape).astype(np.int32)
-
-    def _logprobs(self, rows: IntArray) -> Logprobs | None:
-        """Return the candidates of rows that are beams."""
-        index = np.flatnonzero(self._num_candidates[rows]).astype(np.int32)
-        if not index.size:
-            return None
-        beams = rows[index]
-        count = int(self._num_candidates[beams].max())
-        # A low-discrepancy sequence over positions, with a different start per request.
-        shared = (self._seeds[beams] * 0.7548776662 + self._num_computed[beams] * 0.6180339887) % 1.0
-        top = self._candidates.logprobs(shared.astype(np.float32), self._rng, count)
-        ranks = np.ones_like(index)
-        return Logprobs(index, top[:, 0], ranks, self._tokens((index.size, count)), top)
-
 
 class TraceMailbox:
     """A mailbox that delivers requests at the times of a trace and records their ends.
@@ -198,13 +146,10 @@ class TraceMailbox:
         on_done: called when all requests have ended.
     """
 
-    def __init__(
-        self, clock: SimulatedClock, requests: list[TracedRequest], sampling: SamplingParams
-    ) -> None:
+    def __init__(self, clock: SimulatedClock, requests: list[TracedRequest]) -> None:
         self._clock = clock
         self._pending = deque(requests)
-        self._sampling = sampling
-        self._num_left = len(requests) * sampling.n
+        self._num_left = len(requests)
         self.finishes: list[Finish] = []
         self.on_done: Callable[[], None] = lambda: None
 
@@ -226,7 +171,7 @@ class TraceMailbox:
             handle=request.number * MAX_OUTPUTS,
             request_id=f"request-{request.number}",
             prompt_token_ids=request.prompt(),
-            sampling=replace(self._sampling, max_tokens=most, seed=request.number, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=most, seed=request.number, ignore_eos=True),
         )
 
     def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
@@ -240,61 +185,23 @@ class TraceMailbox:
     def wake(self) -> None: ...
 
 
-@dataclass(slots=True)
-class MemoryWatch:
-    """KV memory over time.
-
-    Attributes:
-        slot_seconds: KV slots of held blocks times seconds; a shared block counts once.
-        unused_slot_seconds: the same for slots without a planned token.
-        table_block_seconds: blocks of all tables times seconds; a shared block counts once per table.
-    """
-
-    scheduler: Scheduler
-    seconds: float = 0.0
-    slot_seconds: float = 0.0
-    unused_slot_seconds: float = 0.0
-    table_block_seconds: float = 0.0
-    row_seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        """Count the present state of the memory for `seconds`."""
-        blocks = self.scheduler.blocks
-        num_table_blocks = int(blocks.tables.lens.sum())
-        # Only full blocks are shared: the unused slots of a table are in blocks of its own.
-        num_unused = num_table_blocks * blocks.block_size - self.scheduler.num_used_tokens
-        self.seconds += seconds
-        self.slot_seconds += seconds * blocks.num_held_blocks * blocks.block_size
-        self.unused_slot_seconds += seconds * num_unused
-        self.table_block_seconds += seconds * num_table_blocks
-        self.row_seconds += seconds * self.scheduler.num_running
-
-
 @dataclass(frozen=True, slots=True)
 class Replay:
     """The outcome of a replay.
 
     Attributes:
+        seconds: in which steps were computed.
+        mean_running: running sequences, averaged over these.
         num_left_out: requests that were not sent because the pool cannot hold them.
         num_steps, num_preemptions: counts of the whole replay.
     """
 
-    memory: MemoryWatch
     finishes: list[Finish]
+    seconds: float
+    mean_running: float
     num_left_out: int
     num_steps: int
     num_preemptions: int
-
-    @property
-    def waste(self) -> float:
-        """Return the share of the KV slots of held blocks that held no token, averaged over time."""
-        return self.memory.unused_slot_seconds / self.memory.slot_seconds
-
-    @property
-    def saved(self) -> float:
-        """Return the share of the blocks of all tables that sharing saves, averaged over time."""
-        block_seconds = self.memory.slot_seconds / self.memory.scheduler.blocks.block_size
-        return 1.0 - block_seconds / self.memory.table_block_seconds
 
     @property
     def hit_rate(self) -> float:
@@ -302,39 +209,29 @@ class Replay:
         num_prompt_tokens = sum(finish.num_prompt_tokens for finish in self.finishes)
         return sum(finish.num_cached_tokens for finish in self.finishes) / num_prompt_tokens
 
-    @property
-    def mean_running(self) -> float:
-        """Return the number of running sequences, averaged over the time in which steps were computed."""
-        return self.memory.row_seconds / self.memory.seconds
 
-
-def replay(
-    trace: Trace,
-    num_blocks: int,
-    block_size: int = 16,
-    num_rows: int = 256,
-    sampling: SamplingParams | None = None,
-    candidates: ZipfCandidates | None = None,
-) -> Replay:
+def replay(trace: Trace, num_blocks: int, num_rows: int = 256) -> Replay:
     """Serve all requests of a trace, with outputs of the lengths in the trace.
 
     Args:
-        num_blocks: size of the pool, without the scratch block.
+        num_blocks: size of the pool, of 16 tokens each, without the scratch block.
         num_rows: most sequences that run at once.
-        sampling: parameters of each request, except its lengths.
-        candidates: distributions for beam searches.
     """
-    config = make_config(num_blocks, block_size, num_rows, trace.max_tokens)
+    config = make_config(num_blocks, 16, num_rows, trace.max_tokens)
     fitting = [request for request in trace.requests if request.num_tokens <= config.max_servable_tokens]
     scheduler, clock = Scheduler(config), SimulatedClock()
-    memory = MemoryWatch(scheduler)
-    group = SimulatedGroup(num_rows, clock, memory.add, candidates=candidates)
-    mailbox = TraceMailbox(clock, fitting, sampling or SamplingParams())
+    elapsed: list[tuple[float, int]] = []  # seconds, and the sequences that ran during these
+    group = SimulatedGroup(num_rows, clock, lambda seconds: elapsed.append((seconds, scheduler.num_running)))
+    mailbox = TraceMailbox(clock, fitting)
     loop = StepLoop(scheduler, group, mailbox, "replay", clock)
     mailbox.on_done = loop.stop
     loop.run()
+    seconds = sum(each for each, _ in elapsed)
+    mean_running = sum(each * count for each, count in elapsed) / seconds
     stats, num_left_out = scheduler.stats, len(trace.requests) - len(fitting)
-    return Replay(memory, mailbox.finishes, num_left_out, stats.num_steps, stats.num_preemptions)
+    return Replay(
+        mailbox.finishes, seconds, mean_running, num_left_out, stats.num_steps, stats.num_preemptions
+    )
 
 
 def make_config(num_blocks: int, block_size: int, num_rows: int, max_tokens: int) -> EngineConfig:

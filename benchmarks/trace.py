@@ -1,8 +1,8 @@
 """Traces of requests: arrival times, lengths of prompts and outputs, and shared prefixes.
 
-A folder of traces holds ``*.csv`` and ``*.csv.gz`` files (``prompt_tokens``, ``output_tokens``, and ``arrival_s``
-except in ``lengths_*``) and ``*.jsonl.gz`` files, which also have ``block_size`` and ``prefix_block_hashes``: one
-integer per block of the prompt, equal if two prompts agree up to the end of that block.
+A folder of traces holds ``*.csv.gz`` files (``prompt_tokens``, ``output_tokens``, ``arrival_s``) and ``*.jsonl.gz``
+files, which also have ``block_size`` and ``prefix_block_hashes``: one integer per block of the prompt, equal if two
+prompts agree up to the end of that block.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ from quire.proto.block_tables import IntArray
 BLOCK_TOKENS = 16
 VOCAB_SIZE = 32_000
 FIRST_TOKEN = 10  # smaller ids are special in most models
-
-# Standard deviation of the logarithm of drawn lengths.
-LOG_SIGMA = 1.0
-MAX_DRAWN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +98,20 @@ def read_traces(folder: Path) -> list[Trace]:
     Raises:
         FileNotFoundError: the folder has no traces.
     """
-    paths = sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz"), *folder.glob("*.jsonl.gz")])
+    paths = sorted([*folder.glob("*.csv.gz"), *folder.glob("*.jsonl.gz")])
     if not paths:
-        raise FileNotFoundError(f"no traces (*.csv, *.csv.gz, *.jsonl.gz) in {folder}")
+        raise FileNotFoundError(f"no traces (*.csv.gz, *.jsonl.gz) in {folder}")
     return [read_trace(path) for path in paths]
 
 
 def read_trace(path: Path) -> Trace:
-    """Read one file; requests without arrival times get those of a Poisson process."""
+    """Read one file."""
     rows = _json_rows(path) if ".jsonl" in path.suffixes else _csv_rows(path)
-    requests = tuple(_request(number, row) for number, row in enumerate(rows))
-    trace = Trace(path.name.split(".")[0], requests)
-    return trace if requests[-1].arrival_s else with_poisson_arrivals(trace)
-
-
-def with_poisson_arrivals(trace: Trace, seed: int = 0) -> Trace:
-    """Return the trace with one arrival per second on average; `over` changes the rate."""
-    arrivals = np.cumsum(np.random.default_rng(seed).exponential(size=len(trace.requests))).tolist()
-    requests = zip(trace.requests, arrivals, strict=True)
-    return replace(trace, requests=tuple(replace(request, arrival_s=at) for request, at in requests))
-
-
-def draw_lengths(name: str, mean_prompt: float, mean_output: float, count: int, seed: int = 0) -> Trace:
-    """Return requests with log-normal lengths around given means, at most MAX_DRAWN_TOKENS each."""
-    rng = np.random.default_rng(seed)
-    prompts, outputs = (
-        np.clip(mean * rng.lognormal(-(LOG_SIGMA**2) / 2, LOG_SIGMA, count), 1, MAX_DRAWN_TOKENS)
-        for mean in (mean_prompt, mean_output)
-    )
-    lengths = zip(np.rint(prompts).astype(int).tolist(), np.rint(outputs).astype(int).tolist(), strict=True)
-    requests = tuple(TracedRequest(number, 0.0, *pair) for number, pair in enumerate(lengths))
-    return with_poisson_arrivals(Trace(name, requests), seed)
+    return Trace(path.name.split(".")[0], tuple(_request(number, row) for number, row in enumerate(rows)))
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
+    with gzip.open(path, "rt", newline="") as file:
         yield from csv.DictReader(file)
 
 
@@ -149,7 +124,7 @@ def _request(number: int, row: dict[str, Any]) -> TracedRequest:
     shrink = int(row.get("block_size", BLOCK_TOKENS)) // BLOCK_TOKENS
     return TracedRequest(
         number,
-        float(row.get("arrival_s", 0.0)),
+        float(row["arrival_s"]),
         math.ceil(int(row["prompt_tokens"]) / shrink),
         max(1, int(row["output_tokens"])),
         tuple(row.get("prefix_block_hashes", ())),

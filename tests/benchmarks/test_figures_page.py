@@ -10,10 +10,6 @@ import pytest
 from benchmarks import figures_page
 
 
-def test_page_is_up_to_date() -> None:
-    assert figures_page.PAGE.read_text() == figures_page.page(), "run python -m benchmarks.figures_page"
-
-
 def test_page_names_every_result_file() -> None:
     shown = {name for section in figures_page.SECTIONS for name in section.files}
     assert shown >= {path.stem for path in figures_page.RESULTS.glob("*.json")}
@@ -37,17 +33,6 @@ def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
         "| 60M | quire | 5 |  |  |  |  |",
         "| 60M | other | not finished in 80 s |  |  |  |  |",
     ]
-
-
-def test_time_spent_of_one_rank_is_shown_as_shares_of_the_wall_time() -> None:
-    values = {"wall": 2.0} | dict.fromkeys(figures_page.PARTS, 0.25) | {"arithmetic": 0.5}
-    figures = {
-        f"time_spent.tp{ranks}.w1.{name}_s": {"value": value}
-        for ranks in (1, 2)
-        for name, value in values.items()
-    }
-    (row,) = figures_page.time_spent({"60M": figures})[2:]
-    assert row == "| 60M | w1 | 2 | 25 | 12 | 12 | 12 | 12 | 12 |"
 
 
 def test_speculation_is_shown_by_method_workload_and_number_of_sequences() -> None:
@@ -84,3 +69,16 @@ def test_faults_are_shown_with_their_outcome_and_a_row_per_kind() -> None:
     total, _, _, _, row = figures_page.faults(figures)
     assert total == "In all: 3 faults, 90 requests, 0 lost, 0 changed, 0 leaked."
     assert row == "| kill | 3 | 1.5 | 2.25 |"
+
+
+def test_cells_beside_transformers_leave_out_what_was_not_measured() -> None:
+    values = {
+        "a.stored": 3.0,
+        "a.quire.load": 1.0,
+        "a.transformers.load": 2.0,
+        "b.stored": 4.0,
+        "b.quire.load": 1.5,
+    }
+    figures = {f"loading.{name}": {"value": value} for name, value in values.items()}
+    rows = figures_page.beside_transformers("weights", stored="stored", load="load")(figures)[2:]
+    assert rows == ["| a | 3 | 1 / 2 |", "| b | 4 | 1.5 |"]

@@ -1,4 +1,4 @@
-"""Traces, and their replay in simulated time with the measurements of memory."""
+"""Traces, their replay in simulated time, and the figures of `benchmarks.memory`."""
 
 import gzip
 import json
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.replay import MemoryWatch, Roofline, replay
-from benchmarks.trace import Trace, TracedRequest, draw_lengths, read_trace
-from quire.proto.sampling import SamplingParams
+from benchmarks.memory import lru_hit_rate, measure_windows
+from benchmarks.replay import Roofline, replay
+from benchmarks.trace import Trace, TracedRequest, read_trace
 
 
 def trace(*lengths: tuple[int, int], apart_s: float = 0.0) -> Trace:
@@ -41,22 +41,6 @@ def test_trace_with_large_blocks_is_scaled_down(tmp_path: Path) -> None:
     assert read.requests == (TracedRequest(0, 2.5, 33, 7, (0, 1, 2)),)
 
 
-def test_lengths_without_arrivals_arrive_at_random(tmp_path: Path) -> None:
-    path = tmp_path / "lengths_x.csv"
-    path.write_text("prompt_tokens,output_tokens\n" + "10,2\n" * 400)
-    arrivals = [request.arrival_s for request in read_trace(path).requests]
-    gaps = np.diff(arrivals)
-    assert (gaps > 0).all()
-    assert 0.8 < gaps.mean() < 1.2
-    assert read_trace(path).over(5.0).requests[-1].arrival_s == pytest.approx(5.0)
-
-
-def test_drawn_lengths_have_the_given_means() -> None:
-    drawn = draw_lengths("x", 20.0, 60.0, count=4000).requests
-    assert np.mean([request.num_prompt_tokens for request in drawn]) == pytest.approx(20.0, rel=0.05)
-    assert np.mean([request.num_output_tokens for request in drawn]) == pytest.approx(60.0, rel=0.05)
-
-
 def test_every_request_finishes_with_the_length_of_the_trace() -> None:
     lengths = [(int(p), int(o)) for p, o in np.random.default_rng(0).integers(1, 90, (40, 2))]
     outcome = replay(trace(*lengths, apart_s=0.01), num_blocks=60)
@@ -66,13 +50,8 @@ def test_every_request_finishes_with_the_length_of_the_trace() -> None:
 
 
 def test_replay_is_deterministic() -> None:
-    once, again = (replay(draw_lengths("x", 50.0, 30.0, 20), num_blocks=100) for _ in range(2))
-    assert (once.waste, once.memory.seconds, once.num_steps) == (
-        again.waste,
-        again.memory.seconds,
-        again.num_steps,
-    )
-    assert once.finishes == again.finishes
+    lengths = [(40 + 3 * number, 20 + number) for number in range(20)]
+    assert replay(trace(*lengths), num_blocks=100) == replay(trace(*lengths), num_blocks=100)
 
 
 def test_requests_larger_than_the_pool_are_left_out() -> None:
@@ -83,42 +62,42 @@ def test_requests_larger_than_the_pool_are_left_out() -> None:
 def test_step_time_follows_the_roofline() -> None:
     outcome, machine = replay(trace((100, 3)), num_blocks=100), Roofline()
     steps = machine.step_s(100, 100) + machine.step_s(1, 101) + machine.step_s(1, 102)
-    assert outcome.memory.seconds == pytest.approx(steps)
+    assert outcome.seconds == pytest.approx(steps)
     assert machine.step_s(1, 0) == pytest.approx(16e9 / 3.35e12)  # limited by reading the weights
     assert machine.step_s(10_000, 0) == pytest.approx(10_000 * 16e9 / 600e12)  # limited by arithmetic
 
 
-def test_waste_is_the_unused_part_of_the_last_block() -> None:
-    assert replay(trace((17, 1)), num_blocks=10).waste == pytest.approx(15 / 32)
-    assert replay(trace((17, 1)), num_blocks=10, block_size=8).waste == pytest.approx(7 / 24)
-
-
-def test_parallel_sampling_saves_the_full_blocks_of_the_prompt() -> None:
-    # One sequence runs alone during the prefill; then four tables of five blocks share four.
-    request = trace((65, 15))
-    outcome = replay(request, num_blocks=100, sampling=SamplingParams(n=4))
-    assert 0.5 < outcome.saved < 1 - (4 + 4) / 20
-    assert replay(request, num_blocks=100).saved == pytest.approx(0.0)
-
-
-@pytest.mark.parametrize("sampling", [SamplingParams(n=3), SamplingParams(beam_width=3)])
-def test_held_blocks_equal_the_unique_blocks_of_the_tables(
-    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    count = MemoryWatch.add
-
-    def recount(watch: MemoryWatch, seconds: float) -> None:
-        tables = watch.scheduler.blocks.tables
-        held = np.concatenate([tables.row(row) for row in range(tables.lens.size)])
-        assert watch.scheduler.blocks.num_held_blocks == np.unique(held).size
-        watch.scheduler.check_integrity()
-        count(watch, seconds)
-
-    monkeypatch.setattr(MemoryWatch, "add", recount)
-    outcome = replay(draw_lengths("x", 40.0, 20.0, 12), num_blocks=40, num_rows=8, sampling=sampling)
-    assert 0.0 < outcome.saved < 2 / 3
-
-
 def test_one_at_a_time_trace_never_queues() -> None:
-    alone = draw_lengths("x", 50.0, 30.0, 10).one_at_a_time()
+    alone = trace(*[(50, 30)] * 10).one_at_a_time()
     assert replay(alone, num_blocks=100).mean_running == pytest.approx(1.0)
+
+
+def test_lru_hit_rate_evicts_the_last_blocks_of_a_prompt_first() -> None:
+    trace = Trace(
+        "x", tuple(TracedRequest(i, 0.0, 1, 1, row) for i, row in enumerate([(1, 2, 3), (4,), (1, 2, 3)]))
+    )
+    assert lru_hit_rate(trace, num_blocks=100) == pytest.approx(3 / 7)
+    assert lru_hit_rate(trace, num_blocks=3) == pytest.approx(2 / 7)
+
+
+def test_windows_save_the_tokens_behind_them() -> None:
+    figures = measure_windows("gpt-oss-20b")  # half of the layers hold 128 of 8,192 tokens
+    assert figures["memory.windows.gpt-oss-20b.8192"].value == pytest.approx(2 / (1 + 128 / 8192))
+    assert list(measure_windows("gemma-2-9b")) == ["memory.windows.gemma-2-9b.8192"]
+
+
+@pytest.mark.parametrize("num_blocks", [6, 9, 14, 30, 100])
+def test_replay_of_prompts_alone_hits_like_an_lru_cache(num_blocks: int) -> None:
+    rng = np.random.default_rng(num_blocks)
+    chains = []
+    for _ in range(200):  # prompts are paths in a tree: a block's hash covers all turns up to it
+        turns = rng.integers(0, 3, rng.integers(1, 6)).tolist()
+        chains.append(tuple(hash(tuple(turns[: i + 1])) % 10**9 for i in range(len(turns))))
+    # One token more than full blocks: that token is always computed, and its block is reused at once.
+    served = [TracedRequest(i, 0.0, 16 * len(row) + 1, 1, (*row, 10**9 + i)) for i, row in enumerate(chains)]
+    full = [TracedRequest(i, 0.0, 16 * len(row), 1, row) for i, row in enumerate(chains)]
+    outcome = replay(Trace("served", tuple(served)).one_at_a_time(), num_blocks)
+    num_hits = sum(finish.num_cached_tokens for finish in outcome.finishes) // 16
+    expected = lru_hit_rate(Trace("full", tuple(full)), num_blocks - 1)
+    assert num_hits / sum(map(len, chains)) == pytest.approx(expected)
+    assert 0.0 < expected < 1.0

@@ -1,0 +1,33 @@
+"""Benchmarks without other tests run to their end and write their figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Command |-> the number of figures that it writes, and one of them.
+COMMANDS = {
+    "families --quick --kinds gptj,gemma4_text,deepseek_v3": (24, "families.gptj.quire.decode_tokens_per_s"),
+    "loading --model s --formats bfloat16,awq --repeats 1": (8, "loading.awq.quire.load_s_per_gb"),
+    "memory --quick": (67, "memory.hit_rate.coding_multiturn"),
+    "gateway --seconds 0.5 --streams 2 --gateways 1 2": (10, "gateway.grpc.2.two_gateways.added_ms_p99"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_writes_its_figures(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    name, *options = command.split()
+    program = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(path)]
+    subprocess.run(program, cwd=ROOT, check=True, timeout=880, stdout=subprocess.DEVNULL)
+    figures = json.loads(path.read_text())["figures"]
+    count, key = COMMANDS[command]
+    assert len(figures) == count
+    assert figures[key]["value"] > 0
