@@ -423,10 +423,11 @@ SECTIONS = (
     Section(
         "Idle cost",
         "idle",
-        "CPU use of a fleet of two replicas without requests.",
+        "CPU use of `quire serve demo` without requests. Ray's library in the processes of quire is included.",
         chosen(
-            idle__quire_percent="quire's own code",
-            idle__ray_library_percent="Ray's library in quire's processes",
+            idle__gateway_percent="gateway",
+            idle__scheduler_percent="scheduler",
+            idle__rank_percent="rank",
             idle__ray_percent="Ray's own processes",
         ),
     ),

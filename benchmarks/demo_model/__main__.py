@@ -3,8 +3,8 @@
     python -m benchmarks.demo_model --text DIR --out cluster/cli/demo/model [--minutes 30] [--json FILE]
 
 DIR is a directory with the files named in the table WORKS of benchmarks/demo_model/works.py; each is checked against
-its sha256 before use. The result is a Hugging Face model directory: weights in bfloat16, byte-level BPE tokenizer,
-model card.
+its sha256 before use. The result is a Hugging Face model directory: weights in bfloat16, byte-level BPE tokenizer.
+The model card is written by hand.
 
 The budget is time: the learning rate follows the clock, so that a slower machine trains for fewer steps with a
 complete schedule. The training state is saved every two minutes, and the same command resumes from it.
@@ -21,7 +21,7 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.common import make_parser, report
-from benchmarks.demo_model.card import measure, model_card, sample
+from benchmarks.demo_model.measurements import measure
 from benchmarks.demo_model.training import END, SEED, encode_passages, new_model, train, train_tokenizer
 from benchmarks.demo_model.works import read_works, split_held_out, split_passages
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
@@ -72,12 +72,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.out.parent) as name:
         staging = Path(name)
         save_model(staging, model, tokenizer)
-        measured = measure(staging, list(held_out), progress)
-        card = model_card(model.config, measured, sample(staging))
-        (staging / "README.md").write_text(card)
+        figures = measure(staging, list(held_out), progress)
         publish(staging, arguments.out)
     arguments.checkpoint.unlink()
-    report(measured.figures(), arguments.json)
+    report(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -79,19 +79,3 @@ def test_wrong_options_are_refused(
     with pytest.raises(SystemExit):
         offline.parse_arguments()
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "engines"),
-    [
-        ([], ["quire", "vllm", "transformers", "llama.cpp", "ctranslate2"]),
-        (["--tensor-parallel-size", "2"], ["quire", "vllm"]),
-        (["--engines", "llama.cpp-avx2"], ["llama.cpp-avx2"]),
-    ],
-    ids=["one_rank", "two_ranks", "named"],
-)
-def test_engines_of_a_comparison(
-    given: list[str], engines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["offline", *given])
-    assert offline.parse_arguments().engines == engines

@@ -258,26 +258,3 @@ def test_slow_engine_keeps_its_finished_repetitions(compare: Any) -> None:
     turns, figures = compare(["a"], hangs_later, LIMITS, repetitions=3)
     assert len(turns) == 4  # two warm-ups among them
     assert figures["a.w.output_tokens_per_s"].note == "1 of 3 repetitions: did not finish w in 0 s"
-
-
-def test_engine_that_never_answers_is_reported_as_failed(compare: Any) -> None:
-    hangs = Workload(lambda _: [[([1], 0)]], growing().figures)
-    _, figures = compare(["a", "b"], hangs, LIMITS, repetitions=3)
-    assert {name: figure.note for name, figure in figures.items()} == {
-        "a.w.failed_after_s": "did not finish w in 0 s",
-        "b.w.failed_after_s": "did not finish w in 0 s",
-    }
-
-
-def test_repetition_that_would_exceed_the_limit_is_not_started(compare: Any) -> None:
-    turns, figures = compare(["a"], growing(), Limits(TIMEOUT_S, 0.9, 600.0), repetitions=3)
-    assert turns == [("a", len(warm_up())), ("a", 1)], "the first took two seconds"
-    assert "1 of 3 repetitions" in figures["a.w.output_tokens_per_s"].note
-
-
-def test_engine_is_not_started_after_the_total_limit(start: Callable[..., Engine]) -> None:
-    with Comparison(["quire"], start, Limits(TIMEOUT_S, TIMEOUT_S, 0.0)) as comparison:
-        figures = comparison.measure("w", growing(), 1)
-    assert [figure.note for figure in figures.values()] == [
-        "quire did not run: the limit of 0 minutes had passed"
-    ]

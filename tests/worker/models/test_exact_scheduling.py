@@ -37,6 +37,10 @@ WINDOWS = {
     "gptj-1": [0],
     "gptj-2": [0],
     "gptj-4": [0],
+    "qwen3_moe-1": [0],
+    "llama4_text-1": [0, 20, 20, 20],
+    "opt-1": [0],
+    "bloom-1": [0],
 }
 # These have the cache groups of another number of ranks.
 SLOW = {"gemma3_text-4", "gpt_oss-2", "deepseek_v3-4", "gemma3n_text-1", "gemma3n_text-4", "gptj-1", "gptj-4"}
@@ -51,6 +55,10 @@ SCARCE_BLOCKS = {
     "gemma4_text_narrow": 40,
     "gemma3n_text": 40,
     "gptj": 28,
+    "qwen3_moe": 28,
+    "llama4_text": 48,  # blocks of four cache groups
+    "opt": 28,
+    "bloom": 28,
 }
 # Variant |-> its model type, and overrides.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
