@@ -1,14 +1,11 @@
 """Quantize a full-precision checkpoint, rounding to nearest.
 
-    python -m benchmarks.quantized_checkpoints MODEL_DIR OUT_DIR --layout gptq --group-len 128
-
 There is no calibration: scales come from the weights alone, where GPTQ and AWQ also use activations. The files have
 the layout of those tools; a calibrated checkpoint usually loses less accuracy.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -327,19 +324,3 @@ WRITERS = {
     "float8": Writer(_float8, _float8_config),
     "modelopt": Writer(_modelopt, _modelopt_config),
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--layout", choices=("gptq", "awq", "packed"), default="gptq")
-    parser.add_argument("--group-len", type=int, default=128)
-    arguments = parser.parse_args()
-    write_checkpoint(arguments.source, arguments.out, Scheme(arguments.layout, group_len=arguments.group_len))
-
-
-if __name__ == "__main__":
-    main()

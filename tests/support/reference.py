@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, experts_implementation="eager"
         ).eval()
+        self._folder = folder
         self._generated: dict[tuple[int, ...], list[int]] = {}
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
@@ -63,6 +65,13 @@ class Reference:
         for place, (ours, theirs) in enumerate(zip(generated, logits.argmax(dim=-1).tolist(), strict=True)):
             if ours != theirs:
                 self._check_near_tie(prompt + generated[:place], ours, theirs)
+
+    def check_greedy_text(self, prompt: str, generated: Sequence[int]) -> None:
+        """As `check_greedy`, for a prompt that the tokenizer of the model encodes."""
+        from transformers import AutoTokenizer
+
+        prompt_ids = AutoTokenizer.from_pretrained(self._folder)(prompt).input_ids
+        self.check_greedy(prompt_ids, list(generated))
 
     @torch.inference_mode()
     def _check_near_tie(self, tokens: list[int], ours: int, theirs: int) -> None:

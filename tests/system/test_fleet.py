@@ -13,8 +13,8 @@ import psutil
 import pytest
 from deadlines import READY_TIMEOUT_S
 from fleet_load import Load, ready, wait_for
-from greedy import Greedy
 from ray_nodes import RayNodes
+from reference import Reference
 
 from quire import Client, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
@@ -87,11 +87,11 @@ def test_a_fleet_serves_drains_updates_and_outlives_its_controller(
             )
             states = {replica.replica_id: replica.state for replica in status.replicas}
             assert all(states.get(name, "stopped") in ("stopped", "draining") for name in kept)
-        greedy = Greedy(demo_model_dir)
+        reference = Reference(demo_model_dir)
         assert len(load.outputs) >= len(PROMPTS)
         for prompt, answer in set(load.outputs):
             assert len(answer) == PARAMS.max_tokens
-            greedy.check(prompt, answer)
+            reference.check_greedy_text(prompt, answer)
         shown = run_quire("status", "--target", server.address)
         assert shown.returncode == 0, shown.stdout
         assert "2 of 2" in shown.stdout
@@ -124,11 +124,11 @@ def test_streams_survive_a_killed_gateway_and_a_killed_scheduler(
             wait_for(client, lambda s: len(ready(s)) == 2, READY_TIMEOUT_S)
     finally:
         doomed.close()
-    greedy = Greedy(demo_model_dir)
+    reference = Reference(demo_model_dir)
     outputs = {*load.outputs, (PROMPTS[0], tuple(tokens)), (PROMPTS[1], tuple(others))}
     for prompt, answer in outputs:
         assert len(answer) == PARAMS.max_tokens
-        greedy.check(prompt, answer)
+        reference.check_greedy_text(prompt, answer)
 
 
 def first_tokens(stream: Iterator[StreamEvent]) -> list[int]:

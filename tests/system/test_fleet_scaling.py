@@ -15,7 +15,7 @@ import pytest
 import ray
 from fake_cloud import FakeCloud
 from fleet_load import Load, ready, wait_for
-from greedy import Greedy
+from reference import Reference
 
 from quire import Client, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
@@ -33,8 +33,8 @@ RANK = ("--device", "cpu", "--rank-resource", "GPU=1", "--num-kv-blocks", "256",
 
 
 @pytest.fixture(scope="module")
-def greedy(demo_model_dir: Path) -> Greedy:
-    return Greedy(demo_model_dir)
+def reference(demo_model_dir: Path) -> Reference:
+    return Reference(demo_model_dir)
 
 
 @contextmanager
@@ -59,15 +59,15 @@ def cloud() -> Iterator[FakeCloud]:
         yield started
 
 
-def check(greedy: Greedy, answers: list[tuple[str, tuple[int, ...]]]) -> None:
+def check(reference: Reference, answers: list[tuple[str, tuple[int, ...]]]) -> None:
     assert answers
     for prompt, answer in set(answers):
         assert len(answer) == PARAMS.max_tokens
-        greedy.check(prompt, answer)
+        reference.check_greedy_text(prompt, answer)
 
 
 def test_replicas_and_nodes_scale_with_load_from_zero_to_three_and_back(
-    cloud: FakeCloud, greedy: Greedy
+    cloud: FakeCloud, reference: Reference
 ) -> None:
     options = (
         "--min-replicas", "0", "--max-replicas", "3", "--target-wait-s", "0.2", "--up-delay-s", "0",
@@ -89,11 +89,11 @@ def test_replicas_and_nodes_scale_with_load_from_zero_to_three_and_back(
             assert time.monotonic() < deadline, "the autoscaler keeps nodes without work"
             time.sleep(1)
         assert client.is_ready()
-        check(greedy, light.outputs + heavy.outputs + again.outputs)
+        check(reference, light.outputs + heavy.outputs + again.outputs)
 
 
 def test_replica_that_fits_nowhere_reports_the_reason(
-    cloud: FakeCloud, run_quire: RunQuire, greedy: Greedy
+    cloud: FakeCloud, run_quire: RunQuire, reference: Reference
 ) -> None:
     with fleet(cloud) as server, Client(server.address) as client:
         done = run_quire(
@@ -109,7 +109,7 @@ def test_replica_that_fits_nowhere_reports_the_reason(
         assert "worker offers" in waiting.problem
         assert "max 3 nodes" in waiting.problem
         answer = client.generate(PROMPTS[0], PARAMS, model="demo")  # the other model is still served
-        check(greedy, [(PROMPTS[0], tuple(answer.outputs[0].token_ids))])
+        check(reference, [(PROMPTS[0], tuple(answer.outputs[0].token_ids))])
         shown = run_quire("status", "--target", server.address)
         assert shown.returncode == 1
         assert "waits for room" in shown.stdout.replace("\n", " ")
@@ -117,7 +117,7 @@ def test_replica_that_fits_nowhere_reports_the_reason(
         wait_for(client, lambda status: all(each.model == "demo" for each in status.deployments), 120)
 
 
-def test_node_lost_while_the_fleet_grows_is_replaced(cloud: FakeCloud, greedy: Greedy) -> None:
+def test_node_lost_while_the_fleet_grows_is_replaced(cloud: FakeCloud, reference: Reference) -> None:
     with (
         fleet(cloud, "--min-replicas", "2", "--max-replicas", "2") as server,
         Client(server.address) as client,
@@ -136,10 +136,10 @@ def test_node_lost_while_the_fleet_grows_is_replaced(cloud: FakeCloud, greedy: G
                 ),
                 READY_TIMEOUT_S,
             )
-        check(greedy, load.outputs)
+        check(reference, load.outputs)
 
 
-def test_replica_on_a_node_that_ray_drains_moves_under_load(cloud: FakeCloud, greedy: Greedy) -> None:
+def test_replica_on_a_node_that_ray_drains_moves_under_load(cloud: FakeCloud, reference: Reference) -> None:
     with (
         fleet(cloud, "--min-replicas", "2", "--max-replicas", "2") as server,
         Client(server.address) as client,
@@ -160,11 +160,11 @@ def test_replica_on_a_node_that_ray_drains_moves_under_load(cloud: FakeCloud, gr
                 ),
                 READY_TIMEOUT_S,
             )
-        check(greedy, load.outputs)
+        check(reference, load.outputs)
 
 
 def test_new_version_replaces_the_old_one_under_load(
-    cloud: FakeCloud, run_quire: RunQuire, greedy: Greedy
+    cloud: FakeCloud, run_quire: RunQuire, reference: Reference
 ) -> None:
     limits = ("--min-replicas", "2", "--max-replicas", "2")
     with fleet(cloud, *limits) as server, Client(server.address) as client:
@@ -178,7 +178,7 @@ def test_new_version_replaces_the_old_one_under_load(
             wait_for(
                 client, lambda s: [each.version for each in ready(s)] == [version] * 2, 2 * READY_TIMEOUT_S
             )
-        check(greedy, load.outputs)
+        check(reference, load.outputs)
 
 
 def test_deleted_model_leaves_no_actor_and_no_placement_group(cloud: FakeCloud) -> None:

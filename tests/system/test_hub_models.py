@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from deadlines import READY_TIMEOUT_S
-from greedy import Greedy
 from hub_server import HubServer, serve_hub
 from ray_nodes import RayNodes
+from reference import Reference
 
 from quire import Client, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
@@ -52,6 +52,6 @@ def test_fleet_serves_a_hub_model(hub: HubServer, make_model: Callable[..., Path
             with Client(server.address) as client:
                 output = client.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0.0))
     assert output.model == MODEL
-    Greedy(make_model("llama")).check(PROMPT, output.outputs[0].token_ids)
+    Reference(make_model("llama")).check_greedy_text(PROMPT, output.outputs[0].token_ids)
     # The two ranks are on one node.
     assert set(hub.num_gets.values()) == {1}

@@ -23,6 +23,7 @@ from deadlines import READY_TIMEOUT_S
 from fakes import submit
 from far_network import FarNetwork, NetworkNotPermitted, open_network, run
 from ray_nodes import LOOPBACK, RayNodes
+from reference import Reference
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
@@ -164,22 +165,10 @@ def test_outputs_over_two_nodes_equal_transformers(
         for handle, prompt in enumerate(PROMPTS):
             caller.send(submit(handle, prompt, max_tokens=NEW_TOKENS, ignore_eos=True))
         outputs = caller.follow(*range(len(PROMPTS)))
-    assert [outputs[handle].token_ids for handle in range(len(PROMPTS))] == reference(model_dir)
-
-
-def reference(model_dir: Path) -> list[list[int]]:
-    import torch
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    outputs = []
-    for prompt in PROMPTS:
-        token_ids = list(prompt)
-        for _ in range(NEW_TOKENS):
-            with torch.no_grad():
-                token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
-        outputs.append(token_ids[len(prompt) :])
-    return outputs
+    reference = Reference(model_dir)
+    for handle, prompt in enumerate(PROMPTS):
+        assert len(outputs[handle].token_ids) == NEW_TOKENS
+        reference.check_greedy(prompt, outputs[handle].token_ids)
 
 
 def test_client_without_the_keys_is_refused(record: ReplicaRecord, target: FleetLaunchTarget) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from reference import Reference
 
 from quire import AsyncClient, Client, ReplicaInfo, SamplingParams, errors
 from quire.cluster.cli.demo.server import ServerProcess
@@ -80,11 +81,7 @@ def test_log_names_the_instruction_set_of_all_ranks_once(server: ServerProcess) 
 
 
 def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_model_dir: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    reference = Reference(demo_model_dir)
 
     def generate(index: int) -> list[int]:
         params = SamplingParams(max_tokens=LENGTHS[index], temperature=0.0, ignore_eos=True)
@@ -93,19 +90,8 @@ def test_greedy_tokens_of_mixed_batches_equal_transformers(client: Client, demo_
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         outputs = list(pool.map(generate, range(len(PROMPTS))))
     for prompt, length, output in zip(PROMPTS, LENGTHS, outputs, strict=True):
-        prompt_ids = tokenizer(prompt, return_tensors="pt").input_ids
         assert len(output) == length
-        # One forward pass over the whole output: each token must have the top logit, up to float rounding.
-        with torch.inference_mode():
-            logits = model(torch.cat([prompt_ids, torch.tensor([output])], dim=1)).logits[
-                0, prompt_ids.shape[1] - 1 : -1
-            ]
-        chosen = logits.gather(1, torch.tensor(output).unsqueeze(1)).squeeze(1)
-        assert (logits.amax(dim=1) - chosen).max() < 1e-4, prompt
-        expected = model.generate(prompt_ids, max_new_tokens=length, min_new_tokens=length, do_sample=False)
-        top_two = logits.topk(2, dim=1).values
-        if (top_two[:, 0] - top_two[:, 1]).min() > 1e-4:
-            assert output == expected[0, prompt_ids.shape[1] :].tolist(), prompt
+        reference.check_greedy_text(prompt, output)
 
 
 def test_client_that_disconnects_frees_its_blocks(client: Client) -> None:
@@ -168,14 +154,3 @@ def test_same_seed_gives_the_same_tokens_alone_and_in_a_batch(client: Client) ->
     assert client.generate(PROMPTS[0], params).outputs[0].token_ids == alone
     for thread in crowd:
         thread.join()
-
-
-@pytest.mark.slow  # test_exactness.py has four ranks in threads
-def test_four_ranks_generate_the_same_tokens_as_two(
-    client: Client, serve: Callable[..., ServerProcess]
-) -> None:
-    params = SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
-    expected = [client.generate(prompt, params).outputs[0].token_ids for prompt in PROMPTS[:3]]
-    with Client(serve("demo", "--tensor-parallel-size", "4").address) as four:
-        assert len(replica_of(four).ranks) == 4
-        assert [four.generate(prompt, params).outputs[0].token_ids for prompt in PROMPTS[:3]] == expected

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import merge, write_adapter
 from reference import Reference, prompts_of
 from safetensors.torch import load_file
 
-from quire import LLM, LoRARequest, SamplingParams
+from quire import LLM, SamplingParams
 from quire.cluster.text.requests.outputs import RequestOutput
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable
 
@@ -145,29 +144,6 @@ def test_sampled_logprobs_equal_those_of_a_later_forward_pass(folders: tuple[Pat
         reference = logits[range(len(sampled)), tokens[start:]].tolist()
         assert sampled == pytest.approx(later, abs=1e-4)
         assert sampled == pytest.approx(reference, abs=1e-4)
-
-
-def test_weights_change_under_adapters_and_drafts(
-    folders: tuple[Path, Path], make_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    first, second = folders
-    path = write_adapter(tmp_path / "adapter", first, size=2, seed=3)
-    merged = [merge(tmp_path / f"merged{index}", folder, path) for index, folder in enumerate(folders)]
-    drafts = {"model": str(make_model("llama", seed=3)), "num_speculative_tokens": 2}
-    request = LoRARequest("own", 1, str(path))
-    with LLM(
-        str(first), num_kv_blocks=128, enable_lora=True, max_loras=1, speculative_config=drafts, **CPU
-    ) as llm:
-        for step, (base, adapted) in enumerate(((first, merged[0]), (second, merged[1]))):
-            if step:
-                llm.update_weights(base, version="step-1")
-            for _ in range(2):
-                results = llm.generate(PROMPTS, GREEDY, lora_request=[request, None, request])
-                for output, folder in zip(results, (adapted, base, adapted), strict=True):
-                    tokens = output.outputs[0].token_ids
-                    Reference(folder).check_greedy(output.prompt_token_ids or [], tokens)
-                llm.sleep()
-                llm.wake_up()
 
 
 def test_tied_weights_of_a_trainer_are_taken(make_model: Callable[..., Path]) -> None:

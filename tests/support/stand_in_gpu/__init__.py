@@ -14,15 +14,11 @@ mistakes, which only a GPU would show otherwise, raise an error or leave wrong n
 from .current import current_gpu, is_installed
 from .device_tensor import DeviceTensor
 from .gpu import StandInGpu
-from .graphs import GARBAGE
 from .installation import installed
 from .streams import Stream, StreamError
-from .transfers import HostWaitError
 
 __all__ = [
-    "GARBAGE",
     "DeviceTensor",
-    "HostWaitError",
     "StandInGpu",
     "Stream",
     "StreamError",

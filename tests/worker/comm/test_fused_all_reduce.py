@@ -15,7 +15,6 @@ from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.proto.errors import ConfigError
-from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.symmetric_memory import open_symmetric_memory
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
@@ -38,7 +37,6 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
     num_last: int,
     make_model: Any,
     make_engine: Any,
-    planned: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One rank, whose partial sum is the sum. Of three layers, five norms and the last norm follow a sum.
@@ -59,9 +57,8 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
         return Peers(0, [torch.zeros(2, MAX_TOKENS, hidden_size, dtype=dtype)], [signals])
 
     def generate() -> list[int]:
-        sequence = planned(list(PROMPT), 6, RowSampling(temperature=0.0))
-        make_engine(folder, 1, num_blocks=16).generate([sequence])
-        tokens: list[int] = sequence.generated
+        (generated,) = make_engine(folder, 1, num_blocks=16).greedy([list(PROMPT)], 6)
+        tokens: list[int] = generated
         return tokens
 
     expected = generate()

@@ -148,7 +148,7 @@ def test_slot_is_used_again_by_an_adapter_of_fewer_modules(
 
 
 def test_failed_load_is_reported_and_leaves_the_rank_working(
-    adapted: Callable[[str], Adapted], make_engine: Any, planned: Any, tmp_path: Path
+    adapted: Callable[[str], Adapted], make_engine: Any, tmp_path: Path
 ) -> None:
     folder, _, references = adapted("llama")
     engine = make_engine(folder, 1, lora=LORA)
@@ -159,9 +159,8 @@ def test_failed_load_is_reported_and_leaves_the_rank_working(
         LoraReport(0, 7, error="ValueError: there is no such directory on this rank's node"),
     )
     (prompt,) = prompts_of([9], seed=3)
-    sequence = planned(prompt, 4, GREEDY)
-    engine.generate([sequence])
-    references[-1].check_greedy(prompt, sequence.generated)
+    (generated,) = engine.greedy([prompt], 4)
+    references[-1].check_greedy(prompt, generated)
 
 
 def test_dropped_adapter_is_not_reported(adapted: Callable[[str], Adapted], make_engine: Any) -> None:

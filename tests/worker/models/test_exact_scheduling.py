@@ -56,7 +56,7 @@ SCARCE_BLOCKS = {
     "gemma3n_text": 40,
     "gptj": 28,
     "qwen3_moe": 28,
-    "llama4_text": 48,  # blocks of four cache groups
+    "llama4_text": 56,  # blocks of four cache groups
     "opt": 28,
     "bloom": 28,
 }

@@ -57,15 +57,12 @@ def engines(references: References, make_engine: Any) -> Callable[[str, int], An
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_single_request_equals_transformers(
-    tp: int, references: References, make_engine: Any, planned: Any
-) -> None:
+def test_single_request_equals_transformers(tp: int, references: References, make_engine: Any) -> None:
     folder, reference = references("llama")
     engine = make_engine(folder, tp)
     for prompt in prompts_of([5, 33], seed=6):
-        sequence = planned(prompt, 20, GREEDY)
-        engine.generate([sequence], chunk_len=16)
-        reference.check_generate(prompt, sequence.generated)
+        (generated,) = engine.greedy([prompt], 20, chunk_len=16)
+        reference.check_generate(prompt, generated)
 
 
 @pytest.mark.parametrize(("kind", "tp"), cases(KINDS, quick=(1, 4)))
@@ -127,42 +124,37 @@ def _peak(driver: RankedDriver) -> int:
 
 
 def test_sequence_beyond_original_context_equals_transformers(
-    references: References, make_engine: Any, planned: Any
+    references: References, make_engine: Any
 ) -> None:
     """With LongRoPE it has the factors of the long list from its first token on."""
     folder, reference = references("phi3-longrope")
     engine = make_engine(folder, 1, max_model_len=320)
     (prompt,) = prompts_of([270], seed=5)
-    sequence = planned(prompt, 10, GREEDY)
-    engine.generate([sequence], chunk_len=100)
-    reference.check_greedy(prompt, sequence.generated)
+    (generated,) = engine.greedy([prompt], 10, chunk_len=100)
+    reference.check_greedy(prompt, generated)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic"])
 def test_sequence_of_the_extended_context_equals_transformers(
-    rope_type: str, make_model: Any, make_engine: Any, planned: Any
+    rope_type: str, make_model: Any, make_engine: Any
 ) -> None:
     """The base of `dynamic` is that of transformers for a sequence of max_model_len tokens."""
     rope = {"rope_type": rope_type, "rope_theta": 500.0, "factor": 4.0}
     folder = make_model("llama", seed=7, max_position_embeddings=48, rope_parameters=rope)
     engine = make_engine(folder, 1, max_model_len=160)
     (prompt,) = prompts_of([150], seed=5)
-    sequence = planned(prompt, 10, GREEDY)
-    engine.generate([sequence], chunk_len=40)
-    Reference(folder).check_greedy(prompt, sequence.generated)
+    (generated,) = engine.greedy([prompt], 10, chunk_len=40)
+    Reference(folder).check_greedy(prompt, generated)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mixtral", "opt", "bloom"])
-def test_any_chunk_length_gives_same_tokens(
-    kind: str, references: References, make_engine: Any, planned: Any
-) -> None:
+def test_any_chunk_length_gives_same_tokens(kind: str, references: References, make_engine: Any) -> None:
     folder, reference = references(kind)
     engine = make_engine(folder, 1, block_size=4)
     (prompt,) = prompts_of([27 if kind == "gemma3_text" else 13], seed=4)  # longer than its window
     for chunk_len in range(1, len(prompt) + 1):
-        sequence = planned(prompt, 5, GREEDY)
-        engine.generate([sequence], chunk_len=chunk_len, seed=chunk_len)
-        reference.check_greedy(prompt, sequence.generated)
+        (generated,) = engine.greedy([prompt], 5, chunk_len=chunk_len, seed=chunk_len)
+        reference.check_greedy(prompt, generated)
 
 
 @pytest.fixture(scope="module")

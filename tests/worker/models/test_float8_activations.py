@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 
 from quire.kernels import norm, quantized_linear
-from quire.proto.step import RowSampling
 from quire.worker.models.layers import ColumnParallelLinear
 from quire.worker.models.llama import decoder_layer
 from quire.worker.weights import linear_weight
 
-GREEDY = RowSampling(temperature=0.0)
-
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
 def test_norm_quantizes_for_float8_linear_layer(
-    kind: str, make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The PyTorch twins stand in for tensor cores; an MoE layer quantizes its own input."""
     monkeypatch.setattr(
@@ -38,9 +35,8 @@ def test_norm_quantizes_for_float8_linear_layer(
     folder = make_model(kind, seed=3)
 
     def generate() -> list[int]:
-        sequence = planned([7, 21, 300, 45], 6, GREEDY)
-        make_engine(folder, 1, num_blocks=16, quantization="fp8").generate([sequence])
-        tokens: list[int] = sequence.generated
+        (generated,) = make_engine(folder, 1, num_blocks=16, quantization="fp8").greedy([[7, 21, 300, 45]], 6)
+        tokens: list[int] = generated
         return tokens
 
     tokens = generate()

@@ -78,16 +78,14 @@ def test_quantized_kernel_gives_tokens_of_dequantized_weights(
     expert_parallel: bool,
     folders: tuple[Path, Path],
     make_engine: Any,
-    planned: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The experts stay in MXFP4 as on a GPU; the kernel's PyTorch twin multiplies."""
     monkeypatch.setattr(linear_weight, "has_quantized_kernel", lambda weight: True)
     published, twin = folders
     (prompt,) = prompts_of([9], seed=2)
-    sequence = planned(prompt, 8, GREEDY)
-    make_engine(published, 2, enable_expert_parallel=expert_parallel).generate([sequence])
-    Reference(twin).check_greedy(prompt, sequence.generated)
+    (generated,) = make_engine(published, 2, enable_expert_parallel=expert_parallel).greedy([prompt], 8)
+    Reference(twin).check_greedy(prompt, generated)
 
 
 def test_more_ranks_than_groups_of_an_expert_raise(folders: tuple[Path, Path], engine_config: Any) -> None:

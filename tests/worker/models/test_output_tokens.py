@@ -15,7 +15,6 @@ from quire.cluster.config.model_config import describe_model
 from quire.proto.config import ModelConfig
 from quire.proto.model.registry import check_supported
 from quire.proto.model.spec import DecoderSpec
-from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.models.llama.decoder import Decoder
@@ -119,7 +118,7 @@ def test_step_has_no_selection(num_decodes: int, sampled: list[int]) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_last_layer_of_prompt_computes_its_last_token(
-    tp: int, make_model: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+    tp: int, make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(make_model("llama", seed=3), tp, num_blocks=16)
     computed: list[int] = []
@@ -138,8 +137,7 @@ def test_last_layer_of_prompt_computes_its_last_token(
 
     monkeypatch.setattr(Decoder, "forward", note)
     monkeypatch.setattr(Decoder, "logits", count)
-    sequence = planned([7, 21, 300, 45, 11, 9, 8], 2, RowSampling(temperature=0.0))
-    engine.generate([sequence], chunk_len=4)
+    engine.greedy([[7, 21, 300, 45, 11, 9, 8]], 2, chunk_len=4)
     # Two chunks, of which the first samples nothing, and one decoded token.
     assert lens == [1] * (3 * tp)
     assert computed == [1] * (2 * tp)

@@ -18,9 +18,7 @@ from quire.cluster.config.machine import Machine
 from quire.cluster.config.model_config import describe_model
 from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
-from quire.proto.step import RowSampling
 
-GREEDY = RowSampling(temperature=0.0)
 # Model type of the text model |-> that of the published model, its architecture, and prefixes of text model and head.
 PUBLISHED = {
     "llama4_text": (
@@ -78,7 +76,7 @@ def publish(source: Path, folder: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_text_model_of_published_checkpoint_equals_transformers(
-    kind: str, make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+    kind: str, make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     has_head = bool(PUBLISHED[kind][3])
     source = make_model(kind, seed=7, tie_word_embeddings=not has_head, **KINDS[kind])
@@ -87,9 +85,8 @@ def test_text_model_of_published_checkpoint_equals_transformers(
     assert engine.config.model.architecture.endswith("ForCausalLM")
     reference = Reference(source)
     for prompt in prompts_of([5, 33], seed=6):
-        sequence = planned(prompt, 10, GREEDY)
-        engine.generate([sequence], chunk_len=16)
-        reference.check_greedy(prompt, sequence.generated)
+        (generated,) = engine.greedy([prompt], 10, chunk_len=16)
+        reference.check_greedy(prompt, generated)
 
 
 def test_other_text_models_are_refused(tmp_path: Path) -> None:
@@ -112,7 +109,7 @@ def test_other_text_models_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_published_names_of_transformers_models_are_known(
-    kind: str, published: dict[str, Any], make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+    kind: str, published: dict[str, Any], make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     """The repositories have code of their own, which is not run, and transformers has other names."""
     source = make_model(kind, seed=7, **KINDS[kind])
@@ -124,6 +121,5 @@ def test_published_names_of_transformers_models_are_known(
     (folder / "config.json").write_text(json.dumps(config | published | code))
     resolve(EngineOptions(str(folder), device="cpu"), Machine(1, 0))
     (prompt,) = prompts_of([20], seed=5)
-    sequence = planned(prompt, 8, GREEDY)
-    make_engine(folder).generate([sequence])
-    Reference(source).check_greedy(prompt, sequence.generated)
+    (generated,) = make_engine(folder).greedy([prompt], 8)
+    Reference(source).check_greedy(prompt, generated)

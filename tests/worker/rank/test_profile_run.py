@@ -68,7 +68,7 @@ def test_steps_need_no_larger_workspace_than_profile_run(
 
 @pytest.mark.parametrize("max_model_len", [16, 5])
 def test_block_longer_than_context_is_profiled_and_served(
-    make_model: Any, make_engine: Any, planned: Any, max_model_len: int
+    make_model: Any, make_engine: Any, max_model_len: int
 ) -> None:
     folder = make_model("llama")
 
@@ -76,8 +76,7 @@ def test_block_longer_than_context_is_profiled_and_served(
         engine = make_engine(folder, num_blocks=16, block_size=block_size, max_model_len=max_model_len)
         (runner,) = engine.runners
         runner._profile_run(runner._make_scratch_cache())
-        sequence = planned([7, 8, 9], 2, GREEDY)
-        engine.generate([sequence])
-        return list(sequence.generated)
+        (generated,) = engine.greedy([[7, 8, 9]], 2)
+        return list(generated)
 
     assert generate(64) == generate(4)

@@ -19,7 +19,6 @@ from quire.kernels.quantized_linear import dequantize
 from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.model.quantization import MODELOPT_BLOCK, Quantization, read_quantization
 from quire.proto.model.registry import check_supported
-from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.weights import linear_weight
@@ -28,7 +27,6 @@ from quire.worker.weights.linear_weight import PanelCodes, PlainWeight, read_lin
 from quire.worker.weights.quantized_layouts import read_quantized
 from quire.worker.weights.weight_slice import WeightSlice
 
-GREEDY = RowSampling(temperature=0.0)
 CPU = torch.device("cpu")
 
 
@@ -77,9 +75,7 @@ def test_other_algorithms_of_modelopt_are_refused(engine_config: Any, folders: A
         read_quantization(replace(model, hf=model.hf | {"quantization_config": stored}))
 
 
-def test_layers_of_modelopt_may_differ_in_precision(
-    folders: Any, make_engine: Any, planned: Any, tmp_path: Path
-) -> None:
+def test_layers_of_modelopt_may_differ_in_precision(folders: Any, make_engine: Any, tmp_path: Path) -> None:
     """Attention in FP8 and the other layers in NVFP4, or in full precision."""
     generated = []
     for twin in (False, True):
@@ -101,9 +97,7 @@ def test_layers_of_modelopt_may_differ_in_precision(
             }
             config["quantization_config"] |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
         (folder / "config.json").write_text(json.dumps(config))
-        sequence = planned([7, 21, 300, 45], 12, GREEDY)
-        make_engine(folder, 2, num_blocks=16).generate([sequence])
-        generated.append(sequence.generated)
+        generated += make_engine(folder, 2, num_blocks=16).greedy([[7, 21, 300, 45]], 12)
     assert generated[0] == generated[1]
 
 
@@ -158,29 +152,25 @@ def test_read_quantized_slices_equal_written_weights(name: str, folders: Any, en
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("tp", [1, 2])
 def test_quantized_model_gives_tokens_of_dequantized_weights(
-    name: str, tp: int, folders: Any, make_engine: Any, planned: Any
+    name: str, tp: int, folders: Any, make_engine: Any
 ) -> None:
     prompts = [[7, 21, 300, 45, 12], [101, 9]]
     generated = []
     for folder in folders[name]:
-        sequences = [planned(prompt, 12, GREEDY) for prompt in prompts]
-        make_engine(folder, tp, num_blocks=16).generate(sequences)
-        generated.append([sequence.generated for sequence in sequences])
+        generated.append(make_engine(folder, tp, num_blocks=16).greedy(prompts, 12))
     assert generated[0] == generated[1]
     assert len(set(generated[0][0])) > 4
 
 
 @pytest.mark.parametrize("name", ["gptq", "gptq-act-order", "int8", "some-layers-left"])
 def test_quantized_kernel_gives_tokens_of_dequantized_weights(
-    name: str, folders: Any, make_engine: Any, planned: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, folders: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights stay quantized as on a GPU; the kernel's PyTorch twin multiplies."""
     monkeypatch.setattr(linear_weight, "has_quantized_kernel", lambda weight: True)
     generated = []
     for folder in folders[name]:
-        sequence = planned([7, 21, 300, 45, 12], 10, GREEDY)
-        make_engine(folder, 2, num_blocks=16).generate([sequence])
-        generated.append(sequence.generated)
+        generated += make_engine(folder, 2, num_blocks=16).greedy([[7, 21, 300, 45, 12]], 10)
     assert generated[0] == generated[1]
 
 
@@ -201,15 +191,13 @@ def test_read_linear_returns_float8_weight_if_supported(
 
 
 def test_groups_split_across_ranks_give_same_tokens(
-    make_model: Any, tmp_path: Path, make_engine: Any, planned: Any
+    make_model: Any, tmp_path: Path, make_engine: Any
 ) -> None:
     """Four ranks have 32 inputs of down_proj each, half of a group."""
     quantized, twin = write_quantized(make_model("llama", seed=3), tmp_path, Scheme("awq", group_len=64))
     tokens = []
     for folder in (quantized, twin):
-        sequence = planned([7, 21, 300, 45], 12, GREEDY)
-        make_engine(folder, 4, num_blocks=16).generate([sequence])
-        tokens.append(sequence.generated)
+        tokens += make_engine(folder, 4, num_blocks=16).greedy([[7, 21, 300, 45]], 12)
     assert tokens[0] == tokens[1]
 
 
@@ -249,14 +237,12 @@ def test_online_quantization_equals_quantized_checkpoint(
 
 @pytest.mark.parametrize("method", ["int8", "fp8"])
 def test_online_quantization_gives_same_tokens_on_any_number_of_ranks(
-    method: str, make_model: Any, make_engine: Any, planned: Any
+    method: str, make_model: Any, make_engine: Any
 ) -> None:
     tokens = []
     for tp in (1, 2, 4):
         engine = make_engine(make_model("llama", seed=3), tp, num_blocks=16, quantization=method)
-        sequence = planned([7, 21, 300, 45], 12, GREEDY)
-        engine.generate([sequence])
-        tokens.append(sequence.generated)
+        tokens += engine.greedy([[7, 21, 300, 45]], 12)
     assert tokens[0] == tokens[1] == tokens[2]
 
 

@@ -72,7 +72,7 @@ def test_layers_beyond_the_configuration_are_refused(
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(
-    make_model: Callable[..., Path], make_engine: Any, planned: Any, tmp_path: Path
+    make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
 ) -> None:
     """Its model type is not known to transformers, but its architecture is; its own code is not run."""
     source = make_model("deepseek_v3", seed=7, n_group=1, topk_group=1)
@@ -82,9 +82,8 @@ def test_kimi_k2_is_read_as_deepseek_v3(
     (folder / "config.json").write_text(json.dumps(config))
     assert describe_files(EngineOptions(str(folder))).latent_dim == 64
     (prompt,) = prompts_of([20], seed=5)
-    sequence = planned(prompt, 8, GREEDY)
-    make_engine(folder).generate([sequence])
-    Reference(source).check_greedy(prompt, sequence.generated)
+    (generated,) = make_engine(folder).greedy([prompt], 8)
+    Reference(source).check_greedy(prompt, generated)
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v32"])

@@ -21,7 +21,6 @@ from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 from quire.kernels.attention_variant import PLAIN, AttentionVariant
 from quire.kernels.quantized_linear import QuantizedWeight
 from quire.proto.errors import ConfigError, ModelLoadError
-from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.models import fused_decode
@@ -41,7 +40,7 @@ def rewrite(folder: Path, copy: Path, change: Callable[[dict[str, Tensor]], dict
 
 
 def test_published_checkpoint_of_base_model_gives_tokens_of_transformers(
-    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+    make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     """GPT-2 as published has no prefix, no head, and unused masks."""
 
@@ -52,9 +51,8 @@ def test_published_checkpoint_of_base_model_gives_tokens_of_transformers(
     folder = make_model("gpt2", seed=7)
     engine = make_engine(rewrite(folder, tmp_path / "published", published))
     (prompt,) = prompts_of([9], seed=1)
-    sequence = planned(prompt, 12, RowSampling(temperature=0.0))
-    engine.generate([sequence])
-    Reference(folder).check_generate(prompt, sequence.generated)
+    (generated,) = engine.greedy([prompt], 12)
+    Reference(folder).check_generate(prompt, generated)
 
 
 def test_model_logs_that_its_steps_run_op_by_op(
@@ -127,24 +125,22 @@ QUANTIZED = {
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_model_gives_tokens_of_dequantized_weights(
-    name: str, tp: int, make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+    name: str, tp: int, make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     quantized, twin = write_quantized(make_model("olmo", seed=7), tmp_path, QUANTIZED[name])
     (prompt,) = prompts_of([9], seed=1)
-    sequence = planned(prompt, 8, RowSampling(temperature=0.0))
-    make_engine(quantized, tp).generate([sequence])
-    Reference(twin).check_generate(prompt, sequence.generated)
+    (generated,) = make_engine(quantized, tp).greedy([prompt], 8)
+    Reference(twin).check_generate(prompt, generated)
 
 
 def test_quantized_experts_give_tokens_of_dequantized_weights(
-    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path
+    make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     source = make_model("flex_olmo", seed=7, num_experts=4, num_experts_per_tok=2)
     quantized, twin = write_quantized(source, tmp_path, Scheme("awq"))
     (prompt,) = prompts_of([9], seed=1)
-    sequence = planned(prompt, 8, RowSampling(temperature=0.0))
-    make_engine(quantized).generate([sequence])
-    Reference(twin).check_generate(prompt, sequence.generated)
+    (generated,) = make_engine(quantized).greedy([prompt], 8)
+    Reference(twin).check_generate(prompt, generated)
 
 
 def test_online_quantization_applies_to_linear_layers(
