@@ -45,11 +45,6 @@ class TestFleetModel:
         assert [request.wait_s for request in done.requests] == pytest.approx([0.0, 1.0, 2.0, 0.0], abs=0.11)
         assert done.within(1.5) == 0.75
 
-    def test_two_replicas_share_the_requests(self) -> None:
-        done = run(make_trace(0.0, 0.0, 20.0), lambda _: 2, 2)
-        assert max(not_none(each.first_token_s) - each.arrival_s for each in done.requests) <= 1.1
-        assert done.replica_seconds == pytest.approx(42.0, abs=0.5)
-
     def test_decoding_sequences_reduce_the_prefill_tokens_of_a_step(self) -> None:
         """A step of 0.1 s has 100 tokens: the second prompt, beside one decode, gets 99 of them."""
         done = run(make_trace(0.0, 5.0, num_prompt_tokens=990, num_output_tokens=100), lambda _: 1, 1)
@@ -66,12 +61,6 @@ class TestFleetModel:
         done = run(make_trace(0.0, 30.0), lambda snapshot: 1, 0)
         assert done.requests[0].first_step_s == pytest.approx(20.0)
         assert done.replica_seconds == pytest.approx(31.0, abs=1.0)
-
-    def test_drained_replica_finishes_its_requests(self) -> None:
-        trace = make_trace(*[0.0] * 10, 60.0)
-        done = run(trace, lambda snapshot: 1 if snapshot.time_s >= 1 else 2, 2)
-        assert all(request.first_token_s is not None for request in done.requests)
-        assert done.replica_seconds < 70
 
 
 class TestPolicies:

@@ -22,9 +22,21 @@ from version_peer import run_gateway
 @contextmanager
 def gateway_process(model_dir: Path, endpoint: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run a gateway of the replica at `endpoint`; yield its address and its process."""
+    arguments = Path(__file__), str(model_dir), endpoint
+    with peer_process(os.pathsep.join(sys.path), *arguments) as (address, process):
+        yield address, process
+
+
+@contextmanager
+def peer_process(path: str, program: Path, *arguments: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a program that prints its address and ends with its stdin; yield its address and its process.
+
+    Args:
+        path: its PYTHONPATH.
+    """
     process = subprocess.Popen(
-        [sys.executable, __file__, str(model_dir), endpoint],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        [sys.executable, str(program), *arguments],
+        env=os.environ | {"PYTHONPATH": path},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -33,7 +45,7 @@ def gateway_process(model_dir: Path, endpoint: str) -> Iterator[tuple[str, subpr
     assert process.stdout is not None
     try:
         address = process.stdout.readline().strip()
-        assert address, "the gateway's process ended"
+        assert address, f"{program.name} ended"
         yield address, process
     finally:
         process.stdin.close()

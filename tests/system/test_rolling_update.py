@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+from gateway_process import peer_process
 from local_replica import DEADLINE_S, local_replica
 from local_server import local_config, local_gateway
 
@@ -59,25 +59,9 @@ def baseline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def peer(baseline: Path, *arguments: str) -> Iterator[str]:
     """Run one side with the earlier release, and yield its address."""
     support = baseline / "tree" / "tests" / "support"
-    process = subprocess.Popen(
-        [sys.executable, str(support / "version_peer.py"), *arguments],
-        env=os.environ | {"PYTHONPATH": f"{baseline}{os.pathsep}{support}"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        address = process.stdout.readline().strip()
-        assert address, "the process of the earlier release ended"
+    path = f"{baseline}{os.pathsep}{support}"
+    with peer_process(path, support / "version_peer.py", *arguments) as (address, _):
         yield address
-    finally:
-        process.stdin.close()
-        try:
-            process.wait(DEADLINE_S)
-        finally:
-            process.kill()
 
 
 def outputs(target: str) -> list[tuple[CompletionOutput, ...]]:

@@ -35,25 +35,9 @@ async def fill(client: ReplicaClient) -> None:
         assert isinstance(update.finish.to_error(), Overloaded)
 
 
-def test_replica_that_refuses_the_canary_is_proved_by_its_steps(make_model: Callable[..., Path]) -> None:
-    config = local_config(make_model("llama"), max_num_seqs=1, max_queue_len=1)
-
-    async def scenario() -> None:
-        with local_replica(config) as replica:
-            client = ReplicaClient(replica.address, "replica-0", heartbeat_s=0.05)
-            replica.brake.slow_down()  # so that the requests do not end
-            try:
-                await fill(client)
-                await run_canary(client, DEADLINE_S)
-                assert client.num_running == 2, "the requests ended: the canary may have been served"
-            finally:
-                await client.close()
-
-    run(scenario())
-
-
-def test_replica_that_refuses_the_canary_and_computes_no_step_fails_it(
-    make_model: Callable[..., Path],
+@pytest.mark.parametrize("computes", [True, False])
+def test_replica_that_refuses_the_canary_is_proved_by_its_steps(
+    make_model: Callable[..., Path], computes: bool
 ) -> None:
     config = local_config(make_model("llama"), max_num_seqs=1, max_queue_len=1)
 
@@ -63,9 +47,13 @@ def test_replica_that_refuses_the_canary_and_computes_no_step_fails_it(
             replica.brake.slow_down()  # so that the requests do not end
             try:
                 await fill(client)
-                replica.brake.hold()
-                with pytest.raises(ReplicaUnavailable):
-                    await run_canary(client, 0.5)
+                if computes:
+                    await run_canary(client, DEADLINE_S)
+                    assert client.num_running == 2, "the requests ended: the canary may have been served"
+                else:
+                    replica.brake.hold()
+                    with pytest.raises(ReplicaUnavailable):
+                        await run_canary(client, 0.5)
             finally:
                 replica.brake.release()
                 await client.close()
