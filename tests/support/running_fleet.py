@@ -49,6 +49,13 @@ class RunningFleet:
             while not holds():
                 await self.fleet.watch(self.fleet.state().version, 0.05)
 
+    async def serve(self, num_replicas: int = 1) -> list[ReplicaEntry]:
+        """Deploy the model, and return its replicas once so many are ready."""
+        limits = {"min_replicas": num_replicas, "max_replicas": num_replicas} if num_replicas > 1 else {}
+        await self.fleet.deploy(deployment(**limits))
+        await self.until_ready(num_replicas)
+        return self.ready()
+
     async def until_ready(self, num_replicas: int, version: str | None = None) -> None:
         await self.until(
             lambda: (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_fleet import FakeLauncher
-from running_fleet import DEADLINE_S, deployment, run, running
+from running_fleet import DEADLINE_S, run, running
 
 from quire.cluster.gateway.routing.fleet_messages import fleet_state_to_message
 from quire.proto import admin_pb2
@@ -14,9 +14,7 @@ from quire.proto.errors import InvalidRequest
 def test_drained_replicas_and_nodes_are_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
-            await fleet.until_ready(2)
-            first, second = fleet.ready()
+            first, second = await fleet.serve(2)
             assert await fleet.fleet.drain(first.replica_id) == (first.replica_id,)
             await fleet.until(lambda: first.replica_id not in launcher.known())
             await fleet.until_ready(2)
@@ -36,9 +34,7 @@ def test_drained_replicas_and_nodes_are_replaced() -> None:
 def test_drain_that_has_not_begun_is_taken_back() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment())
-            await fleet.until_ready(1)
-            (first,) = fleet.ready()
+            (first,) = await fleet.serve()
             with pytest.raises(InvalidRequest, match="waits for no other replica"):
                 fleet.fleet.undrain(first.replica_id)
             before = fleet.fleet.state().version
@@ -67,9 +63,7 @@ def test_drain_that_has_not_begun_is_taken_back() -> None:
 def test_replica_on_a_node_drained_by_ray_is_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
-            await fleet.until_ready(2)
-            first, _ = fleet.ready()
+            first, _ = await fleet.serve(2)
             assert first.record is not None
             launcher.draining[first.record.node_ids[0]] = 0.0
             await fleet.until(lambda: first.replica_id not in launcher.known())
@@ -81,9 +75,7 @@ def test_replica_on_a_node_drained_by_ray_is_replaced() -> None:
 def test_replica_on_a_preempted_node_is_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment())
-            await fleet.until_ready(1)
-            (first,) = fleet.ready()
+            (first,) = await fleet.serve()
             assert first.record is not None
             await fleet.until(lambda: bool(launcher.notices))
             launcher.notices[first.record.node_ids[0]].set_result(0.3)

@@ -17,8 +17,7 @@ from quire.proto.errors import ModelNotFound, ReplicaUnavailable
 def test_deployed_replicas_become_ready_and_deleted_replicas_end() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
-            await fleet.until_ready(2)
+            await fleet.serve(2)
             assert all(entry.record is not None for entry in fleet.ready())
             with pytest.raises(ModelNotFound):
                 await fleet.fleet.delete("other")
@@ -57,11 +56,8 @@ def test_new_version_replaces_replicas_one_by_one() -> None:
 def test_changed_limits_keep_the_version() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment(min_replicas=1, max_replicas=1))
-            await fleet.until_ready(1)
-            (first,) = fleet.ready()
-            await fleet.fleet.deploy(deployment(min_replicas=2, max_replicas=2))
-            await fleet.until_ready(2)
+            (first,) = await fleet.serve(1)
+            await fleet.serve(2)
             assert first.replica_id in {entry.replica_id for entry in fleet.ready()}
 
     run(scenario)
@@ -70,9 +66,7 @@ def test_changed_limits_keep_the_version() -> None:
 def test_failed_replica_is_replaced_and_listed() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment())
-            await fleet.until_ready(1)
-            (first,) = fleet.ready()
+            (first,) = await fleet.serve()
             launcher.launched[first.replica_id].kill("rank 0 was killed")
             await fleet.until(lambda: bool(fleet.ready()) and fleet.ready()[0].replica_id != first.replica_id)
             (failed,) = fleet.entries(ReplicaState.FAILED)
@@ -147,8 +141,7 @@ def test_launch_canceled_before_placement_leaves_nothing() -> None:
 def test_failed_removal_is_retried() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         async with running(launcher) as fleet:
-            await fleet.fleet.deploy(deployment())
-            await fleet.until_ready(1)
+            await fleet.serve()
             launcher.num_failing_removals = 1
             await fleet.fleet.delete("demo")
             await fleet.until(lambda: not launcher.known())

@@ -15,8 +15,7 @@ def test_restarted_controller_adopts_live_replicas() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
         store = MemoryStore()
         async with running(launcher, store) as first:
-            await first.fleet.deploy(deployment(min_replicas=3, max_replicas=3))
-            await first.until_ready(3)
+            await first.serve(3)
             kept, dead, lost = (entry.replica_id for entry in first.ready())
         # Between the two controllers one replica dies, and the record of another is lost.
         launcher.remove(dead)
@@ -44,8 +43,7 @@ def test_adopted_replica_sets_no_cold_start_time(
     async def scenario(launcher: FakeLauncher) -> None:
         store = MemoryStore()
         async with running(launcher, store) as first:
-            await first.fleet.deploy(deployment())
-            await first.until_ready(1)
+            await first.serve()
             await first.until(lambda: snapshots[-1].cold_start_s is not None)
         snapshots.clear()
         async with running(launcher, store) as second:
