@@ -365,7 +365,7 @@ def test_step_with_prompt_logprobs_is_computed(
 
 
 def test_failed_recording_disables_graphs(
-    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
+    make_model: Any, make_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(TapeBackend):
         def record(self, compute: Any) -> Any:
@@ -377,9 +377,7 @@ def test_failed_recording_disables_graphs(
     tokens = []
     with caplog.at_level(logging.WARNING):
         for settings in ({"graph_backend": backend}, {}):
-            sequence = planned([5, 6], 12, GREEDY)
-            make_engine(folder, 1, **settings).generate([sequence])
-            tokens.append(sequence.generated)
+            tokens += make_engine(folder, 1, **settings).greedy([[5, 6]], 12)
     assert tokens[0] == tokens[1]
     assert backend.num_recorded == 1
     assert "disabling graphs, a step cannot be recorded: the model waits" in caplog.text
@@ -387,7 +385,7 @@ def test_failed_recording_disables_graphs(
 
 
 def test_failed_recording_of_one_rank_disables_graphs_on_all(
-    make_model: Any, make_engine: Any, planned: Any, caplog: pytest.LogCaptureFixture
+    make_model: Any, make_engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two ranks: a replay of one rank would not meet the computed step of the other."""
 
@@ -406,33 +404,26 @@ def test_failed_recording_of_one_rank_disables_graphs_on_all(
     tokens = []
     with caplog.at_level(logging.WARNING):
         for settings in ({"graph_backend": backend}, {"cuda_graphs": False}):
-            sequence = planned([5, 6], 12, GREEDY)
-            make_engine(folder, 2, **settings).generate([sequence])
-            tokens.append(sequence.generated)
+            tokens += make_engine(folder, 2, **settings).greedy([[5, 6]], 12)
     assert tokens[0] == tokens[1]
     assert backend.num_recorded == 2
     warning = "graphs are disabled: a step of 24 decodes and 0 prompt tokens cannot be recorded on every rank"
     assert caplog.text.count(warning) == 2
 
 
-def test_failed_warm_up_is_raised(make_model: Any, make_engine: Any) -> None:
-    """It executes a step, in whose collectives the other ranks may wait for this one."""
+@pytest.mark.parametrize(("method", "kind"), [("warm_up", RuntimeError), ("record", ConnectionError)])
+def test_failed_warm_up_and_a_lost_rank_are_raised(
+    make_model: Any, make_engine: Any, method: str, kind: type[Exception]
+) -> None:
+    """They execute a step, in whose collectives the other ranks may wait for this one."""
+    backend = TapeBackend()
 
-    class Cold(TapeBackend):
-        def warm_up(self, compute: Any) -> None:
-            raise RuntimeError("no such kernel")
+    def fail(compute: Any) -> Any:
+        raise kind("on command")
 
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        make_engine(make_model("llama"), 1, graph_backend=Cold())
-
-
-def test_rank_lost_while_recording_is_raised(make_model: Any, make_engine: Any) -> None:
-    class Lonely(TapeBackend):
-        def record(self, compute: Any) -> Any:
-            raise ConnectionError("rank 1 has left the group")
-
-    with pytest.raises(ConnectionError, match="rank 1 has left"):
-        make_engine(make_model("llama"), 1, graph_backend=Lonely())
+    setattr(backend, method, fail)
+    with pytest.raises(kind, match="on command"):
+        make_engine(make_model("llama"), 1, graph_backend=backend)
 
 
 def test_graphs_of_decodes_remain_if_others_cannot_be_recorded(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from quantized_models import SCHEMES, Scheme, write_quantized
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from quire.kernels.native.library import is_available
 from quire.kernels.quantized_linear import dequantize
@@ -260,53 +262,40 @@ def test_projections_with_different_quantization_are_stacked(
     torch.testing.assert_close(found.multiply(x, bias), expected.multiply(x, bias), rtol=1e-4, atol=1e-4)
 
 
-def test_zero_bias_of_gptq_is_ignored_and_nonzero_raises(
-    folders: Any, tmp_path: Path, engine_config: Any
-) -> None:
-    """Some gptq tools store a bias of zeros for every layer."""
-    folder = Path(shutil.copytree(folders["gptq"][0], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.bias"
-    save_file(tensors | {name: torch.zeros(64)}, folder / "model.safetensors")
-    ModelRunner(engine_config(folder), SingleRank())
-    save_file(tensors | {name: torch.ones(64)}, folder / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=name):
-        ModelRunner(engine_config(folder), SingleRank())
+DOWN = "model.layers.0.mlp.down_proj"
 
 
-def test_group_index_out_of_range_raises_model_load_error(
-    folders: Any, tmp_path: Path, engine_config: Any
+def index_99(index: Tensor) -> Tensor:
+    return index.index_fill(0, torch.tensor(5), 99)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "change", "words"),
+    [
+        ("gptq", "bias", lambda _: torch.ones(64), rf"{DOWN}\.bias"),
+        ("gptq", "g_idx", index_99, "down_proj' has group indices from 0 to 99, must be 0 to 3"),
+        ("awq", "qweight", Tensor.long, r"qweight' is stored as torch\.int64, expected torch\.int32"),
+        # Tools write such checkpoints if they are not told to compress them.
+        ("int8", "weight", Tensor.float, "weight' is stored as torch.float32 beside its scales"),
+        # Some gptq tools store a bias of zeros for every layer.
+        ("gptq", "bias", lambda _: torch.zeros(64), ""),
+    ],
+    ids=["bias", "group", "dtype", "full precision", "zero bias"],
+)
+def test_damaged_tensor_raises_model_load_error(
+    scheme: str,
+    name: str,
+    change: Callable[[Any], Tensor],
+    words: str,
+    folders: Any,
+    tmp_path: Path,
+    engine_config: Any,
 ) -> None:
-    folder = Path(shutil.copytree(folders["gptq"][0], tmp_path / "model"))
+    folder = Path(shutil.copytree(folders[scheme][0], tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.g_idx"][5] = 99
+    tensors[f"{DOWN}.{name}"] = change(tensors.get(f"{DOWN}.{name}"))
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"down_proj' has group indices from 0 to 99, must be 0 to 3"):
-        ModelRunner(engine_config(folder), SingleRank())
-
-
-def test_packed_words_of_wrong_dtype_raise_model_load_error(
-    folders: Any, tmp_path: Path, engine_config: Any
-) -> None:
-    folder = Path(shutil.copytree(folders["awq"][0], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.qweight"
-    save_file(tensors | {name: tensors[name].long()}, folder / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"qweight' is stored as torch\.int64, expected torch\.int32"):
-        ModelRunner(engine_config(folder), SingleRank())
-
-
-def test_full_precision_beside_scales_raises_model_load_error(
-    folders: Any, tmp_path: Path, engine_config: Any
-) -> None:
-    """Tools write such checkpoints if they are not told to compress them."""
-    folder = Path(shutil.copytree(folders["int8"][0], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.down_proj.weight"
-    save_file(tensors | {name: tensors[name].float()}, folder / "model.safetensors")
-    with pytest.raises(
-        ModelLoadError, match=r"down_proj.weight' is stored as torch.float32 beside its scales"
-    ):
+    with pytest.raises(ModelLoadError, match=words) if words else nullcontext():
         ModelRunner(engine_config(folder), SingleRank())
 
 
@@ -315,7 +304,7 @@ def test_layers_of_gptq_may_have_other_bits_and_groups(
 ) -> None:
     source = make_model("qwen2", seed=3)
     other, twin = write_quantized(source, tmp_path, Scheme("gptq", bits=8, group_len=16))
-    layer = "model.layers.0.mlp.down_proj"
+    layer = DOWN
     (tmp_path / "mixed").mkdir()
     tensors = load_file(folders["gptq"][0] / "model.safetensors")
     tensors |= {
