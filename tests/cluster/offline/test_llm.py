@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +27,6 @@ PROMPTS = [
     "A gathering of folded pages is called a quire; many quires make a book.",
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model_dir(make_model: Callable[..., Path]) -> Path:
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> Iterator[LLM]:
-    with LLM(
-        str(model_dir),
-        device="cpu",
-        block_size=4,
-        num_kv_blocks=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-    ) as opened:
-        yield opened
 
 
 def test_greedy_tokens_equal_transformers(llm: LLM, model_dir: Path) -> None:

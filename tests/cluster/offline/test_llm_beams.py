@@ -28,21 +28,8 @@ Found = list[tuple[list[int], float]]
 
 
 @pytest.fixture(scope="module")
-def model_dir(make_model: Callable[..., Path]) -> Path:
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Any:
     return load_reference(model_dir)
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> Iterator[LLM]:
-    with LLM(
-        str(model_dir), device="cpu", block_size=4, num_kv_blocks=256, max_num_batched_tokens=16
-    ) as opened:
-        yield opened
 
 
 def load_reference(model_dir: Path) -> Any:

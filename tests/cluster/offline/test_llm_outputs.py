@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,17 +14,6 @@ from quire.proto.errors import InvalidRequest
 
 PROMPT = "A gathering of folded pages is called a quire"
 SAMPLED = SamplingParams(max_tokens=20, temperature=0.8, seed=7, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model_dir(make_model: Callable[..., Path]) -> Path:
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> Iterator[LLM]:
-    with LLM(str(model_dir), device="cpu", block_size=4, num_kv_blocks=256, max_num_seqs=8) as opened:
-        yield opened
 
 
 def ask(llm: LLM, params: SamplingParams, prompt: str = PROMPT) -> list[CompletionOutput]:

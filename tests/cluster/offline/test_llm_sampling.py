@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,28 +28,10 @@ PENALTIES: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.8
 
 
 @pytest.fixture(scope="module")
-def model_dir(make_model: Callable[..., Path]) -> Path:
-    return make_model("llama")
-
-
-@pytest.fixture(scope="module")
 def reference(model_dir: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     return model
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> Iterator[LLM]:
-    with LLM(
-        str(model_dir),
-        device="cpu",
-        block_size=4,
-        num_kv_blocks=128,
-        max_num_seqs=8,
-        max_num_batched_tokens=20,
-    ) as opened:
-        yield opened
 
 
 def tokens_of(results: list[RequestOutput]) -> list[list[int]]:
@@ -151,7 +132,7 @@ def assert_prompt_logprobs(result: RequestOutput, reference: Any, num_top: int) 
 
 
 def test_prompt_logprobs_do_not_depend_on_the_prefix_cache(llm: LLM, reference: Any) -> None:
-    """Prompts that are in the prefix cache, in chunks of 20 tokens per step, beside other requests."""
+    """Prompts that are in the prefix cache, in chunks of 16 tokens per step, beside other requests."""
     llm.generate(PROMPTS, GREEDY)
     asked = [replace(GREEDY, prompt_logprobs=num_top, n=n) for num_top, n in ((0, 1), (4, 2), (2, 1))]
     results = llm.generate([*PROMPTS, PROMPTS[2]], [*asked, GREEDY])

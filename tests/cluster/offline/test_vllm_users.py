@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,6 @@ def model_dir(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
     shutil.copytree(make_model("llama"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
-
-
-@pytest.fixture(scope="module")
-def llm(model_dir: Path) -> Iterator[LLM]:
-    with LLM(
-        model=str(model_dir), device="cpu", dtype="float32", block_size=4, num_kv_blocks=256, max_num_seqs=8
-    ) as opened:
-        yield opened
 
 
 def test_sampling_params_may_be_positional(llm: LLM) -> None:
@@ -283,7 +275,13 @@ def test_progress_bar_is_shown_on_request(llm: LLM, capsys: pytest.CaptureFixtur
 
 def test_llm_from_engine_args(llm: LLM) -> None:
     args = EngineArgs(
-        llm.config.model.path, device="cpu", dtype="float32", block_size=4, num_kv_blocks=256, max_num_seqs=8
+        llm.config.model.path,
+        device="cpu",
+        dtype="float32",
+        block_size=4,
+        num_kv_blocks=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
     )
     for other in (LLM(**asdict(args)), LLM.from_engine_args(args)):
         with other:
