@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from narrowing import not_none
 
-from benchmarks.autoscale import OngoingRequests, half_of, quire_policy, shift_of, smallest_fixed
+from benchmarks.autoscale import OngoingRequests, quire_policy, shift_of, smallest_fixed
 from benchmarks.fleet_model import FleetRun, ReplicaModel, SimulatedFleet
 from benchmarks.replay import Roofline
 from benchmarks.trace import Trace, TracedRequest
@@ -93,12 +93,6 @@ class TestPolicies:
 
 
 class TestTraces:
-    def test_halves_split_a_trace(self) -> None:
-        trace = make_trace(*[float(second) for second in range(101)])
-        first, second = half_of(trace, 0), half_of(trace, 1)
-        assert len(first.requests) + len(second.requests) == 100
-        assert second.requests[0].arrival_s == 0.0
-
     def test_shift_rises_and_falls_once(self) -> None:
         shift = shift_of(make_trace(*[float(second) for second in range(600)]))
         hours = [0] * 8
