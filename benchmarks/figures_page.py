@@ -341,20 +341,6 @@ SECTIONS = (
         ),
     ),
     Section(
-        "Refused calls",
-        "refusal_cost",
-        "CPU time that one refused call costs the gateway, and its caller beside it on the same machine; calls are "
-        "20 ms apart. The gateway refuses calls by itself while a refusal by the scheduler holds.",
-        chosen(
-            refusal__grpc__asked__gateway_ms="gRPC, refused by the scheduler: gateway",
-            refusal__grpc__remembered__gateway_ms="gRPC, refused by the gateway: gateway",
-            refusal__grpc__remembered__caller_ms="the same: caller",
-            refusal__http__asked__gateway_ms="HTTP, refused by the scheduler: gateway",
-            refusal__http__remembered__gateway_ms="HTTP, refused by the gateway: gateway",
-            refusal__http__remembered__caller_ms="the same: caller",
-        ),
-    ),
-    Section(
         "Faults under work",
         "chaos",
         "Requests of all kinds over gRPC and HTTP while processes are killed and stopped, steps fail, the network is "

@@ -55,7 +55,6 @@ CASES = {
     ),
     "memory": Case(_DEADLINE, "KV memory for 30 sequences", ReplicaModel(num_blocks=700)),
     "none": Case(Load(()), "no deadlines"),
-    "asked": Case(replace(_DEADLINE, remembers=False), "every call is sent to the scheduler"),
 }
 
 
@@ -89,12 +88,6 @@ def measure_case(name: str, case: Case) -> dict[str, Figure]:
         ),
     }
     refused = [call for call in calls if call.error == OVERLOADED and call.ended_at is not None]
-    if refused:
-        figures[f"{prefix}.by_gateway"] = Figure(
-            100 * float(np.mean([call.is_remembered for call in refused])),
-            "%",
-            "of the refused calls, by the gateway",
-        )
     if refused and not case.load.retries:
         delays_ms = [1e3 * ((call.ended_at or 0.0) - call.arrived_at) for call in refused]
         for share in (50, 99):

@@ -18,7 +18,6 @@ from benchmarks.replay import Roofline, SimulatedClock, SimulatedGroup
 from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
-from quire.cluster.gateway.routing.recent_refusals import Moment, RecentRefusals
 from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.errors import Overloaded
 from quire.proto.sampling import SamplingParams
@@ -81,7 +80,6 @@ class Load:
         tenants: tenant |-> its share of the requests.
         retries: a refused client waits for the delay that the error names, and then sends its request again as long
             as it has time for that.
-        remembers: a gateway refuses requests by itself while a refusal holds, see `RecentRefusals`.
     """
 
     phases: tuple[Phase, ...]
@@ -92,7 +90,6 @@ class Load:
     max_tokens_factor: float = 1.0
     tenants: tuple[tuple[str, float], ...] = (("", 1.0),)
     retries: bool = False
-    remembers: bool = True
     seed: int = 0
 
 
@@ -103,7 +100,6 @@ class Call:
     Attributes:
         done_at: when its last token came; None if it was refused or did not end.
         error: gRPC status of its failure, the last one if it was sent again; empty without one.
-        is_remembered: the gateway refused it, at least once.
     """
 
     number: int
@@ -117,7 +113,6 @@ class Call:
     done_at: float | None = None
     ended_at: float | None = None
     error: str = ""
-    is_remembered: bool = False
 
     @property
     def is_good(self) -> bool:
@@ -172,11 +167,6 @@ class LoadMailbox:
         self._next = next(self._arrivals, None)
         self._repeats: list[tuple[float, int]] = []  # (time, number of the call)
         self._stops: list[GatewayMessage] = []
-        self._refusals = RecentRefusals()
-        self._sent: dict[
-            int, tuple[Submit, Moment]
-        ] = {}  # number of a call that has not ended |-> its request
-        self._num_ended = self._num_ended_before = 0
         self.calls: list[Call] = []
         self.on_done: Callable[[], None] = lambda: None
 
@@ -190,31 +180,18 @@ class LoadMailbox:
         while self._next is not None and self._next.arrived_at <= self._clock.now:
             call, self._next = self._next, next(self._arrivals, None)
             self.calls.append(call)
-            due += self._send_call(call)
+            due.append((GATEWAY, self._submit(call)))
         while self._repeats and self._repeats[0][0] <= self._clock.now:
             _, number = heapq.heappop(self._repeats)
-            due += self._send_call(self.calls[number])
-        self._num_ended_before = self._num_ended
+            due.append((GATEWAY, self._submit(self.calls[number])))
         return due
 
     def _next_at(self) -> float:
         arrival = self._until if self._next is None else self._next.arrived_at
         return min(arrival, self._repeats[0][0]) if self._repeats else arrival
 
-    def _send_call(self, call: Call) -> list[tuple[bytes, GatewayMessage]]:
-        """Return the message of a call, unless the gateway refuses it."""
-        call.ended_at, call.error = None, ""  # of an earlier refusal, after which the caller has come back
-        # The call came during the step, before the gateway learned of the sequences that ended with it.
-        submit, now = self._submit(call), Moment(self._clock.now, self._num_ended_before)
-        known = self._refusals.find(submit.tenant, submit.priority, submit.timeout_s, now)
-        if known is None or not self._load.remembers:
-            self._sent[call.number] = submit, now
-            return [(GATEWAY, submit)]
-        call.is_remembered = True
-        self._on_refused(call, known.repeat("replica-0", now.time_s).retry_after_s)
-        return []
-
     def _submit(self, call: Call) -> Submit:
+        call.ended_at, call.error = None, ""  # of an earlier refusal, after which the caller has come back
         rng = np.random.default_rng(call.number)
         timeout_s = None
         if call.timeout_s is not None:
@@ -246,19 +223,11 @@ class LoadMailbox:
         return True
 
     def _on_finish(self, call: Call, finish: Finish) -> None:
-        self._num_ended += finish.scope is None
-        submit, sent = self._sent.pop(call.number)
-        self._refusals.add(submit, finish, sent)
         call.ended_at = self._clock.now
-        if finish.grpc_status == OVERLOADED:
-            self._on_refused(call, finish.retry_after_s)
-        elif finish.reason is FinishReason.ERROR:
+        if finish.reason is FinishReason.ERROR:
             call.error = finish.grpc_status
-
-    def _on_refused(self, call: Call, delay_s: float | None) -> None:
-        call.ended_at, call.error = self._clock.now, OVERLOADED
-        if self._load.retries:
-            again_at = self._clock.now + (1.0 if delay_s is None else delay_s)
+        if call.error == OVERLOADED and self._load.retries:
+            again_at = self._clock.now + (1.0 if finish.retry_after_s is None else finish.retry_after_s)
             if call.timeout_s is None or again_at < call.arrived_at + call.timeout_s:
                 heapq.heappush(self._repeats, (again_at, call.number))
 

@@ -10,7 +10,7 @@ are medians. In the overload requests arrive independently of each other at 10 t
 `light_tenant` is the share of the calls of a tenant with a fifth of the load that were complete beside a tenant with
 10 times the load. The load comes from this process, on the same machine as the server.
 
-A refusal costs the caller and the gateway milliseconds of the cores that the ranks need (`benchmarks.refusal_cost`).
+A refusal costs the caller and the gateway milliseconds of the cores that the ranks need.
 `refusal_caller_ms` and `refusal_server_ms` are the CPU time of this process, and of the server's processes except the
 ranks, that an overload took more than the peak for as many complete calls, per refused call. In production callers
 run elsewhere: `at_10x_per_core` compares goodput per core that the callers leave, that is, over the number of cores

@@ -32,8 +32,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
-from .refusal import RefusalScope
-
 MAX_REASON_CHARS = 500
 # Delay before a retry after an error that says nothing better, in seconds.
 DEFAULT_RETRY_S = 1.0
@@ -159,21 +157,14 @@ class Overloaded(QuireError):
 
     Args:
         retry_after_s: estimated time until the present queue is computed; None if unknown.
-        scope: the further requests that the scheduler would refuse; None if it does not know, and for clients.
     """
 
     # 503 rather than 429: the server is busy, whoever calls.
     reason, grpc_status, http_status, is_retriable = "OVERLOADED", "RESOURCE_EXHAUSTED", 503, True
 
-    scope: RefusalScope | None = None
-
-    def __init__(
-        self, message: str, *, retry_after_s: float | None = None, scope: RefusalScope | None = None
-    ) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-        if scope is not None:
-            self.scope = scope
 
 
 class QuotaExceeded(QuireError):

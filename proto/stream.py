@@ -25,7 +25,6 @@ from .engine_command import EngineCommand
 from .errors import QuireError, from_reason
 from .lora import LoraReference
 from .pooling import Pooled, PoolingParams
-from .refusal import RefusalScope
 from .replica_status import ReplicaStatus
 from .sampling import SamplingParams
 from .step import NO_INTS, Logprobs, PromptLogprobs
@@ -211,7 +210,6 @@ class Finish:
         error_reason: with reason ERROR, the error's own reason (`errors.from_reason` rebuilds the error).
         retry_after_s: with reason ERROR, the delay of the error, if it has one.
         weights_version: of the weights that sampled the last token; empty for those that the replica started with.
-        scope: of a request that was refused when it came, the further requests that would be; None if unknown.
     """
 
     handle: int
@@ -227,7 +225,6 @@ class Finish:
     error_reason: str = ""
     retry_after_s: float | None = None
     weights_version: str = ""
-    scope: RefusalScope | None = None
 
     def to_error(self) -> QuireError:
         """Return the error of an end with reason ERROR."""

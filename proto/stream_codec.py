@@ -13,7 +13,6 @@ from .engine_command import EngineCommand
 from .errors import ProtocolError
 from .lora import LoraReference
 from .pooling import Pooled, PoolingParams
-from .refusal import RefusalScope
 from .replica_status import Activity, RankStatus, ReplicaStatus
 from .sampling import SamplingParams
 from .step import Logprobs, PromptLogprobs
@@ -180,11 +179,9 @@ def _command(values: list[Any]) -> EngineCommand:
 def _decode_finish(values: list[Any]) -> Finish:
     handle, reason, stop_token_id, prompt, completion, cached, timings, *error = values
     usage = prompt, completion, cached
-    finish = _known(
+    return _known(
         Finish, [handle, FinishReason(reason), stop_token_id, *usage, _known(Timings, timings), *error]
     )
-    scope: Any = finish.scope
-    return finish if scope is None else replace(finish, scope=_known(RefusalScope, scope))
 
 
 def _decode_status(values: list[Any]) -> ReplicaStatus:

@@ -17,7 +17,6 @@ from quire.proto.block_map import BlockMap, BlockState, MappedSequence
 from quire.proto.errors import ProtocolError
 from quire.proto.lora import LoraReference
 from quire.proto.pooling import Pooled, PoolingParams
-from quire.proto.refusal import RefusalScope
 from quire.proto.replica_status import RankStatus, ReplicaStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import Logprobs, PromptLogprobs
@@ -179,7 +178,7 @@ def test_token_batch_round_trip() -> None:
         Finish(3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5)),
         Finish(4, FinishReason.ERROR, grpc_status="UNAVAILABLE", error="rank 1 failed"),
         Finish(5, FinishReason.MOVED, num_prompt_tokens=5, num_completion_tokens=2),
-        Finish(6, FinishReason.ERROR, grpc_status="RESOURCE_EXHAUSTED", scope=RefusalScope(0.05, 3.0)),
+        Finish(6, FinishReason.ERROR, grpc_status="RESOURCE_EXHAUSTED", retry_after_s=0.5),
     )
     logprobs = Logprobs(
         np.array([1], np.int32),
@@ -271,14 +270,12 @@ def test_fields_of_a_later_release_are_ignored(message: GatewayMessage | Replica
 
 def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
     finish = Finish(
-        3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5), 0.5, "UNAVAILABLE", "rank 1",
-        scope=RefusalScope(0.05),
+        3, FinishReason.STOP, 17, 5, 6, 4, Timings(0.1, 0.2, 0.3, 0.4, 5), 0.5, "UNAVAILABLE", "rank 1"
     )  # fmt: skip
 
     def extend(values: list[Any]) -> list[Any]:
         (ended,) = values[5]
         ended[6].append("later")
-        ended[-1].append("later")
         return [*values[:5], [[*ended, "later"]], *values[6:], "later"]
 
     received = decode(with_values(TokenBatch(8, finished=(finish,)), extend))
@@ -297,7 +294,7 @@ def test_status_of_an_earlier_release_has_defaults() -> None:
     )
 
 
-def test_end_of_an_earlier_release_has_no_scope() -> None:
+def test_end_of_an_earlier_release_has_defaults() -> None:
     finish = Finish(3, FinishReason.STOP, num_prompt_tokens=5)
     frame = with_values(
         TokenBatch(8, finished=(finish,)), lambda values: [*values[:5], [values[5][0][:-1]], *values[6:]]

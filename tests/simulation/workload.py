@@ -13,7 +13,7 @@ from fakes import EOS, VOCAB_SIZE, beam_oracle, chain, logprobs_of, oracle
 from quire.cluster.gateway.routing.request_migration import MigratingRequest
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
-from quire.proto.errors import ModelNotFound, Overloaded, QuireError
+from quire.proto.errors import ModelNotFound, QuireError
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import FinishReason
 
@@ -86,16 +86,11 @@ async def run_job(job: Job, gateways: list[Gateway], rng: random.Random) -> None
     while not job.outcome:
         job.num_attempts += 1
         gateway = rng.choice(gateways)
-        request = job.request
         try:
-            gateway.pool.check_room(request.tenant, request.priority, request.timeout_s)
-            stream = gateway.pool.submit(request)
+            stream = gateway.pool.submit(job.request)
         except ModelNotFound:  # it has just started
             await asyncio.sleep(RETRY_S)
             continue
-        except Overloaded as error:
-            job.outcome, job.error = type(error).__name__, str(error)
-            return
         await _read(job, stream, gateway)
         if not job.outcome:
             await asyncio.sleep(RETRY_S)

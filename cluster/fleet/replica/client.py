@@ -132,8 +132,6 @@ class ReplicaClient:
         latest_status: None before the first status.
         proved_at: monotonic time of the latest token or vector, which came through all ranks; minus infinity before
             the first.
-        num_ended: grows with each sequence that ends, except by a refusal whose scope is known, and with each that
-            is aborted. While it stays the same, the replica has got no room that this client knows of.
     """
 
     def __init__(
@@ -165,7 +163,6 @@ class ReplicaClient:
         self._received_at = time.monotonic()  # the latest message
         self.latest_status: ReplicaStatus | None = None
         self.proved_at = -math.inf
-        self.num_ended = 0
         self._listeners: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -262,7 +259,6 @@ class ReplicaClient:
         """Abort the sequences that still run, and drop all further updates for these handles."""
         for handle in handles:
             if self._running.pop(handle, None) is not None:
-                self.num_ended += 1
                 self.send(Abort(handle))
 
     async def status(self, timeout_s: float) -> ReplicaStatus:
@@ -436,7 +432,6 @@ class ReplicaClient:
         self._set_problem(problem)
 
     def _fail_all(self, reason: str) -> None:
-        self.num_ended += 1
         receivers, self._running = dict.fromkeys(self._running.values()), {}  # each once, in order
         for receiver in receivers:
             receiver.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
@@ -517,7 +512,6 @@ class ReplicaClient:
                 continue
             if update.finish is not None:
                 del self._running[handle]
-                self.num_ended += update.finish.scope is None
                 self._check_replica_failure(update.finish)
             receiver.put(handle, update)
 

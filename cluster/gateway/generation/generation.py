@@ -22,7 +22,6 @@ from ....proto.errors import (
     DeadlineExpired,
     DuplicateRequest,
     InvalidRequest,
-    Overloaded,
     QuireError,
     RequestAborted,
     RequestNotFound,
@@ -55,18 +54,6 @@ LONG_PROMPT_CHARS = 4096
 
 # Fields of a call that do not belong to its content.
 _NOT_CONTENT = frozenset({"timeout_s", "trace_headers", "after_event", "is_resumable", "received"})
-
-
-@dataclass(frozen=True, slots=True)
-class CallHead:
-    """The part of a call that decides whether there is room for it; see `GenerationCall`."""
-
-    model: str
-    request_id: str
-    tenant: str
-    priority: int
-    timeout_s: float | None
-    trace_headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,31 +193,6 @@ class GenerationService:
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
         self.prompt_turns, self.form_turns = TenantTurns(), TenantTurns()
 
-    def has_refused(self, tenant: str) -> bool:
-        """Return whether `check_room` may refuse a call of the tenant."""
-        return any(model.pool.has_refused(tenant) for model in self._models)
-
-    def check_room(self, head: CallHead) -> None:
-        """Refuse a call before its parameters are read, if its model's replicas have just refused another one.
-
-        A call with a request_id is left to `run`: its request may run already.
-
-        Raises:
-            QuotaExceeded, Overloaded: as from `run`.
-        """
-        if head.request_id:
-            return
-        try:
-            self._models.find(head.model).pool.check_room(head.tenant, head.priority, head.timeout_s)
-        except Overloaded:
-            watch = self._observer.watch(head)
-            try:
-                with self._limiter.admit(head.tenant):
-                    raise
-            except QuireError as error:
-                watch.on_end(error)
-                raise error from None
-
     @asynccontextmanager
     async def run(self, call: GenerationCall) -> AsyncIterator[Generation]:
         """Run a request, or read on in one that runs or has finished.
@@ -313,8 +275,6 @@ class GenerationService:
             with ExitStack() as cleanup:
                 admission = cleanup.enter_context(self._limiter.admit(call.tenant))
                 model = self._models.find(call.model)
-                if call.received is None:  # one that began elsewhere is never refused as overloaded
-                    model.pool.check_room(call.tenant, call.priority, call.timeout_s)
                 request = await self._check(model, call)
                 recalled = {} if call.received is None else await model.pool.recall(request)
                 known = self._repeated(call)  # it may have started while a long prompt was tokenized

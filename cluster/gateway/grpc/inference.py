@@ -20,7 +20,7 @@ from ...client.wire.response_messages import event_to_message, output_to_message
 from ...text.requests.outputs import PromptLogprobsDelta, collect_output
 from ..access.authentication import authorization_of
 from ..admin.services import GatewayServices
-from ..generation.generation import CallHead, GenerationCall
+from ..generation.generation import GenerationCall
 from ..generation.pooled_calls import pool_all
 from ..routing.served_models import ServedModel
 from .embed_messages import embed_calls, embed_response
@@ -143,19 +143,29 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     def _call(
         self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> GenerationCall:
-        """Return the call.
-
-        Raises:
-            Unauthenticated: the call has no valid token.
-            InvalidRequest: a field is invalid.
-            QuotaExceeded, Overloaded: the call is refused before it is read.
-        """
+        """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
         with self._counting_refusals():
-            model, head = self._models.find(message.model), self._head(message, context)
-        self._generation.check_room(head)  # counts its own refusals
-        with self._counting_refusals():
+            model, tenant = self._models.find(message.model), self._tenant(message.tenant, context)
             check_counts(message, model.config.model.max_model_len)
-            return _call_of(message, head)
+            return GenerationCall(
+                prompt_from_message(message),
+                sampling_from_message(message.sampling),
+                model=message.model,
+                request_id=message.request_id,
+                tenant=tenant,
+                priority=message.priority,
+                timeout_s=context.time_remaining(),
+                cache_salt=message.cache_salt,
+                add_special_tokens=message.add_special_tokens
+                if message.HasField("add_special_tokens")
+                else True,
+                after_event=message.after_sequence_number
+                if message.HasField("after_sequence_number")
+                else None,
+                is_resumable=message.resumable,
+                received=received_from_message(message.received) if message.HasField("received") else None,
+                trace_headers=trace_headers(context),
+            )
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -164,18 +174,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         except QuireError as error:
             self._on_refused(error)
             raise
-
-    def _head(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> CallHead:
-        return CallHead(
-            model=message.model,
-            request_id=message.request_id,
-            tenant=self._tenant(message.tenant, context),
-            priority=message.priority,
-            timeout_s=context.time_remaining(),
-            trace_headers=trace_headers(context),
-        )
 
     def _embed_calls(
         self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -194,25 +192,6 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
         caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
         return self._authenticator.tenant(caller, claimed)
-
-
-def _call_of(message: inference_pb2.GenerateRequest, head: CallHead) -> GenerationCall:
-    """Raises InvalidRequest for an invalid field."""
-    return GenerationCall(
-        prompt_from_message(message),
-        sampling_from_message(message.sampling),
-        model=head.model,
-        request_id=head.request_id,
-        tenant=head.tenant,
-        priority=head.priority,
-        timeout_s=head.timeout_s,
-        cache_salt=message.cache_salt,
-        add_special_tokens=message.add_special_tokens if message.HasField("add_special_tokens") else True,
-        after_event=message.after_sequence_number if message.HasField("after_sequence_number") else None,
-        is_resumable=message.resumable,
-        received=received_from_message(message.received) if message.HasField("received") else None,
-        trace_headers=head.trace_headers,
-    )
 
 
 def _model_to_message(model: ServedModel) -> inference_pb2.Model:

@@ -9,7 +9,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ..admin.services import GatewayServices
 from ..grpc.version import server_version
-from .early_refusal import RefuseWithoutRoom
 from .endpoints import (
     anthropic_messages,
     chat_completions,
@@ -64,7 +63,6 @@ def create_app(services: GatewayServices, allowed_origins: Sequence[str] = ()) -
     for family in FAMILIES:
         app.include_router(family.router(services))
     app.add_middleware(LimitBody, services=services)
-    app.add_middleware(RefuseWithoutRoom, services=services)
     app.add_middleware(AuthenticateCalls, services=services)
     if allowed_origins:  # outside the authentication: a browser asks for permission without a token
         app.add_middleware(

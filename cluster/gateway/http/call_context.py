@@ -28,23 +28,12 @@ def with_context(call: GenerationCall, request: Request, services: GatewayServic
     return replace(
         call,
         tenant=services.authenticator.tenant(request.state.caller, ""),
-        timeout_s=timeout_of(headers),
-        trace_headers=trace_headers_of(headers),
+        timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+        trace_headers={name: headers[name] for name in _TRACE_HEADERS if name in headers},
     )
 
 
-def trace_headers_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's W3C trace context."""
-    return {name: headers[name] for name in _TRACE_HEADERS if name in headers}
-
-
-def timeout_of(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds until the caller's deadline, or None.
-
-    Raises:
-        InvalidRequest: the header X-Request-Timeout is not a positive number.
-    """
-    text = headers.get(TIMEOUT_HEADER)
+def _timeout_s(text: str | None) -> float | None:
     if text is None:
         return None
     try:

@@ -103,7 +103,8 @@ def _availability() -> list[Alert]:
 
 def _requests() -> list[Alert]:
     failed = _SHORT.total(of_requests.REQUEST_SUCCESS, MODEL, finished_reason="error")
-    overloaded = _SHORT.total(of_requests.REFUSALS, reason="overloaded")
+    by_gateway = _SHORT.total(of_requests.REFUSALS, reason="overloaded")
+    by_scheduler = _SHORT.total(of_requests.ERRORS, reason="overloaded")
     return [
         Alert(
             "QuireRequestsFail",
@@ -115,7 +116,7 @@ def _requests() -> list[Alert]:
         ),
         Alert(
             "QuireOverloaded",
-            f"{overloaded} > 0",
+            f"{by_gateway} > 0 or {by_scheduler} > 0",
             "10m",
             "page",
             "Requests are refused because queues are full",

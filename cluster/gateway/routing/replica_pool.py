@@ -14,7 +14,7 @@ import numpy as np
 from ....proto.digests import make_root, prefix_hashes
 from ....proto.errors import Overloaded, QuireError, ReplicaUnavailable
 from ....proto.replica_status import Activity, ReplicaStatus
-from ....proto.stream import CacheQuery, CacheReport, Finish, RecalledOutput, best_outputs
+from ....proto.stream import CacheQuery, CacheReport, RecalledOutput, best_outputs
 from ...fleet.controller.demand import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
@@ -22,7 +22,6 @@ from ...os_utils.background import run_in_background
 from ...os_utils.change_notifier import ChangeNotifier
 from ...text.requests.request import Request
 from .lora_registry import LoraRegistry
-from .recent_refusals import Moment, RecentRefusals, Refusal
 from .request_migration import MigratingRequest, MoveListener, ignore_move
 from .router import ReplicaLoad, Router
 from .weights_registry import WeightsRegistry
@@ -58,7 +57,6 @@ class _Member:
     cache_version: int = 0
     num_sent_tokens: int = 0
     was_held_by: str = ""
-    refusals: RecentRefusals = field(default_factory=RecentRefusals)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -233,40 +231,6 @@ class ReplicaPool:
         queries = (client.recall(request, RECALL_TIMEOUT_S) for client in clients)
         answers = await asyncio.gather(*queries, return_exceptions=True)
         return best_outputs(each for answer in answers if isinstance(answer, tuple) for each in answer)
-
-    def has_refused(self, tenant: str) -> bool:
-        """Return whether a refusal of the tenant is kept; it may not hold any more."""
-        return any(tenant in member.refusals for member in self._members.values())
-
-    def check_room(self, tenant: str, priority: int, timeout_s: float | None) -> None:
-        """Refuse a request, of whatever size, that each replica would refuse as it has just refused another one.
-
-        Raises:
-            Overloaded: with the shortest delay of all replicas.
-        """
-        found: list[tuple[str, Refusal]] = []
-        now_s = time.monotonic()
-        for replica_id, member in self._members.items():
-            if not member.takes_requests:
-                continue
-            refusal = member.refusals.find(
-                tenant, priority, timeout_s, Moment(now_s, member.client.num_ended)
-            )
-            if refusal is None:
-                return
-            found.append((replica_id, refusal))
-        if found:
-            replica_id, refusal = min(found, key=lambda each: each[1].retry_after_s or 0.0)
-            self._num_arrived_requests += 1
-            # An estimate: the request is not tokenized.
-            self._num_arrived_tokens += refusal.num_prompt_tokens
-            raise refusal.repeat(replica_id, now_s)
-
-    def on_refused(self, client: ReplicaClient, request: Request, finish: Finish, sent: Moment) -> None:
-        """See `ReplicaPicker`."""
-        member = self._members.get(client.replica_id)
-        if member is not None and member.client is client:
-            member.refusals.add(request, finish, sent)
 
     def submit(
         self,

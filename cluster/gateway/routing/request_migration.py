@@ -22,7 +22,6 @@ from ...text.requests.observer import MoveCause
 from ...text.requests.request import Request
 from ...text.requests.request_stream import UpdateQueue
 from ...text.requests.sequence_update import SequenceUpdate
-from .recent_refusals import Moment
 
 # After this many replica failures under one request, without a token between, it is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
@@ -52,14 +51,6 @@ class ReplicaPicker(Protocol):
 
     def choose(self, request: Request) -> ReplicaClient | None:
         """Return the replica to run the request, or None if none takes requests now."""
-        ...
-
-    def on_refused(self, client: ReplicaClient, request: Request, finish: Finish, sent: Moment) -> None:
-        """A replica refused a request, and says which further ones it would refuse.
-
-        Args:
-            sent: when the request was sent.
-        """
         ...
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
@@ -122,7 +113,6 @@ class _Attempt:
         self._handle_of = dict(zip(indices, handles, strict=True))
         self.client = client
         self.handles = handles
-        self.sent = Moment(owner._clock(), client.num_ended)
 
     def put(self, handle: int, update: SequenceUpdate) -> None:
         """See `UpdateReceiver`."""
@@ -221,8 +211,6 @@ class MigratingRequest(UpdateQueue):
             self.add(index, replace(update, finish=None))
         else:
             output.attempt = None
-            if finish.scope is not None:
-                self._picker.on_refused(attempt.client, self._request, finish, attempt.sent)
             self.add(index, replace(update, finish=self._merge(output, finish)))
         if finish is not None and is_moved:
             self._on_moved(attempt, index, finish)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from ....proto.config import EngineConfig
 from ....proto.errors import DeadlineExpired, InvalidRequest, Overloaded, ProtocolError, QuireError
 from ....proto.lora import MAX_LORA_NAME_CHARS, MAX_LORA_PATH_CHARS
-from ....proto.refusal import RefusalScope
 from ....proto.stream import Submit
 from ..state.state import SchedulerState
 from ..waiting.backlog import Job
@@ -50,7 +49,7 @@ def check_admission(
         return None
     job = _job_of(state, submit)
     if is_full and not _make_room(state, forecast, job):
-        return _queue_is_full(state, forecast, job, forecast.scope_of_full_queue(job))
+        return _queue_is_full(state, forecast, job)
     return (
         None if submit.timeout_s is None else forecast.refusal(submit.request_id, job, submit.timeout_s, now)
     )
@@ -66,13 +65,10 @@ def _make_room(state: SchedulerState, forecast: Forecast, job: Job) -> bool:
     return True
 
 
-def _queue_is_full(
-    state: SchedulerState, forecast: Forecast, job: Job, scope: RefusalScope | None = None
-) -> Overloaded:
+def _queue_is_full(state: SchedulerState, forecast: Forecast, job: Job) -> Overloaded:
     return Overloaded(
         f"{len(state.waiting)} requests are waiting already; come back later",
         retry_after_s=forecast.retry_after_s(job),
-        scope=scope,
     )
 
 

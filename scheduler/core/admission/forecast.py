@@ -7,16 +7,15 @@ before the new one are served in parts of a step per row. Times of steps and len
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ....proto.errors import DeadlineExpired, Overloaded, QuireError
-from ....proto.refusal import MAX_HOLD_S, RefusalScope
 from ...sequences.sequence import Sequence
 from ..state.state import SchedulerState, row_of
 from ..waiting.backlog import Job, Work
 
 # Bounds of the delay that is sent with a refusal.
-MIN_RETRY_S, MAX_RETRY_S = MAX_HOLD_S, 60.0
+MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0
 # Share of its computing time that a request must have left over, because predictions are not exact.
 MARGIN = 0.1
 # A queue that is too long for this time is one of overload, not of a burst (as in CoDel, RFC 8289).
@@ -26,9 +25,6 @@ CONGESTION_S = 1.0
 CONGESTED_SHARE = 0.05
 # At least this many steps, so that the rows never wait for requests.
 CONGESTED_STEPS = 4
-# Share of the time for which a refusal is expected to hold that gateways rely on. The rest covers deadlines that are
-# a little longer, and steps that are faster than expected.
-HOLD_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +74,7 @@ class Forecast:
             f"request {request_id} would wait {predicted.queue_s:.3g} s and then take {predicted.compute_s:.3g} s, "
             f"and its deadline is in {time_left_s:.3g} s",
             retry_after_s=self._retry_s(predicted, time_left_s),
-            scope=self._scope(job, time_left_s, keeps_short=must_leave),
         )
-
-    def _scope(self, job: Job, time_left_s: float, *, keeps_short: bool) -> RefusalScope | None:
-        """Return which requests would be refused as well; None if a small one might be taken.
-
-        The replica takes a second per second off its queue. So the refusal of the least request, which is late by
-        some time, holds for about this time.
-
-        Args:
-            keeps_short: the queue is congested, and kept short.
-        """
-        least, congested_s = self._at_least(job), self._congested_s(time_left_s)
-        late_s = least.total_s - time_left_s
-        if keeps_short:
-            late_s = max(late_s, least.queue_s - congested_s)
-        if late_s <= 0:
-            return None
-        hold_s = min(MAX_HOLD_S, HOLD_SHARE * late_s)
-        max_timeout_s, queue_s = least.total_s - hold_s, least.queue_s - hold_s
-        if keeps_short and queue_s > self._congested_s(0.0):
-            max_timeout_s = max(max_timeout_s, queue_s / CONGESTED_SHARE)
-        return RefusalScope(hold_s, max_timeout_s)
-
-    def scope_of_full_queue(self, job: Job) -> RefusalScope | None:
-        """Return which requests a full queue refuses as well: all of the job's tenant and priority.
-
-        The queue may lose a sequence in the next step. The scope ends before the rest of the queue does, so that no
-        row waits for a request that was refused meanwhile.
-        """
-        hold_s = min(MAX_HOLD_S, HOLD_SHARE * self._at_least(job).queue_s)
-        return RefusalScope(hold_s) if hold_s > 0 else None
 
     def _congested_s(self, time_left_s: float) -> float:
         """Return the longest time that a request may wait while the queue is congested."""
@@ -156,13 +121,6 @@ class Forecast:
         num_rows = self._num_rows(before, running, job)
         num_prompt_tokens = self._prompt_tokens_per_step(before, job, num_rows)
         return self._predict(before, running, job, num_rows, num_prompt_tokens)
-
-    def _at_least(self, job: Job) -> Prediction:
-        """Return times that no request of the job's tenant and priority is predicted to fall below, of any size."""
-        least = replace(job, num_sequences=1, num_prompt_tokens=1, num_steps=1.0)
-        before, running = self._state.waiting.backlog.before(least), self._running_work()
-        # A request with a long output and a short prompt lowers the prompt tokens per step, down to none.
-        return self._predict(before, running, least, self._num_rows(before, running, least), 0.0)
 
     def _prompt_tokens_per_step(self, before: Work, job: Job, num_rows: float) -> float:
         """Return the prompt tokens that are computed in each step beside the decoding rows."""

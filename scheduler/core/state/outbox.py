@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ....proto.errors import Overloaded, QuireError
+from ....proto.errors import QuireError
 from ....proto.stream import Finish, FinishReason, TokenBatch
 
 Outgoing = list[tuple[bytes, TokenBatch]]  # gateway and the message for it, in the order to send
@@ -19,7 +19,6 @@ def error_finish(handle: int, error: QuireError) -> Finish:
         error=str(error),
         error_reason=error.reason,
         retry_after_s=error.retry_after_s,
-        scope=error.scope if isinstance(error, Overloaded) else None,
     )
 
 

@@ -33,8 +33,6 @@ class Model:
         self.now += self._check_s
         return Request("r", np.arange(1, 4, dtype=np.int32), sampling, timeout_s=timeout_s)
 
-    def check_room(self, tenant: str, priority: int, timeout_s: float | None) -> None: ...
-
     def submit(self, request: Request, *_: Any) -> Any:
         self.submitted.append(request)
         raise Overloaded("full")

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.gateway.routing.recent_refusals import Moment
 from quire.cluster.gateway.routing.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
 from quire.cluster.text.requests.observer import MoveCause
 from quire.cluster.text.requests.request import Request
@@ -32,7 +31,6 @@ class FakeClient:
         self.stopped: list[int] = []
         self.aborted: list[int] = []
         self.problem = ""
-        self.num_ended = 0
 
     def submit_with(self, request: Request, make_receiver: Callable[[range], Any]) -> Any:
         if self.problem:
@@ -70,9 +68,6 @@ class FakeReplicaPicker:
 
     def choose(self, request: Request) -> Any:
         return self.b if self.drained else self.a
-
-    def on_refused(self, client: Any, request: Request, finish: Finish, sent: Moment) -> None:
-        raise AssertionError("no replica of this test refuses requests")
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> Any:
         return self.choose(request)

@@ -7,7 +7,6 @@ from driver import Driver
 from fakes import random_prompt, small_config
 from narrowing import not_none
 
-from quire.proto.refusal import MAX_HOLD_S
 from quire.scheduler.core.admission.forecast import CONGESTION_S
 from quire.scheduler.core.waiting.backlog import Job
 
@@ -187,99 +186,3 @@ def test_migrated_request_is_not_refused() -> None:
         add(driver, handle, 20)
         driver.plan()
     assert driver.add(9, random_prompt(4, 9), generated=[7, 8], max_tokens=20, timeout_s=1.0) is None
-
-
-def overloaded_driver(**options: object) -> Driver:
-    """Return a replica whose queue has been too long for a while: 2 rows, and 2 s of work for each that wait."""
-    driver = measured_driver(**options)
-    for handle in range(6):
-        add(driver, handle, 20, tenant="heavy")
-        driver.plan()
-    for handle in (10, 11, 12):
-        add(driver, handle, 5, timeout_s=10.0, tenant="heavy")
-        driver.now += 0.6 * CONGESTION_S
-    return driver
-
-
-@pytest.mark.parametrize(
-    ("num_prompt_tokens", "num_steps", "n"), [(1, 1, 1), (1, 30, 1), (30, 1, 1), (4, 20, 4)]
-)
-@pytest.mark.parametrize("after_s", [0.0, 0.999])
-def test_scope_of_a_refusal_has_requests_of_any_size(
-    num_prompt_tokens: int, num_steps: int, n: int, after_s: float
-) -> None:
-    driver = overloaded_driver()
-    assert add(driver, 20, 10, timeout_s=10.0, tenant="heavy") == "RESOURCE_EXHAUSTED"
-    scope = not_none(driver.finishes[20].scope)
-    assert 0 < scope.hold_s <= MAX_HOLD_S
-    assert scope.has(10.0)
-    driver.now += after_s * scope.hold_s
-    end = driver.add(
-        30,
-        random_prompt(num_prompt_tokens),
-        max_tokens=num_steps,
-        n=n,
-        timeout_s=not_none(scope.max_timeout_s),
-        tenant="heavy",
-    )
-    assert not_none(end).grpc_status == "RESOURCE_EXHAUSTED"
-
-
-def test_scope_of_a_refusal_is_small_near_its_end() -> None:
-    """The rest of the queue is computed; a refusal holds for less and less time, until requests are taken again."""
-    driver = overloaded_driver()
-    holds, handle = [], 20
-    while add(driver, handle, 1, timeout_s=10.0, tenant="heavy"):
-        scope = driver.finishes[handle].scope
-        holds.append(0.0 if scope is None else scope.hold_s)
-        driver.plan()
-        driver.now += STEP_S / 4
-        driver.apply_result()
-        handle += 1
-    assert holds[0] == MAX_HOLD_S
-    assert holds[-1] < MAX_HOLD_S
-
-
-def test_refusal_of_a_large_request_says_nothing_of_small_ones() -> None:
-    driver = measured_driver()
-    for handle in range(6):
-        add(driver, handle, 20)
-    assert add(driver, 10, 45, timeout_s=7.0) == "RESOURCE_EXHAUSTED"
-    assert driver.finishes[10].scope is None
-    assert add(driver, 11, 5, timeout_s=7.0) == ""
-
-
-def test_request_that_takes_too_long_by_itself_says_nothing_of_others() -> None:
-    driver = overloaded_driver()
-    assert add(driver, 20, 50, timeout_s=4.0, tenant="heavy") == "DEADLINE_EXCEEDED"
-    assert driver.finishes[20].scope is None
-
-
-def test_full_queue_refuses_requests_without_deadlines_while_there_is_work() -> None:
-    driver = measured_driver(max_queue_len=2)
-    for handle in range(4):
-        add(driver, handle, 20)
-        driver.plan()
-    assert add(driver, 10, 5) == "RESOURCE_EXHAUSTED"
-    scope = not_none(driver.finishes[10].scope)
-    assert scope.hold_s == MAX_HOLD_S
-    assert scope.has(None)
-
-
-def test_full_queue_of_little_work_is_asked_again_before_it_is_done() -> None:
-    driver = Driver(small_config(max_num_seqs=1, max_queue_len=1))
-    for num_rows in (0, 1):
-        driver.scheduler._state.step_costs.observe(num_rows, 8, 0.002)
-    for handle in range(2):
-        add(driver, handle, 5)
-        driver.plan()
-    assert add(driver, 10, 5) == "RESOURCE_EXHAUSTED"
-    scope = not_none(driver.finishes[10].scope)
-    assert 0 < scope.hold_s < 10 * 0.002
-
-
-def test_tenant_that_crowds_out_others_is_refused_alone() -> None:
-    driver = overloaded_driver(policy="fair")
-    assert add(driver, 20, 10, timeout_s=10.0, tenant="heavy") == "RESOURCE_EXHAUSTED"
-    assert driver.finishes[20].scope is not None
-    assert add(driver, 21, 10, timeout_s=10.0, tenant="light") == ""
