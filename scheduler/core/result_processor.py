@@ -57,8 +57,7 @@ class ResultProcessor:
             return []  # only adapters were read
         num_accepted = result.token_ids.size - step.rows.size
         seconds = state.throughput.count_step(step.num_tokens + num_accepted, step.planned_at, now)
-        num_decoding = step.rows.size - len(step.first_rows)
-        state.step_costs.observe(num_decoding, step.num_prompt_tokens, seconds, is_done=step.has_results)
+        state.pace.observe_step(seconds, is_done=step.has_results)
         state.step_times.observe(step.num_tokens, step.planned_at, now)
         if state.quarantine.is_active:
             self._clear_suspects(step)
@@ -306,7 +305,9 @@ class ResultProcessor:
             self._charge(sequence, int(state.num_flushed[row]), int(state.num_tokens[row]))
             self._keep_partial(sequence)
             has_stopped = bool(at_eos[position]) or stop is not None
-            self._state.lengths.add(int(state.num_tokens[row]) - sequence.num_prompt_tokens, has_stopped)
+            self._state.pace.observe_output(
+                int(state.num_tokens[row]) - sequence.num_prompt_tokens, has_stopped
+            )
             finish = sequence.finish(
                 _reason(has_stopped, position in repetitions),
                 int(state.num_tokens[row]),

@@ -168,7 +168,7 @@ class Scheduler:
         if sequence is None or isinstance(sequence, BeamGroup):
             return None
         num_tokens = len(self._state.known_tokens(sequence))
-        self._state.lengths.add(num_tokens - sequence.num_prompt_tokens, has_stopped=True)
+        self._state.pace.observe_output(num_tokens - sequence.num_prompt_tokens, has_stopped=True)
         self.abort(gateway, handle, now)
         self.stats.count_finished(1)
         return sequence.finish(FinishReason.STOP, num_tokens, now)

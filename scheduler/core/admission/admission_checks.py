@@ -77,16 +77,10 @@ def _job_of(state: SchedulerState, submit: Submit) -> Job:
     params, num_prompt_tokens = submit.sampling, len(submit.prompt_token_ids)
     has_eos = bool(state.config.model.eos_token_ids) and not params.ignore_eos
     may_stop = submit.pooling is None and (has_eos or bool(params.stop_token_ids or params.stop))
-    num_steps = state.expected_steps(
-        max_len_of(state.config, submit) - num_prompt_tokens, 0, may_stop=may_stop
-    )
-    return Job(
-        params.beam_width or params.num_sequences,
-        num_prompt_tokens,
-        num_steps,
-        submit.tenant,
-        submit.priority,
-    )
+    most = max_len_of(state.config, submit) - num_prompt_tokens
+    num_sequences = params.beam_width or params.num_sequences
+    row_steps = num_sequences * state.pace.expect_tokens(most, may_stop=may_stop)
+    return Job(num_sequences, num_prompt_tokens, row_steps, submit.tenant, submit.priority)
 
 
 def _check_kind(config: EngineConfig, submit: Submit) -> InvalidRequest | None:

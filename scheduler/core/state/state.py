@@ -31,8 +31,8 @@ from ...sequences.sequence import Sequence
 from ...speculation.draft_lengths import MOST_ROWS_ON_CPU, DraftLengths
 from ...speculation.forced_text import ForcedText
 from ...speculation.repeated_text import min_repeated_len
+from ..pace import Pace
 from ..waiting.deadlines import DeadlineQueue
-from ..waiting.output_lengths import FloatArray, OutputLengths
 from ..waiting.policy import CostModel, by_precedence
 from ..waiting.waiting import WaitingQueue
 from .in_flight import InFlightStep, InFlightSteps
@@ -44,7 +44,6 @@ from .quarantine import Quarantine
 from .requests import RequestKey, RequestTable
 from .retained_outputs import RetainedOutputs
 from .row_state import RowState
-from .step_costs import StepCosts
 from .step_times import StepTimes
 
 
@@ -91,9 +90,9 @@ class SchedulerState:
         self.alive: Final[Mapping[int, Sequence]] = MappingProxyType(self._alive)
         self.blocks: Final = BlockManager(config)
         self.rows: Final = RowState(limits.max_num_seqs, config.cache.block_size)
-        self.lengths: Final = OutputLengths()
+        self.pace: Final = Pace()
         self.waiting: Final = WaitingQueue(
-            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights, self.expected_steps_of
+            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights, self.pace
         )
         self.prefilling: Final = PrefillQueue()
         self.requests: Final = RequestTable()
@@ -101,7 +100,6 @@ class SchedulerState:
         self.in_flight: Final = InFlightSteps()
         self.outbox: Final = Outbox()
         self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
-        self.step_costs: Final = StepCosts(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.stats: Final = SchedulerStats()
         self.throughput: Final = Throughput()
         self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
@@ -145,32 +143,6 @@ class SchedulerState:
             del tokens[int(self.rows.num_flushed[sequence.row]) :]
             tokens.frombytes(self.rows.unflushed(sequence.row).tobytes())
         return tokens
-
-    def expected_steps(self, max_tokens: int, num_generated: int, *, may_stop: bool) -> float:
-        """Return the expected number of further tokens of an output.
-
-        Args:
-            may_stop: something else than its limit may end it.
-        """
-        if not may_stop:
-            return max_tokens - num_generated
-        return self.lengths.expect_one(max_tokens, num_generated)
-
-    def expected_steps_of(self, sequence: Sequence) -> float:
-        """Return the expected number of further tokens of a sequence without a row."""
-        num_prompt = sequence.num_prompt_tokens
-        max_tokens, num_generated = sequence.max_len - num_prompt, len(sequence.token_ids) - num_prompt
-        return self.expected_steps(max_tokens, num_generated, may_stop=not sequence.ends_at_max_len)
-
-    def expected_steps_of_rows(self) -> FloatArray:
-        """Return the expected number of further tokens of each running sequence."""
-        rows = list(self._running)
-        sequences = self._running.values()
-        num_prompt = np.array([sequence.num_prompt_tokens for sequence in sequences], np.float64)
-        num_tokens, max_len = self.rows.num_tokens[rows], self.rows.max_len[rows]
-        expected = self.lengths.expect(max_len - num_prompt, num_tokens - num_prompt)
-        is_exact = np.array([sequence.ends_at_max_len for sequence in sequences], np.bool_)
-        return np.where(is_exact, max_len - num_tokens, expected)
 
     # Requests
 

@@ -2,62 +2,49 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from ...sequences.sequence import Sequence
+from ..pace import Pace
 from .policy import service
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Expected work of a request, or of one waiting sequence and the children that are attached to it.
+class Work:
+    """Expected work of sequences.
 
     Attributes:
-        num_sequences: rows that it takes.
-        num_prompt_tokens: known tokens to compute; the sequences share them.
-        num_steps: expected further tokens of each sequence.
+        num_prompt_tokens: known tokens to compute.
+        row_steps: expected further tokens of all sequences.
     """
 
-    num_sequences: int
-    num_prompt_tokens: int
-    num_steps: float
+    num_sequences: float = 0
+    num_prompt_tokens: float = 0
+    row_steps: float = 0
+
+    def plus(self, other: Work, share: float = 1) -> Work:
+        """Return the sum with a share of other work."""
+        return Work(
+            self.num_sequences + share * other.num_sequences,
+            self.num_prompt_tokens + share * other.num_prompt_tokens,
+            self.row_steps + share * other.row_steps,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Work):
+    """A request, or one waiting sequence and the children that are attached to it, which share its prompt."""
+
     tenant: str = ""
     priority: int = 0
 
     @property
-    def row_steps(self) -> float:
-        return self.num_sequences * self.num_steps
-
-    @property
-    def num_kv_tokens(self) -> float:
-        """Return the KV that it holds, averaged over its time."""
-        return self.num_prompt_tokens + self.row_steps / 2
-
-
-@dataclass(slots=True)
-class Work:
-    """Sum of jobs."""
-
-    num_sequences: float = 0.0
-    row_steps: float = 0.0
-    num_prompt_tokens: float = 0.0
-    num_kv_tokens: float = 0.0
-
-    def add(self, job: Job, times: float = 1.0) -> None:
-        """Add a job, or with `times` -1 remove it."""
-        self.num_sequences += times * job.num_sequences
-        self.row_steps += times * job.row_steps
-        self.num_prompt_tokens += times * job.num_prompt_tokens
-        self.num_kv_tokens += times * job.num_kv_tokens
-
-    def add_share(self, other: Work, share: float = 1.0) -> None:
-        """Add a share of another sum."""
-        self.num_sequences += share * other.num_sequences
-        self.row_steps += share * other.row_steps
-        self.num_prompt_tokens += share * other.num_prompt_tokens
-        self.num_kv_tokens += share * other.num_kv_tokens
+    def num_steps(self) -> float:
+        """Return the expected further tokens of each sequence."""
+        return self.row_steps / self.num_sequences
 
 
 class Counters(Protocol):
@@ -70,12 +57,15 @@ class Counters(Protocol):
     def weight_of(self, tenant: str) -> float: ...
 
 
-# policy |-> the class of a job; jobs of a lower or the same class go before it. `fair` has tenants for classes.
-_CLASSES: Mapping[str, Callable[[Job], int]] = {
+# The class of sequences that ran before, which go before all others.
+_RESUMED = -math.inf
+# policy |-> the class of a job: a number, and those of a lower or the same one go before it; under `fair` its tenant.
+_CLASSES: Mapping[str, Callable[[Job], float | str]] = {
     "fcfs": lambda job: 0,
     "longest-prefix": lambda job: 0,
     "priority": lambda job: -job.priority,
-    "shortest-prefill": lambda job: job.num_prompt_tokens.bit_length(),
+    "shortest-prefill": lambda job: int(job.num_prompt_tokens).bit_length(),
+    "fair": lambda job: job.tenant,
 }
 
 
@@ -84,28 +74,27 @@ class Backlog:
 
     Args:
         policy: the order of admission.
+        pace: predicts the lengths of outputs.
         counters: of the fair policy; None for the others.
     """
 
-    def __init__(self, policy: str, counters: Counters | None = None) -> None:
-        self._counters = counters
-        self._class_of: Callable[[Job], int | str]
-        self._class_of = (lambda job: job.tenant) if counters is not None else _CLASSES[policy]
-        self._resumed = Work()  # sequences that ran before go before all others
-        self._classes: dict[int | str, Work] = {}
-        self._jobs: dict[int, tuple[Job, Work]] = {}  # seq_id |-> its job, and the sum that has it
+    def __init__(self, policy: str, pace: Pace, counters: Counters | None = None) -> None:
+        self._pace, self._counters = pace, counters
+        self._class_of = _CLASSES[policy]
+        self._classes: dict[float | str, Work] = {}
+        self._jobs: dict[int, tuple[Job, float | str]] = {}  # seq_id |-> its job, and the class that has it
 
-    def add(self, sequence: Sequence, num_steps: float) -> None:
-        """Add a waiting sequence.
-
-        Args:
-            num_steps: expected number of its further tokens.
-        """
+    def add(self, sequence: Sequence) -> None:
+        """Add a waiting sequence."""
         width = 1 + len(sequence.children) if sequence.beams is None else sequence.beams.search.width
-        job = Job(width, len(sequence.token_ids), num_steps, sequence.tenant, sequence.priority)
-        work = self._resumed if sequence.has_run else self._classes.setdefault(self._class_of(job), Work())
-        work.add(job)
-        self._jobs[sequence.seq_id] = job, work
+        num_tokens = len(sequence.token_ids)
+        num_steps = self._pace.expect_tokens(
+            sequence.max_len - num_tokens, may_stop=not sequence.ends_at_max_len
+        )
+        job = Job(width, num_tokens, width * num_steps, sequence.tenant, sequence.priority)
+        key = _RESUMED if sequence.has_run else self._class_of(job)
+        self._classes[key] = self._classes.get(key, Work()).plus(job)
+        self._jobs[sequence.seq_id] = job, key
 
     def job_of(self, sequence: Sequence) -> Job:
         """Return the job of a sequence that was added."""
@@ -113,57 +102,48 @@ class Backlog:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that was added."""
-        job, work = self._jobs.pop(sequence.seq_id)
-        work.add(job, -1.0)
-        key = self._class_of(job)
-        if work.num_sequences < 0.5 and self._classes.get(key) is work:
-            del self._classes[key]  # with what rounding left
+        job, key = self._jobs.pop(sequence.seq_id)
+        left = self._classes.pop(key).plus(job, -1)
+        if left.num_sequences > 0.5:  # a class without jobs goes, with what rounding left
+            self._classes[key] = left
 
     def before(self, job: Job) -> Work:
-        """Return the work that is computed before a new job."""
-        work = Work()
-        work.add_share(self._resumed)
-        if self._counters is not None:
-            self._add_fair_shares(work, job, self._counters)
-            return work
-        key = self._class_of(job)
-        for other, waiting in self._classes.items():
-            if other <= key:  # type: ignore[operator]  # all of them numbers
-                work.add_share(waiting)
-        return work
+        """Return the work that is computed before a new job.
+
+        Under the policy ``fair`` that is, of each tenant, the part until its counter has caught up with the job's.
+        """
+        shares: dict[float | str, float]
+        if self._counters is None:
+            own = self._class_of(job)
+            shares = {key: float(key <= own) for key in self._classes}  # type: ignore[operator]
+        else:
+            services, counter_of = self._services(), self._counters.counter_of
+            reaches = counter_of(job.tenant) + services.get(job.tenant, 0.0)
+            shares = {
+                tenant: min(max((reaches - counter_of(tenant)) / amount, 0.0), 1.0)
+                for tenant, amount in services.items()
+            }
+        before = Work()
+        for key, work in self._classes.items():
+            before = before.plus(work, shares.get(key, 1.0))
+        return before
 
     def has_fair_share(self, tenant: str) -> bool:
         """Return whether a tenant has its share of the waiting work, or more: not one that others crowd out."""
-        if self._counters is None or not self._classes:
-            return True
-        services = self._services(self._counters)
-        return services.get(tenant, 0.0) >= sum(services.values()) / len(services)
+        services = self._services()
+        return len(services) * services.get(tenant, 0.0) >= sum(services.values())
 
     def largest_tenant(self) -> str:
         """Return the tenant with the most waiting work for its weight, under the fair policy; one must wait."""
-        assert self._counters is not None, "the policy knows no tenants"
-        services = self._services(self._counters)
+        services = self._services()
         return max(services, key=lambda tenant: services[tenant])
 
-    def _services(self, counters: Counters) -> dict[str, float]:
-        """Return tenant |-> the virtual service of its waiting work."""
-        tenants = ((str(tenant), work) for tenant, work in self._classes.items())
-        return {tenant: _service(work, counters.weight_of(tenant)) for tenant, work in tenants}
-
-    def _add_fair_shares(self, work: Work, job: Job, counters: Counters) -> None:
-        """Add the tenant's own waiting work, and of each other tenant the part until its counter has caught up."""
-        own = self._classes.get(job.tenant, Work())
-        work.add_share(own)
-        reaches = counters.counter_of(job.tenant) + _service(own, counters.weight_of(job.tenant))
-        for tenant, waiting in self._classes.items():
-            if tenant == job.tenant:
-                continue
-            assert isinstance(tenant, str)
-            missing = reaches - counters.counter_of(tenant)
-            amount = _service(waiting, counters.weight_of(tenant))
-            if missing > 0:
-                work.add_share(waiting, min(1.0, missing / amount))
-
-
-def _service(work: Work, weight: float) -> float:
-    return service(round(work.num_prompt_tokens), round(work.row_steps), weight)
+    def _services(self) -> dict[str, float]:
+        """Return tenant |-> the virtual service of its waiting work; empty under other policies than ``fair``."""
+        if self._counters is None:
+            return {}
+        return {
+            key: service(round(work.num_prompt_tokens), round(work.row_steps), self._counters.weight_of(key))
+            for key, work in self._classes.items()
+            if isinstance(key, str)
+        }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from ...sequences.sequence import Sequence
+from ..pace import Pace
 from .backlog import Backlog
 from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, service
 
@@ -255,7 +256,7 @@ class WaitingQueue:
         policy: ``fcfs``, ``priority``, ``fair``, ``shortest-prefill`` or ``longest-prefix``.
         num_cached_tokens: returns the length of a sequence's cached prefix, for the longest-prefix policy.
         tenant_weights: (tenant, share) for the fair policy; other tenants have the share 1.
-        expected_steps: returns the expected number of further tokens of a sequence.
+        pace: predicts the lengths of outputs.
 
     Attributes:
         backlog: expected work of the waiting sequences.
@@ -266,7 +267,7 @@ class WaitingQueue:
         policy: str,
         num_cached_tokens: Callable[[Sequence], int],
         tenant_weights: Iterable[tuple[str, float]] = (),
-        expected_steps: Callable[[Sequence], float] = lambda sequence: 0.0,
+        pace: Pace | None = None,
     ) -> None:
         self._fair = _fair_order(dict(tenant_weights)) if policy == "fair" else None
         self._new: _Order
@@ -279,15 +280,14 @@ class WaitingQueue:
         self._by_priority = policy == "priority"
         self._resumed = _Heap(by_priority)
         self._parked: dict[int, Sequence] = {}  # seq_id |-> sequence that cannot start yet
-        self._expected_steps = expected_steps
-        self.backlog = Backlog(policy, self._fair)
+        self.backlog = Backlog(policy, pace or Pace(), self._fair)
 
     def __len__(self) -> int:
         return len(self._new) + len(self._resumed) + len(self._parked)
 
     def push(self, sequence: Sequence) -> None:
         (self._resumed if sequence.has_run else self._new).push(sequence)
-        self.backlog.add(sequence, self._expected_steps(sequence))
+        self.backlog.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         if self._parked.pop(sequence.seq_id, None) is None:

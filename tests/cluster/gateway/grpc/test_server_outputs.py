@@ -26,7 +26,7 @@ from quire.cluster.text.requests.request import RequestChecker
 from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, RequestAborted
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, Submit
-from quire.scheduler.core.state.step_costs import StepCosts
+from quire.scheduler.core.pace import Pace
 
 SAMPLED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 
@@ -203,10 +203,11 @@ def test_admission_uses_the_deadline_of_the_call(
 ) -> None:
     async def scenario() -> None:
         async with serve() as server, AsyncClient(server.target) as client:
-            costs, observe = server.scheduler._state.step_costs, StepCosts.observe
-            monkeypatch.setattr(StepCosts, "observe", lambda *_: None)  # so that no canary's step counts
-            observe(costs, 0, 1, 100.0)
-            costs.least_s = 100.0
+            pace, observe = server.scheduler._state.pace, Pace.observe_step
+            # So that no canary's step counts.
+            monkeypatch.setattr(Pace, "observe_step", lambda *_, **__: None)
+            observe(pace, 100.0)
+            pace.least_step_s = 100.0
             with pytest.raises(DeadlineExpired, match="computing it takes"):
                 await client.generate(PROMPT, SAMPLED, timeout_s=30.0)
 

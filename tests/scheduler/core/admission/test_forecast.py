@@ -8,7 +8,6 @@ from fakes import random_prompt, small_config
 from narrowing import not_none
 
 from quire.scheduler.core.admission.forecast import CONGESTION_S
-from quire.scheduler.core.waiting.backlog import Job
 
 STEP_S = 0.1
 
@@ -16,9 +15,7 @@ STEP_S = 0.1
 def measured_driver(**options: object) -> Driver:
     """Return a replica whose steps take STEP_S, however many rows they have."""
     driver = Driver(small_config(**({"max_num_seqs": 2, "num_blocks": 200} | options)))  # type: ignore[arg-type]
-    for num_rows in (0, 1, 2):
-        for num_tokens in (0, 8, 16):
-            driver.scheduler._state.step_costs.observe(num_rows, num_tokens, STEP_S)
+    driver.scheduler._state.pace.observe_step(STEP_S)
     return driver
 
 
@@ -76,12 +73,13 @@ def test_request_that_takes_too_long_by_itself_is_refused_for_good() -> None:
 def test_idle_replica_that_was_slow_serves_again() -> None:
     """Only a request shows that steps are short again; predictions alone would refuse all of them for good."""
     driver = measured_driver()
+    pace = driver.scheduler._state.pace
     for _ in range(100):
-        driver.scheduler._state.step_costs.observe(1, 0, 100 * STEP_S)
-    driver.scheduler._state.step_costs.observe(1, 0, STEP_S)
-    assert driver.scheduler._state.step_costs.predict_s(1) > 10 * STEP_S
+        pace.observe_step(100 * STEP_S)
+    pace.observe_step(STEP_S)
+    assert pace.step_s > 10 * STEP_S
     assert add(driver, 0, 30, timeout_s=4.0) == ""
-    assert add(driver, 1, 30, timeout_s=4.0) == "DEADLINE_EXCEEDED"  # one request is enough to measure
+    assert add(driver, 1, 30, timeout_s=4.0) == "RESOURCE_EXHAUSTED"  # one request is enough to measure
     while 0 not in driver.finishes:
         driver.plan()
         driver.now += STEP_S
@@ -97,26 +95,24 @@ def test_output_that_may_stop_early_is_expected_to_be_as_long_as_others() -> Non
         driver.add(0, random_prompt(4), max_tokens=300, timeout_s=4.0) is None
     )  # nothing is known of lengths yet
     for _ in range(20):
-        driver.scheduler._state.lengths.add(20, has_stopped=True)
+        driver.scheduler._state.pace.observe_output(20, has_stopped=True)
     assert driver.add(1, random_prompt(4, 1), max_tokens=300, timeout_s=4.0) is None
     for _ in range(200):
-        driver.scheduler._state.lengths.add(200, has_stopped=True)
+        driver.scheduler._state.pace.observe_output(200, has_stopped=True)
     refusal = not_none(driver.add(2, random_prompt(4, 2), max_tokens=300, timeout_s=4.0))
     assert refusal.grpc_status == "DEADLINE_EXCEEDED"
 
 
-def test_sequences_that_do_not_share_a_partition_wait_longer() -> None:
-    """In one pool three run at once. Of two partitions with half of the blocks each has room for one."""
-    queues = []
-    for num_kv_partitions in (1, 2):
-        num_blocks = 42 // num_kv_partitions + 1
-        driver = measured_driver(
-            max_num_seqs=8, num_blocks=num_blocks, num_kv_partitions=num_kv_partitions, max_model_len=80
-        )
-        for handle in range(6):
-            assert add(driver, handle, 70) == ""
-        queues.append(driver.scheduler._forecast.predict(Job(1, 4, 70.0)).queue_s)
-    assert queues[1] > queues[0] > 0.0
+@pytest.mark.parametrize(("num_blocks", "status"), [(42, "RESOURCE_EXHAUSTED"), (400, "")])
+def test_request_without_room_for_its_kv_waits(num_blocks: int, status: str) -> None:
+    driver = measured_driver(max_num_seqs=8, num_blocks=num_blocks, max_model_len=80)
+    for handle in range(6):
+        assert add(driver, handle, 70) == ""
+    for _ in range(50):
+        driver.plan()
+        driver.now += STEP_S
+        driver.apply_result()
+    assert add(driver, 10, 10, timeout_s=3.0) == status
 
 
 def test_nothing_is_refused_before_a_step_was_measured() -> None:
@@ -130,9 +126,10 @@ def test_waiting_request_that_became_too_late_is_not_started() -> None:
     for handle in range(2):
         add(driver, handle, 20)
     assert add(driver, 2, 20, timeout_s=5.0) == ""
-    driver.step()
-    driver.now += 4.0  # the steps took longer than expected
-    driver.run()
+    while 2 not in driver.finishes:
+        driver.plan()
+        driver.now += 1.5 * STEP_S  # longer than expected
+        driver.apply_result()
     assert driver.outputs[2] == []
     assert driver.finishes[2].grpc_status == "RESOURCE_EXHAUSTED"
     assert "has waited" in driver.finishes[2].error

@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from quire.proto.sampling import SamplingParams
+from quire.scheduler.core.pace import Pace
 from quire.scheduler.core.waiting.backlog import Job
 from quire.scheduler.core.waiting.waiting import WaitingQueue
 from quire.scheduler.sequences.sequence import Sequence
@@ -17,20 +18,23 @@ def waiting(
 ) -> Sequence:
     return Sequence(
         seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),
-        seed=0, num_prompt_tokens=num_prompt_tokens, max_len=99, token_ids=array("i", [0] * num_prompt_tokens),
-        eos_token_ids=(), arrived_at=0.0, tenant=tenant, priority=priority, has_run=has_run,
+        seed=0, num_prompt_tokens=num_prompt_tokens, max_len=num_prompt_tokens + 99,
+        token_ids=array("i", [0] * num_prompt_tokens), eos_token_ids=(1,), arrived_at=0.0, tenant=tenant,
+        priority=priority, has_run=has_run,
     )  # fmt: skip
 
 
 def queue(policy: str, *sequences: Sequence, weights: tuple[tuple[str, float], ...] = ()) -> WaitingQueue:
-    made = WaitingQueue(policy, lambda sequence: 0, weights, lambda sequence: 5.0)
+    pace = Pace()
+    pace.observe_output(5, has_stopped=True)
+    made = WaitingQueue(policy, lambda sequence: 0, weights, pace)
     for sequence in sequences:
         made.push(sequence)
     return made
 
 
 def num_before(made: WaitingQueue, **job: object) -> float:
-    fields: dict[str, object] = {"num_sequences": 1, "num_prompt_tokens": 10, "num_steps": 5.0}
+    fields: dict[str, object] = {"num_sequences": 1, "num_prompt_tokens": 10, "row_steps": 5.0}
     return made.backlog.before(Job(**(fields | job))).num_sequences  # type: ignore[arg-type]
 
 
@@ -38,7 +42,6 @@ def test_everything_that_waits_goes_before_a_new_request() -> None:
     made = queue("fcfs", waiting(1), waiting(2, 30))
     work = made.backlog.before(Job(1, 10, 5.0))
     assert (work.num_sequences, work.row_steps, work.num_prompt_tokens) == (2, 10.0, 40)
-    assert work.num_kv_tokens == 40 + 10 / 2
 
 
 def test_lower_priorities_do_not_go_before_a_request() -> None:
