@@ -31,8 +31,8 @@ from ...sequences.sequence import Sequence
 from ...speculation.draft_lengths import MOST_ROWS_ON_CPU, DraftLengths
 from ...speculation.forced_text import ForcedText
 from ...speculation.repeated_text import min_repeated_len
-from ..pace import Pace
 from ..waiting.deadlines import DeadlineQueue
+from ..waiting.pace import Pace
 from ..waiting.policy import CostModel, by_precedence
 from ..waiting.waiting import WaitingQueue
 from .in_flight import InFlightStep, InFlightSteps

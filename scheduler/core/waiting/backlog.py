@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...sequences.sequence import Sequence
-from ..pace import Pace
+from .pace import Pace
 from .policy import service
 
 

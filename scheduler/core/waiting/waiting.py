@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Protocol
 
 from ...sequences.sequence import Sequence
-from ..pace import Pace
 from .backlog import Backlog
+from .pace import Pace
 from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, service
 
 # Sequences near the front of the queue that the longest-prefix policy compares: one prefix lookup for each.

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from quire.proto.sampling import SamplingParams
-from quire.scheduler.core.pace import Pace
 from quire.scheduler.core.waiting.backlog import Job
+from quire.scheduler.core.waiting.pace import Pace
 from quire.scheduler.core.waiting.waiting import WaitingQueue
 from quire.scheduler.sequences.sequence import Sequence
 
