@@ -1,4 +1,4 @@
-"""Fixed numbers of drafted tokens, instead of those that measurements recommend."""
+"""Fixed numbers of drafted tokens, instead of as many as the configuration allows where these are measured to pay."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ from unittest.mock import patch
 
 import numpy as np
 
-from quire.proto.block_tables import IntArray, RowArray
-from quire.scheduler.speculation.draft_lengths import DraftLengths
+from quire.proto.block_tables import IntArray
+from quire.scheduler.speculation.draft_switch import DraftSwitch
 
 
 @contextmanager
 def fixed_lengths(count: int | None) -> Iterator[None]:
-    """Let every step draft `count` tokens per sequence; with None, as many as measurements recommend."""
+    """Let every step draft `count` tokens per sequence, whatever it costs; with None, where drafts pay."""
     if count is None:
         yield
         return
-    most_per_row = count
+    most_per_row, choose_any = count, DraftSwitch.choose
 
-    def choose(
-        lengths: DraftLengths, rows: RowArray, first_steps: Any, num_tokens: Any, limits: IntArray, most: int
-    ) -> Any:
-        lens = np.minimum(limits, min(most_per_row, lengths._max_len, most // rows.size)).astype(np.int32)
-        return lens if lens.any() else None
+    def choose(switch: DraftSwitch, first_steps: Any, limits: IntArray, most: int) -> IntArray | None:
+        return choose_any(switch, first_steps, np.minimum(limits, most_per_row), most)
 
     with (
         patch("quire.scheduler.core.planning.planner.ends_repeated", lambda *_: True),
-        patch.object(DraftLengths, "is_due", lambda *_: True),
-        patch.object(DraftLengths, "keeps_states", lambda *_: True),
-        patch.object(DraftLengths, "choose", choose),
+        patch.object(DraftSwitch, "is_on", lambda *_: True),
+        patch.object(DraftSwitch, "keeps_states", lambda *_, **__: True),
+        patch.object(DraftSwitch, "choose", choose),
     ):
         yield

@@ -115,12 +115,10 @@ class ResultProcessor:
 
     def _shows_drafting(self, step: InFlightStep) -> bool:
         """Return whether the time of a step helps to decide when rows draft; one with prompts takes longer."""
-        lengths, forced_text = self._state.draft_lengths, self._state.forced_text
+        forced_text = self._state.forced_text
         if step.chunk_rows or not step.rows.size:
             return False
-        if lengths is not None:
-            return step.draft_lens is not None or lengths.is_measured(step.step_id)
-        return forced_text is not None and forced_text.num_rows > 0
+        return self._state.draft_switch is not None or (forced_text is not None and forced_text.num_rows > 0)
 
     def _observe_drafting(self, step: InFlightStep, result: StepResult, seconds: float) -> None:
         """Learn from the time of a step without prompts.
@@ -130,19 +128,15 @@ class ResultProcessor:
                 own time leaves out: applying the result before, and sending its tokens. A step without drafts does
                 so once per token.
         """
-        lengths, forced_text = self._state.draft_lengths, self._state.forced_text
+        switch, forced_text = self._state.draft_switch, self._state.forced_text
         has_drafts, num_rows, num_tokens = step.draft_lens is not None, step.rows.size, result.token_ids.size
         if forced_text is not None:
             forced_text.observe_step(num_rows, num_tokens, seconds, has_room=has_drafts)
-        elif lengths is not None and not has_drafts:
-            lengths.observe_plain(num_rows, seconds)
-        elif lengths is not None:
-            drafted, draft_s = result.num_drafted.tolist(), result.stage_times.get("draft", 0.0)
-            num_rounds = max(drafted, default=0)
-            lengths.observe_drafted(num_rows, num_tokens, seconds, draft_s, sum(drafted), num_rounds)
+        elif switch is not None:
+            switch.observe_step(num_rows, num_tokens, seconds, has_drafts=has_drafts)
 
     def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
-        """Take back drafted tokens that were planned and rejected, and learn from the outcome."""
+        """Take back drafted tokens that were planned and rejected."""
         rows, token_counts = step.rows, result.token_counts
         nothing = np.zeros(num_planned.size, np.int32)
         accepted = token_counts - 1 if token_counts.size else nothing
@@ -159,8 +153,6 @@ class ResultProcessor:
         self._state.retract_drafts(rows, num_planned - accepted)
         if self._state.forced_text is not None:
             self._state.forced_text.observe(rows, num_computed)
-        elif self._state.draft_lengths is not None:
-            self._state.draft_lengths.observe(rows, num_computed, accepted)
 
     def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:
         """End the requests that cannot go on; the other rows of the step are not affected."""

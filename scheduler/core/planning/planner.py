@@ -13,7 +13,7 @@ from ....proto.lora import NO_SLOT
 from ....proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
 from ...kv.prefix_lookup import Prefix
 from ...sequences.sequence import Sequence
-from ...speculation.repeated_text import ends_repeated
+from ...speculation.draft_switch import ends_repeated
 from ..admission.forecast import Forecast
 from ..state.in_flight import InFlightStep
 from ..state.state import SchedulerState, row_of
@@ -129,19 +129,16 @@ class Planner:
 
         A step with prompts is bound by compute, so it has no drafts.
         """
-        rows, lengths = self._state.rows, self._state.draft_lengths
+        rows, switch = self._state.rows, self._state.draft_switch
         if chunks or not advancing.size:
             return
-        if lengths is None:
+        if switch is None:
             draft.num_drafted = self._room_for_forced_text(draft, advancing)
-        elif lengths.is_due(advancing.size, rows.num_started):
+        elif switch.is_on(advancing.size):
             limits = self._room_for_drafts(advancing)
-            if limits is None:
-                lengths.skip(advancing.size)
-                return
-            first_steps, num_tokens = rows.entered_at_step[advancing], rows.num_tokens[advancing]
-            most = draft.num_tokens_left // 2
-            draft.num_drafted = lengths.choose(advancing, first_steps, num_tokens, limits, most)
+            if limits is not None:
+                most = draft.num_tokens_left // 2
+                draft.num_drafted = switch.choose(rows.entered_at_step[advancing], limits, most)
         if draft.num_drafted is not None:
             draft.num_tokens_left -= sum(draft.num_drafted.tolist())
 
@@ -523,10 +520,8 @@ class Planner:
 
     def _keeps_states(self, draft: StepDraft) -> bool:
         """Return whether a draft head is to get the hidden states of a step."""
-        lengths, num_rows = self._state.draft_lengths, len(self._state.running)
-        if lengths is None or not lengths.needs_states:
-            return True
-        return lengths.keeps_states(draft.step_id, num_rows, [len(new.token_ids) for new in draft.new])
+        switch, num_rows = self._state.draft_switch, len(self._state.running)
+        return switch is None or switch.keeps_states(draft.step_id, num_rows, starts_sequence=bool(draft.new))
 
     def _held_rows(self, advancing: RowArray) -> IntArray:
         """Return the decoding rows that are not in the step."""

@@ -36,7 +36,6 @@ class RowState:
         num_scheduled_tokens: sum of num_scheduled.
         num_beam_rows, num_own_stop_rows: rows with is_beam, and with has_own_stops: mostly 0, so that a step can skip
             the test of each row.
-        num_started: rows allocated so far.
         num_freed: rows freed so far. A step's rows have all kept their sequences if none was freed since its plan.
     """
 
@@ -62,7 +61,7 @@ class RowState:
         self.num_scheduled_tokens = 0
         self.num_beam_rows = 0
         self.num_own_stop_rows = 0
-        self.num_started = self.num_freed = 0
+        self.num_freed = 0
         self._advancing: RowArray | None = None
         # Tokens of each row of `_advancing` that may be planned while it still has another one to compute.
         self._num_safe_tokens = 0
@@ -77,7 +76,6 @@ class RowState:
     def allocate(self, sequence: Sequence, gateway: int, step_id: int) -> int:
         """Put a sequence with its known tokens into a free row; return the row. Nothing of it is scheduled yet."""
         row = self._free.pop()
-        self.num_started += 1
         num_tokens = len(sequence.token_ids)
         rest = num_tokens % self.block_size
         self._num_tokens[row] = num_tokens

@@ -28,9 +28,8 @@ from ...kv.own_prefixes import OwnPrefixes
 from ...sequences.beam_group import BeamGroup
 from ...sequences.repetition import RepetitionDetector
 from ...sequences.sequence import Sequence
-from ...speculation.draft_lengths import MOST_ROWS_ON_CPU, DraftLengths
+from ...speculation.draft_switch import MOST_ROWS_ON_CPU, DraftSwitch, min_repeated_len
 from ...speculation.forced_text import ForcedText
-from ...speculation.repeated_text import min_repeated_len
 from ..waiting.deadlines import DeadlineQueue
 from ..waiting.pace import Pace
 from ..waiting.policy import CostModel, by_precedence
@@ -72,7 +71,7 @@ class SchedulerState:
         running: row |-> sequence.
         alive: seq_id |-> sequence, for all that have not ended.
         detectors: row |-> detector of repetitions, for running sequences that have one.
-        draft_lengths: None without speculative decoding.
+        draft_switch: None without speculative decoding.
         min_repeated_len: newest tokens of a sequence that occur before, where it may have drafts; 0 for none.
         forced_text: of grammars, without speculative decoding; None with it, and where steps have no drafts.
         lora: None without adapters.
@@ -105,15 +104,10 @@ class SchedulerState:
         self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
         speculative = config.speculative
         most_rows = MOST_ROWS_ON_CPU if config.parallel.device == "cpu" else None
-        self.draft_lengths: Final = (
+        self.draft_switch: Final = (
             None
             if speculative is None
-            else DraftLengths(
-                limits.max_num_seqs,
-                speculative.num_speculative_tokens,
-                most_rows,
-                needs_states=speculative.has_head,
-            )
+            else DraftSwitch(speculative.num_speculative_tokens, most_rows, needs_states=speculative.has_head)
         )
         self.min_repeated_len: Final = 0 if speculative is None else min_repeated_len(speculative)
         self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None

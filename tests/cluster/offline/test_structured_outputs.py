@@ -13,11 +13,11 @@ import jsonschema
 import numpy as np
 import pytest
 
+from benchmarks.draft_lengths import fixed_lengths
 from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.proto.block_tables import IntArray
 from quire.proto.errors import InvalidRequest
 from quire.proto.step import StepPlan
-from quire.scheduler.speculation.draft_lengths import DraftLengths
 from quire.scheduler.speculation.forced_text import ForcedText
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.speculation.ngram import NgramProposer
@@ -212,12 +212,6 @@ def test_budget_of_a_model_that_does_not_reason_is_refused(llm: LLM, prompt: str
     assert texts(llm.generate([prompt], settings))
 
 
-def _most_drafts(
-    lengths: DraftLengths, rows: Any, first_steps: Any, num_tokens: Any, limits: Any, most: int
-) -> Any:
-    return np.minimum(limits, 4).astype(np.int32) if limits.any() else None
-
-
 def test_form_that_fails_ends_its_request_with_the_reason(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     form = StructuredOutputsParams(regex="[a-z ]{30,}")
     expected = texts(llm.generate(PROMPTS[:1], sampled(form)))
@@ -239,18 +233,15 @@ def test_form_that_fails_ends_its_request_with_the_reason(llm: LLM, monkeypatch:
     assert texts(llm.generate(PROMPTS[:1], sampled(form))) == expected
 
 
-def test_drafted_tokens_leave_the_output_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafted_tokens_leave_the_output_the_same(llm: LLM) -> None:
     form = StructuredOutputsParams(json=SCHEMA)
     settings = [sampled(form, seed=seed) for seed in range(3)]
     loop, guard = StructuredOutputsParams(regex="(ab ){30}"), RepetitionDetectionParams(8, 0, 9)
     settings.append(sampled(loop, repetition_detection=guard))
     prompts = [*PROMPTS, "It was"]
     whole = llm.generate(prompts, settings)
-    # As many drafts as there may be: by its measurements a busy machine would choose none.
-    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
-    monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
-    with LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
+    with fixed_lengths(4), LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
         outputs = speculating.generate(prompts, settings)
         stats = speculating._engine.scheduler.stats  # type: ignore[attr-defined]
     assert texts(outputs) == texts(whole)
@@ -278,11 +269,10 @@ FORCED = [
 @pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
 def test_forced_text_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """No other drafts are made. xgrammar allows any spelling of the text, so that some of these are rejected."""
-    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
-    monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
     monkeypatch.setattr(NgramProposer, "propose", lambda proposer, rows, max_lens: np.zeros_like(rows))
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
-    with LLM("demo", speculative_config=drafts, structured_outputs_backend=backend, **OPTIONS) as llm:
+    options: dict[str, Any] = {"structured_outputs_backend": backend, **OPTIONS}
+    with fixed_lengths(4), LLM("demo", speculative_config=drafts, **options) as llm:
         stats = llm._engine.scheduler.stats  # type: ignore[attr-defined]
         for form in FORCED:
             num_steps_before = stats.num_steps
@@ -338,10 +328,8 @@ def test_steps_that_fail_amid_drafts_leave_the_output_the_same(
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)
-    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
-    monkeypatch.setattr(DraftLengths, "choose", _most_drafts)
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
-    with LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
+    with fixed_lengths(4), LLM("demo", speculative_config=drafts, **OPTIONS) as speculating:
         outputs = speculating.generate(PROMPTS, settings)
     assert next(num_drafting) > 10
     assert texts(outputs) == whole

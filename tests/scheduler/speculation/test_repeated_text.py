@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from fakes import small_config, submit
 from quire.proto.config import SpeculativeConfig
 from quire.proto.step import StepResult
 from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.speculation.draft_lengths import DraftLengths
-from quire.scheduler.speculation.repeated_text import ends_repeated, min_repeated_len
+from quire.scheduler.speculation.draft_switch import DraftSwitch, ends_repeated, min_repeated_len
 
 NGRAM = SpeculativeConfig("ngram", 3)
 
@@ -49,17 +47,10 @@ def test_length_is_that_of_the_shortest_match_and_at_least_four() -> None:
     assert min_repeated_len(replace(NGRAM, method="draft_model")) == 0
 
 
-def most_drafts(
-    lengths: DraftLengths, rows: Any, first_steps: Any, num_tokens: Any, limits: Any, most: int
-) -> Any:
-    return np.minimum(limits, 3).astype(np.int32) if limits.any() else None
-
-
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_only_rows_that_repeat_text_draft_ngrams(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """One row repeats itself from its ninth token on, over the ends of blocks; the other does not."""
-    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
-    monkeypatch.setattr(DraftLengths, "choose", most_drafts)
+    monkeypatch.setattr(DraftSwitch, "is_on", lambda *_: True)
     config = replace(small_config(max_steps_in_flight=1), speculative=replace(NGRAM, method=method))
     scheduler = Scheduler(config)
     for handle in range(2):

@@ -19,7 +19,6 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.proto.config import SpeculativeConfig
-from quire.scheduler.speculation.draft_lengths import DraftLengths
 from quire.worker.speculation import draft_model, head_proposer
 
 # The sampled tokens follow in the prompt on each other, so that repeated text is drafted as well.
@@ -73,8 +72,6 @@ def test_sampled_tokens_have_the_distribution_of_the_model(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(DraftLengths, "is_due", lambda *_: True)
-    monkeypatch.setattr(DraftLengths, "_best", lambda self, load, rows, limits, most: limits.clip(0, 2))
     if kind == "mtp":
         target = add_mtp(target, tmp_path / "with-head", mimo=False)
     config = speculative(kind, target, make_model, tmp_path)
