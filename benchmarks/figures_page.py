@@ -212,7 +212,8 @@ SECTIONS = (
         "The demo model in float32 with repeated text (ngram), with its EAGLE-3 head and with a smaller model, "
         "beside the same engine without drafts, in turns. Prompts of quote repeat their beginning; prose is "
         "continued text, greedy; sampled is prose at temperature 1; mixed is quotes and prose at random. Workloads "
-        "without drafts are left out: steps of more than 8 sequences have none on a CPU.",
+        "without drafts are left out: steps of more than 8 sequences have none on a CPU. Measured when lengths were "
+        "chosen per row, before drafts were switched on and off as a whole (decision 20).",
         speculation,
     ),
     Section(
