@@ -31,6 +31,9 @@ _MIN_PAUSE, _MAX_PAUSE = 16, 1024
 # The first pause, after which the slow first 24 steps of an engine hardly count, and the longest one for which the
 # hidden states that a draft head reads are kept. They take 3 to 5 % of a step of the demo model.
 _SHORT_PAUSE = 64
+# While drafts are on and there were none for a short pause or longer, one in so many steps may have some: to look for
+# repeated text takes 4 to 12 us of a step of 350.
+_IDLE_INTERVAL = 4
 # Fewest tokens that n-grams continue. Of the drafts that continue 4 tokens, the first one is right in 0.64 to 0.79 of
 # the cases (greedy text of the demo model), of those that continue one in 0.06 to 0.37.
 _MIN_REPEATED = 4
@@ -119,7 +122,9 @@ class DraftSwitch:
     def is_on(self, num_rows: int) -> bool:
         """Return whether the next step, of so many rows that decode and no prompts, is to draft."""
         load = self._load(num_rows)
-        return load is not None and load.is_on and self._keeps_states
+        if load is None or not load.is_on or not self._keeps_states:
+            return False
+        return load.num_plain < _SHORT_PAUSE or load.num_plain % _IDLE_INTERVAL == 0
 
     def choose(self, first_steps: npt.NDArray[np.int64], limits: IntArray, most: int) -> IntArray | None:
         """Return the most drafted tokens of each row of a step. Returns None if none has any.

@@ -83,6 +83,20 @@ def test_single_delayed_steps_do_not_end_drafts() -> None:
     assert engine.switch.is_on(1)
 
 
+def test_steps_that_find_nothing_to_draft_look_seldom() -> None:
+    switch, num_looks = DraftSwitch(MAX_LEN), 0
+    for _ in range(1000):
+        num_looks += switch.is_on(1)
+        switch.observe_step(1, 1, 1.0, has_drafts=False)
+    assert 200 < num_looks < 300
+    while not switch.is_on(1):
+        switch.observe_step(1, 1, 1.0, has_drafts=False)
+    switch.observe_step(1, 3, 1.0, has_drafts=True)
+    for _ in range(20):
+        assert switch.is_on(1)
+        switch.observe_step(1, 1, 1.0, has_drafts=False)
+
+
 def test_loads_are_measured_apart() -> None:
     engine = Engine()
     engine.run(5, 3.0)
