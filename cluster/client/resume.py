@@ -12,10 +12,10 @@ from ...proto import inference_pb2
 from ...proto.errors import QuireError, RequestNotFound, ServerUnreachable, ShuttingDown
 from ..os_utils.backoff import Backoff
 from ..text.requests.outputs import CompletionDelta, CompletionFinished, PromptLogprobsDelta
-from ..text.requests.received import Received
+from ..text.requests.resume_position import ResumePosition
 from .servers import Servers
 from .wire.grpc_status import from_grpc_error
-from .wire.request_messages import received_to_message
+from .wire.request_messages import resume_position_to_message
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -50,7 +50,7 @@ class ResumableCall(Generic[T]):
         self._deadline = None if timeout_s is None else clock() + timeout_s
         self._is_resumable = bool(self._request.resumable)
         self._last: int | None = None  # number of the last event received
-        self._received = Received()
+        self._position = ResumePosition()
         self._broken_by: QuireError | None = None
         self._backoff = Backoff(FIRST_DELAY_S, MAX_DELAY_S)
 
@@ -80,7 +80,7 @@ class ResumableCall(Generic[T]):
         if self._is_resumable and isinstance(
             event, CompletionDelta | CompletionFinished | PromptLogprobsDelta
         ):
-            self._received.take(event)
+            self._position.take(event)
         return event
 
     def delay_after(self, error: grpc.RpcError) -> float:
@@ -97,7 +97,7 @@ class ResumableCall(Generic[T]):
             raise failure from error
         self._broken_by = failure
         self._servers.leave(self._server)
-        self._request.received.CopyFrom(received_to_message(self._received))
+        self._request.received.CopyFrom(resume_position_to_message(self._position))
         delay_s, left_s = self._backoff.fail(self._clock()), self._time_left_s()
         if self._backoff.num_failures > MAX_FAILURES or (left_s is not None and left_s <= delay_s):
             raise failure from error

@@ -11,8 +11,8 @@ from ....proto.errors import InvalidRequest
 from ....proto.sampling import SamplingParams
 from ....proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 from ...text.requests.chat import Chat
-from ...text.requests.received import Received, ReceivedOutput
 from ...text.requests.request import Prompt
+from ...text.requests.resume_position import CompletionPosition, ResumePosition
 from .chat_messages import chat_from_message, chat_to_message
 
 _SAMPLING_SCALARS = (
@@ -146,7 +146,7 @@ def prompt_from_message(message: inference_pb2.GenerateRequest | inference_pb2.T
     return list(message.token_ids.ids)
 
 
-def received_to_message(received: Received) -> inference_pb2.Received:
+def resume_position_to_message(position: ResumePosition) -> inference_pb2.Received:
     return inference_pb2.Received(
         outputs=[
             inference_pb2.ReceivedOutput(
@@ -156,21 +156,21 @@ def received_to_message(received: Received) -> inference_pb2.Received:
                 has_last=output.has_last,
                 has_finished=output.has_finished,
             )
-            for index, output in received.outputs.items()
+            for index, output in position.outputs.items()
         ],
-        num_prompt_logprobs=received.num_prompt_logprobs,
-        num_deltas=received.num_deltas,
+        num_prompt_logprobs=position.num_prompt_logprobs,
+        num_deltas=position.num_deltas,
     )
 
 
-def received_from_message(message: inference_pb2.Received) -> Received:
+def resume_position_from_message(message: inference_pb2.Received) -> ResumePosition:
     """Raises InvalidRequest for a negative number."""
     numbers = [message.num_prompt_logprobs, message.num_deltas]
     numbers += [number for each in message.outputs for number in (each.index, each.num_tokens)]
     if min(numbers) < 0:
         raise InvalidRequest("received", f"has the number {min(numbers)}, must be at least 0")
     outputs = {
-        each.index: ReceivedOutput(each.num_tokens, each.checksum, each.has_last, each.has_finished)
+        each.index: CompletionPosition(each.num_tokens, each.checksum, each.has_last, each.has_finished)
         for each in message.outputs
     }
-    return Received(outputs, message.num_prompt_logprobs, message.num_deltas)
+    return ResumePosition(outputs, message.num_prompt_logprobs, message.num_deltas)

@@ -36,11 +36,11 @@ from ...os_utils.watched_file import Source
 from ...text.requests.chat import Chat
 from ...text.requests.observer import Observers, RequestObserver, RequestWatch
 from ...text.requests.output_processor import OutputProcessor
-from ...text.requests.output_rest import OutputRest
 from ...text.requests.outputs import OutputEvent, RequestStarted, StreamEvent
-from ...text.requests.received import Received
 from ...text.requests.request import AnyPrompt, Request, TextPair
 from ...text.requests.request_stream import RequestStream
+from ...text.requests.resume_position import ResumePosition
+from ...text.requests.resumed_output import ResumedOutput
 from ..access.tenant_limits import NO_TENANTS, Admission, TenantLimiter
 from ..access.tenant_turns import TenantTurns
 from ..routing.served_models import ServedModel, ServedModels
@@ -53,7 +53,7 @@ from .retention import RequestKey, RetainedRequests, RetentionLimits
 LONG_PROMPT_CHARS = 4096
 
 # Fields of a call that do not belong to its content.
-_NOT_CONTENT = frozenset({"timeout_s", "trace_headers", "after_event", "is_resumable", "received"})
+_NOT_CONTENT = frozenset({"timeout_s", "trace_headers", "after_event", "is_resumable", "resume_position"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class GenerationCall:
         after_event: read on after the event with this number; None for a call that may start the request.
         is_resumable: without readers the request runs on for `RetentionLimits.resume_window_s`.
         pooling: the prompt's pooled vector is wanted; None to generate.
-        received: what the caller has of the output, in a call that is sent again; None in the first.
+        resume_position: what the caller has of the output, in a call that is sent again; None in the first.
     """
 
     prompt: AnyPrompt
@@ -87,7 +87,7 @@ class GenerationCall:
     after_event: int | None = None
     is_resumable: bool = False
     pooling: PoolingParams | None = None
-    received: Received | None = None
+    resume_position: ResumePosition | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -127,9 +127,9 @@ class GenerationCall:
                 raise InvalidRequest(name, "needs a request_id")
         if self.after_event is not None and self.after_event < 0:
             raise InvalidRequest("after_sequence_number", f"is {self.after_event}, must be at least 0")
-        if self.received is not None and not self.is_resumable:
+        if self.resume_position is not None and not self.is_resumable:
             raise InvalidRequest("received", "needs resumable")
-        if self.received is not None and self.received != Received() and self.after_event is None:
+        if self.resume_position not in (None, ResumePosition()) and self.after_event is None:
             raise InvalidRequest("received", "needs after_sequence_number")
 
     def seeded(self) -> SamplingParams:
@@ -256,7 +256,7 @@ class GenerationService:
         known = self._running.get(call.key) or self._finished.get(call.key)
         if call.after_event is None and (known is None or known.log.error is not None):
             return None  # a failed request is run again
-        if known is None and call.received is None:
+        if known is None and call.resume_position is None:
             raise RequestNotFound(f"request {call.request_id!r} is not known here, or not any more")
         if known is None:
             return None
@@ -276,7 +276,7 @@ class GenerationService:
                 admission = cleanup.enter_context(self._limiter.admit(call.tenant))
                 model = self._models.find(call.model)
                 request = await self._check(model, call)
-                recalled = {} if call.received is None else await model.pool.recall(request)
+                recalled = {} if call.resume_position is None else await model.pool.recall(request)
                 known = self._repeated(call)  # it may have started while a long prompt was tokenized
                 if self._end_reason:
                     raise ShuttingDown(self._end_reason)
@@ -345,7 +345,7 @@ class GenerationService:
         """Return the log of the request, without the events that its client received from another gateway."""
         processor = OutputProcessor(request, model.tokenizer)
         max_bytes = self.limits.max_request_bytes if call.request_id else 0
-        if call.received is None or call.after_event is None:
+        if call.resume_position is None or call.after_event is None:
             started = RequestStarted(
                 request.request_id, _name_of(model, request), len(request.prompt_token_ids)
             )
@@ -353,9 +353,9 @@ class GenerationService:
         return RequestLog(
             None,
             stream,
-            OutputRest(processor, call.received, request),
+            ResumedOutput(processor, call.resume_position, request),
             end=call.after_event + 1,
-            received=call.received,
+            resume_position=call.resume_position,
             max_bytes=max_bytes,
             on_event=on_event,
         )
@@ -407,7 +407,7 @@ def _can_serve(log: RequestLog, call: GenerationCall) -> bool:
     """Return whether the log continues the events that the caller has; it may have those of another gateway."""
     if call.after_event is None:
         return log.begins_with_request
-    return call.received is None or log.has_sent(call.after_event, call.received)
+    return call.resume_position is None or log.has_sent(call.after_event, call.resume_position)
 
 
 def _name_of(model: ServedModel, request: Request) -> str:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 
 from ....proto.errors import InvalidRequest, RequestNotFound
 from ...text.requests.output_processor import OutputProcessor
-from ...text.requests.output_rest import OutputRest
 from ...text.requests.outputs import (
     CompletionDelta,
     OutputEvent,
@@ -15,8 +14,9 @@ from ...text.requests.outputs import (
     RequestStarted,
     StreamEvent,
 )
-from ...text.requests.received import Received
 from ...text.requests.request_stream import RequestStream
+from ...text.requests.resume_position import ResumePosition
+from ...text.requests.resumed_output import ResumedOutput
 
 # Estimates of an event's memory, measured with sys.getsizeof.
 _EVENT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 250, 8, 300
@@ -33,7 +33,7 @@ class RequestLog:
     Args:
         started: the event 0; None if the client has it.
         end: number of the first event, without `started`.
-        received: what the client has of the events before `end`.
+        resume_position: what the client has of the events before `end`.
         max_bytes: about how much of the past is kept for later readers, from the newest back. With 0 only the newest
             events are kept, for one reader.
         on_event: called once with each event after `started`.
@@ -49,10 +49,10 @@ class RequestLog:
         self,
         started: RequestStarted | None,
         stream: RequestStream,
-        processor: OutputProcessor | OutputRest,
+        processor: OutputProcessor | ResumedOutput,
         *,
         end: int = 0,
-        received: Received | None = None,
+        resume_position: ResumePosition | None = None,
         max_bytes: int = 0,
         on_event: Callable[[OutputEvent], None] = lambda event: None,
     ) -> None:
@@ -64,7 +64,7 @@ class RequestLog:
         self._events: list[StreamEvent] = [] if started is None else [started]
         self._first = end  # number of the oldest event that is kept
         self.begins_with_request = started is not None
-        self._before_first = Received() if received is None else received.copy()
+        self._before_first = ResumePosition() if resume_position is None else resume_position.copy()
         self._pulling = asyncio.Lock()
         self.has_ended = False
         self.error: Exception | None = None
@@ -75,14 +75,14 @@ class RequestLog:
         """Number of the next event."""
         return self._first + len(self._events)
 
-    def has_sent(self, after: int, received: Received) -> bool:
+    def has_sent(self, after: int, position: ResumePosition) -> bool:
         """Return whether a client with the events up to number `after` of this log has received this output."""
         if not self._first - 1 <= after < self.end:
             return False
         sent = self._before_first.copy()
         for event in self._events[: after + 1 - self._first]:
             sent.take(event)
-        return sent == received
+        return sent == position
 
     async def read(self, after: int = -1) -> AsyncIterator[tuple[int, StreamEvent]]:
         """Yield the events after the one with number `after`, with their numbers, until the request has ended.

@@ -15,7 +15,11 @@ import grpc.aio
 from ....proto import inference_pb2, inference_pb2_grpc
 from ....proto.errors import InvalidRequest, QuireError
 from ...client.wire.request_limits import check_counts
-from ...client.wire.request_messages import prompt_from_message, received_from_message, sampling_from_message
+from ...client.wire.request_messages import (
+    prompt_from_message,
+    resume_position_from_message,
+    sampling_from_message,
+)
 from ...client.wire.response_messages import event_to_message, output_to_message
 from ...text.requests.outputs import PromptLogprobsDelta, collect_output
 from ..access.authentication import authorization_of
@@ -163,7 +167,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 if message.HasField("after_sequence_number")
                 else None,
                 is_resumable=message.resumable,
-                received=received_from_message(message.received) if message.HasField("received") else None,
+                resume_position=resume_position_from_message(message.received)
+                if message.HasField("received")
+                else None,
                 trace_headers=trace_headers(context),
             )
 

@@ -43,8 +43,8 @@ class ChatStream:
         ]
         self._is_begun = [False] * num_choices
         self._num_tokens = [0] * num_choices
-        for index, received in position.received.outputs.items():
-            self._is_begun[index], self._num_tokens[index] = True, received.num_tokens
+        for index, output in position.resume_position.outputs.items():
+            self._is_begun[index], self._num_tokens[index] = True, output.num_tokens
         self._num_reasoning_tokens = position.reasoning_tokens
         self._num_prompt_tokens = len(generation.request.prompt_token_ids)
         self._num_cached_tokens = position.cached_tokens

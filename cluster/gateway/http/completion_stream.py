@@ -64,8 +64,8 @@ class CompletionStream:
             for index in range(self._num_choices * len(generations))
         ]
         self._prompt_logprobs = [PromptScores() for _ in generations]
-        for index, received in position.received.outputs.items():
-            self._choices[index].num_tokens = received.num_tokens
+        for index, output in position.resume_position.outputs.items():
+            self._choices[index].num_tokens = output.num_tokens
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         self._usages = [
             Usage(len(each.request.prompt_token_ids), num_tokens, position.cached_tokens)

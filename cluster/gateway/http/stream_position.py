@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from ....proto.errors import InvalidRequest
 from ....proto.sampling import MAX_OUTPUTS
 from ...text.requests.outputs import CompletionFinished, StreamEvent
-from ...text.requests.received import Received, ReceivedOutput
+from ...text.requests.resume_position import CompletionPosition, ResumePosition
 from ..generation.generation import Generation, GenerationCall
 
 LAST_EVENT_ID = "last-event-id"
@@ -36,7 +36,7 @@ class StreamPosition:
     """
 
     number: int | None = None
-    received: Received = field(default_factory=Received)
+    resume_position: ResumePosition = field(default_factory=ResumePosition)
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
@@ -51,8 +51,10 @@ class StreamPosition:
                 "Last-Event-ID", f"is {text[:100]!r}, must be the id of an event of this stream"
             )
         number, num_deltas, num_prompt_logprobs, cached, reasoning = map(int, head.groups())
-        received = Received(dict(map(_parse_output, filter(None, outputs))), num_prompt_logprobs, num_deltas)
-        return StreamPosition(number, received, cached, reasoning)
+        resume_position = ResumePosition(
+            dict(map(_parse_output, filter(None, outputs))), num_prompt_logprobs, num_deltas
+        )
+        return StreamPosition(number, resume_position, cached, reasoning)
 
     @staticmethod
     def of_headers(headers: Mapping[str, str], call: GenerationCall) -> StreamPosition:
@@ -67,7 +69,7 @@ class StreamPosition:
         if not call.is_resumable:
             raise InvalidRequest("Last-Event-ID", "needs resumable and the request_id of the first call")
         position = StreamPosition.parse(text)
-        if any(index >= call.sampling.n for index in position.received.outputs):
+        if any(index >= call.sampling.n for index in position.resume_position.outputs):
             raise InvalidRequest("Last-Event-ID", f"is {text[:100]!r}, which is of a request with another n")
         return position
 
@@ -75,12 +77,12 @@ class StreamPosition:
         """Return the call that reads on from here."""
         if self.number is None:
             return call
-        return replace(call, after_event=self.number, received=self.received.copy())
+        return replace(call, after_event=self.number, resume_position=self.resume_position.copy())
 
     def take(self, number: int, event: StreamEvent) -> None:
         """Move behind an event."""
         self.number = number
-        self.received.take(event)
+        self.resume_position.take(event)
         if isinstance(event, CompletionFinished):
             self.cached_tokens = event.usage.cached_tokens
             self.reasoning_tokens += event.usage.reasoning_tokens
@@ -90,18 +92,18 @@ class StreamPosition:
         return f"id: {self}\n".encode() + chunk
 
     def __str__(self) -> str:
-        received = self.received
+        position = self.resume_position
         head = (
             self.number,
-            received.num_deltas,
-            received.num_prompt_logprobs,
+            position.num_deltas,
+            position.num_prompt_logprobs,
             self.cached_tokens,
             self.reasoning_tokens,
         )
         outputs = [
             f"{index}-{output.num_tokens}-{output.checksum:x}-"
             f"{_HAS_LAST * output.has_last + _HAS_FINISHED * output.has_finished}"
-            for index, output in received.outputs.items()
+            for index, output in position.outputs.items()
         ]
         return ".".join([*map(str, head), *outputs])
 
@@ -118,9 +120,9 @@ async def chunks_of(
             yield chunk if position is None else position.mark(chunk)
 
 
-def _parse_output(match: re.Match[str]) -> tuple[int, ReceivedOutput]:
+def _parse_output(match: re.Match[str]) -> tuple[int, CompletionPosition]:
     index, num_tokens, checksum, flags = match.groups()
-    output = ReceivedOutput(
+    output = CompletionPosition(
         int(num_tokens), int(checksum, 16), bool(int(flags) & _HAS_LAST), bool(int(flags) & _HAS_FINISHED)
     )
     return int(index), output

@@ -20,7 +20,7 @@ from tcp_proxy import tcp_proxy
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.client.wire.grpc_status import from_grpc_error
-from quire.cluster.client.wire.request_messages import received_to_message, sampling_to_message
+from quire.cluster.client.wire.request_messages import resume_position_to_message, sampling_to_message
 from quire.cluster.client.wire.response_messages import event_from_message
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.text.requests.outputs import (
@@ -30,7 +30,7 @@ from quire.cluster.text.requests.outputs import (
     RequestStarted,
     StreamEvent,
 )
-from quire.cluster.text.requests.received import Received
+from quire.cluster.text.requests.resume_position import ResumePosition
 from quire.proto import inference_pb2, inference_pb2_grpc
 from quire.proto.errors import RequestNotFound
 
@@ -107,7 +107,7 @@ def test_another_gateway_continues_after_every_event(model: Path, kind: str) -> 
                 async with gateway_of(replica) as second:
                     for number, received in enumerate(prefixes(events)):
                         resumed = request(SAMPLINGS[kind], after_sequence_number=number)
-                        resumed.received.CopyFrom(received_to_message(received))
+                        resumed.received.CopyFrom(resume_position_to_message(received))
                         rest = await read(second.target, resumed)
                         assert [each for each, _ in rest] == list(range(number + 1, number + 1 + len(rest)))
                         joined = events[: number + 1] + [event for _, event in rest]
@@ -116,9 +116,9 @@ def test_another_gateway_continues_after_every_event(model: Path, kind: str) -> 
     run(scenario())
 
 
-def prefixes(events: list[StreamEvent]) -> list[Received]:
+def prefixes(events: list[StreamEvent]) -> list[ResumePosition]:
     """Return what a client has after each event."""
-    found, received = [], Received()
+    found, received = [], ResumePosition()
     for event in events:
         received.take(event)
         found.append(received.copy())
@@ -137,7 +137,7 @@ def test_gateway_that_read_other_events_continues_after_the_tokens(model: Path) 
                 assert len(merged) < len(events)
                 received = prefixes(merged)[1]
                 call.after_sequence_number = 1
-                call.received.CopyFrom(received_to_message(received))
+                call.received.CopyFrom(resume_position_to_message(received))
                 rest = [event for _, event in await read(gateway.target, call)]
                 assert outcome(merged[:2] + renumbered(rest)) == outcome(events)
 
@@ -168,7 +168,7 @@ def test_no_tenant_continues_the_request_of_another_one(model: Path) -> None:
             async with gateway_of(replica) as first, gateway_of(replica) as second:
                 events = [event for _, event in await read(first.target, call)]
                 stolen = request(SAMPLINGS["drawn"], tenant="b", after_sequence_number=len(events) - 3)
-                stolen.received.CopyFrom(received_to_message(prefixes(events)[-3]))
+                stolen.received.CopyFrom(resume_position_to_message(prefixes(events)[-3]))
                 with pytest.raises(RequestNotFound, match="its output differs from what was received"):
                     await read(second.target, stolen)
 

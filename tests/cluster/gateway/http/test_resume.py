@@ -250,7 +250,7 @@ def test_position_is_the_same_after_its_text() -> None:
     assert (
         str(position)
         == "4.2.2.16.2.1-2-"
-        + f"{position.received.outputs[1].checksum:x}-3.0-1-{position.received.outputs[0].checksum:x}-0"
+        + f"{position.resume_position.outputs[1].checksum:x}-3.0-1-{position.resume_position.outputs[0].checksum:x}-0"
     )
 
 

@@ -1,4 +1,4 @@
-"""OutputRest: the events of a request after those that its client has received from another gateway."""
+"""ResumedOutput: the events of a request after those that its client has received from another gateway."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dataclasses import replace
 from ....proto.errors import RequestNotFound
 from .output_processor import OutputProcessor
 from .outputs import CompletionDelta, CompletionFinished, OutputEvent, PromptLogprobsDelta
-from .received import Received, ReceivedOutput
 from .request import Request
+from .resume_position import CompletionPosition, ResumePosition
 from .sequence_update import SequenceUpdate
 
 
-class OutputRest:
-    """OutputProcessor that takes a request's updates from its beginning and emits only what follows `received`.
+class ResumedOutput:
+    """OutputProcessor that takes a request's updates from its beginning and emits only what follows a position.
 
     Updates are cut where the client's tokens end, so that a delta ends there.
     """
 
-    def __init__(self, processor: OutputProcessor, received: Received, request: Request) -> None:
+    def __init__(self, processor: OutputProcessor, position: ResumePosition, request: Request) -> None:
         self._processor = processor
-        self._received = received
+        self._position = position
         self._request_id = request.request_id
-        self._skipped = Received()
-        self._num_deltas = received.num_deltas
+        self._skipped = ResumePosition()
+        self._num_deltas = position.num_deltas
         # index |-> tokens of the client. With best_of, the index of a sequence is known at the end only: every cut is
         # made in each.
-        self._cuts = {index: [output.num_tokens] for index, output in received.outputs.items()}
+        self._cuts = {index: [output.num_tokens] for index, output in position.outputs.items()}
         self._cuts_of_all = (
             sorted({cut for (cut,) in self._cuts.values()}) if request.sampling.is_ranked else []
         )
@@ -89,7 +89,7 @@ class OutputRest:
         return [event]
 
     def _rest_of_prompt(self, event: PromptLogprobsDelta) -> list[OutputEvent]:
-        num_known = max(0, self._received.num_prompt_logprobs + 1 - event.start)
+        num_known = max(0, self._position.num_prompt_logprobs + 1 - event.start)
         if num_known >= len(event.token_ids):
             return []
         start, token_ids, logprobs = event.start + num_known, event.token_ids, event.logprobs
@@ -108,8 +108,8 @@ class OutputRest:
         self._num_deltas += 1
         return [replace(event, sequence_number=self._num_deltas)]
 
-    def _known(self, index: int) -> ReceivedOutput:
-        return self._received.outputs.get(index, ReceivedOutput())
+    def _known(self, index: int) -> CompletionPosition:
+        return self._position.outputs.get(index, CompletionPosition())
 
     def _check(self, is_same: bool) -> None:
         if not is_same:

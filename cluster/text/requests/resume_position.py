@@ -1,4 +1,4 @@
-"""Received: how much of a request's output its client has, in numbers that hold at every gateway.
+"""ResumePosition: how much of a request's output its client has, in numbers that hold at every gateway.
 
 The events of a stream depend on how fast they are read, so that another gateway cuts the same output into other
 events. Its tokens are the same.
@@ -15,7 +15,7 @@ from .outputs import CompletionDelta, CompletionFinished, PromptLogprobsDelta, S
 
 
 @dataclass(slots=True)
-class ReceivedOutput:
+class CompletionPosition:
     """The part of one completion that its client has.
 
     Attributes:
@@ -35,7 +35,7 @@ class ReceivedOutput:
 
 
 @dataclass(slots=True)
-class Received:
+class ResumePosition:
     """The part of a request's output that its client has.
 
     Attributes:
@@ -44,16 +44,16 @@ class Received:
         num_deltas: deltas of all completions.
     """
 
-    outputs: dict[int, ReceivedOutput] = field(default_factory=dict)
+    outputs: dict[int, CompletionPosition] = field(default_factory=dict)
     num_prompt_logprobs: int = 0
     num_deltas: int = 0
 
-    def copy(self) -> Received:
+    def copy(self) -> ResumePosition:
         outputs = {index: replace(output) for index, output in self.outputs.items()}
-        return Received(outputs, self.num_prompt_logprobs, self.num_deltas)
+        return ResumePosition(outputs, self.num_prompt_logprobs, self.num_deltas)
 
-    def of(self, index: int) -> ReceivedOutput:
-        return self.outputs.setdefault(index, ReceivedOutput())
+    def of(self, index: int) -> CompletionPosition:
+        return self.outputs.setdefault(index, CompletionPosition())
 
     def take(self, event: StreamEvent) -> None:
         """Count an event."""
