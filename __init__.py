@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from .cluster.client.async_client import AsyncClient
-    from .cluster.client.client import Client
+    from .cluster.client.client import AsyncClient, Client
     from .cluster.client.wire.status import (
         BlockMapInfo,
         DeploymentInfo,
@@ -94,7 +93,7 @@ _STATUS = ".cluster.client.wire.status"
 _MODULES = {
     "LLM": ".cluster.offline.llm",
     "AssistantMessage": _DELTAS,
-    "AsyncClient": ".cluster.client.async_client",
+    "AsyncClient": ".cluster.client.client",
     "BeamSearchOutput": _BEAMS,
     "BeamSearchParams": _BEAMS,
     "BeamSearchSequence": _BEAMS,

@@ -7,33 +7,33 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 
 from quire import AsyncClient, Client, SamplingParams
-from quire.cluster.client.calls import Calls
-from quire.cluster.client.servers import Servers
+from quire.cluster.client.methods import RequestOptions
+from quire.proto.errors import InvalidRequest
+from quire.proto.inference_pb2 import GenerateResponse
 
 ServerFactory = Callable[..., Any]
 
 PARAMS = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
 
 
-def public_methods(client: type) -> dict[str, inspect.Signature]:
-    methods = inspect.getmembers(client, inspect.isfunction)
-    return {name: inspect.signature(method) for name, method in methods if not name.startswith("_")}
-
-
-def test_both_clients_have_the_same_methods_and_parameters() -> None:
-    synchronous, asynchronous = public_methods(Client), public_methods(AsyncClient)
-    assert synchronous.keys() == asynchronous.keys()
-    for name, signature in synchronous.items():
-        assert list(signature.parameters.values()) == list(asynchronous[name].parameters.values()), name
-
-
 @pytest.mark.parametrize("name", ["generate", "generate_stream", "chat", "chat_stream"])
 def test_sampling_params_is_the_second_positional_parameter(name: str) -> None:
-    names = list(public_methods(Client)[name].parameters)
+    names = list(inspect.signature(getattr(Client, name)).parameters)
     assert names[2] == "sampling_params"
+
+
+def test_wrong_argument_is_raised_where_the_response_is_awaited() -> None:
+    async def scenario() -> None:
+        async with AsyncClient("127.0.0.1:1") as client:
+            response = client.generate("a", priority=1 << 40)
+            with pytest.raises(InvalidRequest, match="cannot be sent"):
+                await response
+
+    asyncio.run(scenario())
 
 
 def test_output_has_the_prompt_that_the_client_sent(serve: ServerFactory) -> None:
@@ -57,13 +57,21 @@ def test_output_has_the_prompt_that_the_client_sent(serve: ServerFactory) -> Non
     asyncio.run(scenario())
 
 
-def test_call_has_the_client_s_deadline_unless_it_has_its_own() -> None:
+@pytest.mark.parametrize(
+    ("options", "expected_s"), [({}, 7.0), ({"timeout_s": None}, 7.0), ({"timeout_s": 2.0}, 2.0)]
+)
+def test_call_has_the_client_s_deadline_unless_it_has_its_own(
+    monkeypatch: pytest.MonkeyPatch, options: RequestOptions, expected_s: float
+) -> None:
+    sent: dict[str, Any] = {}
+
     class Channel:
         def __getattr__(self, name: str) -> Any:
-            return lambda *args, **options: None
+            return lambda *args, **options: (
+                lambda request, **options: sent.update(options) or GenerateResponse()
+            )
 
-    calls = Calls(Servers(["127.0.0.1:1"]), [Channel()], "secret", 7.0)
-    assert calls.generate("a", None, {}).options["timeout"] == 7.0
-    assert calls.generate("a", None, {"timeout_s": None}).options["timeout"] == 7.0
-    assert calls.generate("a", None, {"timeout_s": 2.0}).options["timeout"] == 2.0
-    assert calls.models().options["metadata"] == (("authorization", "Bearer secret"),)
+    monkeypatch.setattr(grpc, "insecure_channel", lambda target, options: Channel())
+    Client("127.0.0.1:1", token="secret", timeout_s=7.0).generate("a", **options)
+    assert sent["timeout"] == pytest.approx(expected_s, abs=1.0)
+    assert sent["metadata"] == (("authorization", "Bearer secret"),)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 from serving import PROMPT, ServerFactory, run
 
 from quire import AsyncClient, Client, SamplingParams
-from quire.cluster.client.servers import SelectedStub, Servers, split_target
+from quire.cluster.client.call import Call, Servers, split_target
 from quire.proto.errors import ServerUnreachable
 
 NOWHERE = "127.0.0.1:1"
@@ -33,31 +32,27 @@ def test_server_is_left_once_by_calls_that_fail_together() -> None:
     servers = Servers(["a", "b", "c"])
     for _ in range(3):
         servers.leave(0)
-    assert servers.target == "b"
+    assert servers.selected == 1
     servers.leave(1)
     servers.leave(2)
-    assert servers.target == "a"
+    assert servers.selected == 0
 
 
-def test_stub_calls_the_selected_server() -> None:
-    class Stub:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def Generate(self, request: str, **options: Any) -> tuple[str, str, dict[str, Any]]:
-            return self.name, request, options
-
+def test_call_is_sent_to_the_selected_server() -> None:
     servers = Servers(["a", "b"])
-    generate = SelectedStub(servers, [Stub("a"), Stub("b")]).Generate
-    assert generate("request", timeout=1) == ("a", "request", {"timeout": 1})
+    methods = [lambda request, server=server, **options: (server, request, options) for server in "ab"]
+    call = Call(servers, methods, "request", {"timeout": 1}, str)
+    assert call.start() == ("a", "request", {"timeout": 1})
     servers.leave(0)
-    assert generate("request") == ("b", "request", {})
+    assert call.start() == ("b", "request", {"timeout": 1})
 
 
 def test_calls_pass_over_a_server_that_is_not_there(serve: ServerFactory) -> None:
     def check(target: str) -> None:
         with Client(f"{NOWHERE},{target}") as client:
             assert [model.name for model in client.models()] == ["tiny"]
+        with Client(f"{NOWHERE},{target}") as client:
+            assert client.is_ready()
 
     async def scenario() -> None:
         sampling = SamplingParams(max_tokens=2, ignore_eos=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import PROMPT, ServerFactory, first_delta, run
 
-from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import AsyncClient
 from quire.cluster.config.tenants import TenantOptions, Tenants
 from quire.cluster.gateway.access.security import Security
 from quire.cluster.gateway.access.tenant_limits import MAX_IDLE_TENANTS, TenantLimiter

@@ -12,7 +12,7 @@ import pytest
 from certificates import HAS_OPENSSL, Pair, make_authority, make_certificate
 from serving import PROMPT, ServerFactory, run
 
-from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import AsyncClient
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.access.security import Security
 from quire.cluster.gateway.access.tls import load_certificate

@@ -150,7 +150,7 @@ def test_failed_request_runs_again_but_its_resume_raises_the_error(serve: Server
             with pytest.raises(RequestAborted):
                 await drain(events)
             async with inference(server.target) as stub:
-                call = client._calls.generate_stream(PROMPT, ENDLESS, {"request_id": "r"}).request
+                call = client._generate_stream(PROMPT, ENDLESS, {"request_id": "r"}).request
                 call.after_sequence_number = 0
                 with pytest.raises(grpc.aio.AioRpcError, match="was aborted"):
                     await read(stub.GenerateStream(call))

@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pool, message_factory
 from random_messages import random_message
 from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run
 
-from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import AsyncClient
 from quire.cluster.gateway.grpc import server as gateway_server
 from quire.proto import admin_pb2, inference_pb2
 from quire.proto.errors import ServerUnreachable

@@ -12,8 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from narrowing import instance_of
 from serving import PROMPT, ServerFactory, eventually, run, until_free
 
-from quire.cluster.client.async_client import AsyncClient
-from quire.cluster.client.client import Client
+from quire.cluster.client.client import AsyncClient, Client
 from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
 from quire.cluster.text.requests.request import RequestChecker
 from quire.proto import inference_pb2, inference_pb2_grpc

@@ -24,7 +24,7 @@ from serving import (
     until_free,
 )
 
-from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import AsyncClient
 from quire.cluster.gateway.generation.retention import RetentionLimits
 from quire.proto.errors import (
     DeadlineExpired,

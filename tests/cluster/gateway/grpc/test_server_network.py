@@ -10,8 +10,7 @@ import grpc.aio
 import pytest
 from serving import DEADLINE_S, PROMPT, ServerFactory, run
 
-from quire.cluster.client.async_client import AsyncClient
-from quire.cluster.client.client import Client
+from quire.cluster.client.client import AsyncClient, Client
 from quire.cluster.client.wire.tokens import Token, TokenSet
 from quire.cluster.gateway.access.security import Security
 from quire.cluster.gateway.grpc.server import Gateway

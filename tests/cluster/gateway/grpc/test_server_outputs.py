@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, first_delta, num_used_blocks, run, until_free
 
-from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import AsyncClient
 from quire.cluster.client.wire.tokens import Token, TokenSet
 from quire.cluster.config.tenants import TenantOptions, Tenants
 from quire.cluster.gateway.access.security import Security

@@ -14,7 +14,7 @@ import pytest
 from fake_fleet import DirectController, FakeLauncher, MemoryStore
 from fakes import oracle
 
-from quire.cluster.client.async_client import AsyncClient
+from quire.cluster.client.client import AsyncClient
 from quire.cluster.client.wire.status import DeploymentInfo, FleetEvent, FleetInfo, ReplicaInfo
 from quire.cluster.client.wire.tokens import Role, Token, TokenSet
 from quire.cluster.config.deployment import Deployment
