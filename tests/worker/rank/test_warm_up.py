@@ -14,7 +14,7 @@ from draft_heads import add_mtp
 from quire.proto.step import RowSampling
 from quire.worker.rank.warm_up import warm_up_plans
 
-SCRIPT = Path(__file__).parent.parent / "support" / "count_variants.py"
+SCRIPT = Path(__file__).parents[2] / "support" / "count_variants.py"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.kernels.linear import linear, pack
-from quire.worker.models import transformers_model
+from quire.worker.models.transformers import transformers_model
 from quire.worker.rank.runner import ModelRunner
 
 
