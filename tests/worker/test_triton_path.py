@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_processors import plain_processors
 from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
@@ -16,7 +17,6 @@ from quire.proto.model.spec import LatentSpec
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
-from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import SampledLogprobs, Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 
@@ -129,7 +129,7 @@ def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLog
     """Sample one row of each kind in one step; row i reports i most likely tokens."""
     num_rows, vocab_len = logits.shape
     table, shard = SamplingTable(num_rows, vocab_len), Shard(0, 1, vocab_len)
-    processors = LogitsProcessorState(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
+    processors = plain_processors(shard, torch.zeros(num_rows, 32, dtype=torch.int32, device=device))
     for row, sampling in enumerate(SAMPLING):
         sampling = replace(sampling, logprobs=row)
         table.put(row, sampling)

@@ -91,7 +91,7 @@ class _Request:
 
 
 class CustomProcessors:
-    """The processors of one rank and the rows that use them.
+    """The processors of one rank and the rows that use them; without processors no row does.
 
     Args:
         processors: by name; empty on ranks other than 0.
@@ -162,6 +162,8 @@ class CustomProcessors:
 
     def take_failures(self) -> tuple[FailedRow, ...]:
         """Return the rows whose requests must end, and forget them."""
+        if not self._failures:
+            return ()
         failures = tuple(
             FailedRow(row, "sampling.extra_args", reason) for row, reason in self._failures.items()
         )
@@ -216,18 +218,15 @@ class CustomProcessors:
 
 def load_custom_processors(
     config: EngineConfig, comm: Communicator, shard: Shard, token_ids: Tensor
-) -> CustomProcessors | None:
-    """Return the processors that the configuration names. Returns None if it names none.
+) -> CustomProcessors:
+    """Return the processors that the configuration names.
 
     Raises:
         ConfigError: no installed package offers one of them, or it cannot be loaded.
     """
-    names = config.parallel.logits_processor_names
-    if not names:
-        return None
-    model = config.model
+    names, model = config.parallel.logits_processor_names, config.model
     context = ProcessorContext(model.path, model.vocab_size, model.eos_token_ids, token_ids.device)
-    offered = {each.name: each for each in entry_points(group=GROUP)}
+    offered = {each.name: each for each in entry_points(group=GROUP)} if names else {}
     processors: dict[str, LogitsProcessor] = {}
     for name in names if comm.rank == 0 else ():
         if name not in offered:

@@ -21,7 +21,7 @@ from ...proto.codec import FloatArray
 from ...proto.step import FailedRow, NewSequence, RowLogitsProcessors
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device, to_device_once, to_device_together
-from ..structured.constraint_state import NO_MASKS, ConstraintMasks, ConstraintState
+from ..structured.constraint_state import ConstraintMasks, ConstraintState
 from .custom_processors import CustomProcessors
 from .token_counts import TokenCounts, num_mask_words, pack_mask
 
@@ -63,16 +63,12 @@ class LogitsProcessorState:
     Args:
         shard: this rank's part of the vocabulary; logits are [N, shard.padded_len].
         token_ids: [R, L] int32 on the device, the tokens of all rows, kept up to date by DeviceRows.
-        constraints: of the rows' outputs; None for none.
-        custom: processors of others; None for none.
+        constraints: of the rows' outputs.
+        custom: processors of others.
     """
 
     def __init__(
-        self,
-        shard: Shard,
-        token_ids: Tensor,
-        constraints: ConstraintState | None = None,
-        custom: CustomProcessors | None = None,
+        self, shard: Shard, token_ids: Tensor, constraints: ConstraintState, custom: CustomProcessors
     ) -> None:
         num_rows, max_len = token_ids.shape
         self._shard = shard
@@ -94,10 +90,8 @@ class LogitsProcessorState:
         """Set the processors of a row to those of a new or resumed sequence."""
         row, processors = sequence.row, sequence.sampling.logits_processors
         self.release(np.array([row], dtype=np.int32))
-        if self._constraints is not None:
-            self._constraints.put(sequence)
-        if self._custom is not None:
-            self._custom.put(sequence)
+        self._constraints.put(sequence)
+        self._custom.put(sequence)
         if processors is None:
             return
         self._num_active += 1
@@ -114,10 +108,8 @@ class LogitsProcessorState:
 
     def release(self, rows: IntArray) -> None:
         """Remove the processors of rows."""
-        if self._constraints is not None:
-            self._constraints.release(rows)
-        if self._custom is not None:
-            self._custom.release(rows)
+        self._constraints.release(rows)
+        self._custom.release(rows)
         if not self._num_active:
             return
         for row in rows.tolist():
@@ -132,26 +124,23 @@ class LogitsProcessorState:
         """Count the sampled tokens of rows, [N] int32 on the device."""
         if self._num_active:
             self._counts.append(rows, token_ids)
-        if self._constraints is not None:
-            self._constraints.append(rows, token_ids)
+        self._constraints.append(rows, token_ids)
 
     def replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
         """Replace the newest tokens of rows. Beams, whose tokens are replaced, have no penalties."""
-        if self._constraints is not None:
-            self._constraints.replace_newest(rows, token_ids)
+        self._constraints.replace_newest(rows, token_ids)
 
     def forced_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the next tokens that the constraint of a row leaves no choice of."""
-        return [] if self._constraints is None else self._constraints.forced_ids(row, max_tokens)
+        return self._constraints.forced_ids(row, max_tokens)
 
     def apply_custom(self, logits: Tensor, rows: IntArray | RowArray, lens: IntArray | RowArray) -> Tensor:
         """Return the logits after the custom processors of rows; see CustomProcessors.apply."""
-        return logits if self._custom is None else self._custom.apply(logits, rows, lens)
+        return self._custom.apply(logits, rows, lens)
 
     def take_failures(self) -> tuple[FailedRow, ...]:
         """Return the rows whose constraints or custom processors have failed since the last call."""
-        of_constraints = () if self._constraints is None else self._constraints.take_failures()
-        return of_constraints if self._custom is None else of_constraints + self._custom.take_failures()
+        return self._constraints.take_failures() + self._custom.take_failures()
 
     def gather(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> LogitsProcessors | None:
         """Return the processors of rows for one step. Returns None if no row has any in effect.
@@ -180,8 +169,6 @@ class LogitsProcessorState:
 
     def _gather_constraints(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> ConstraintMasks:
         """Return the masks of the rows' constraints."""
-        if self._constraints is None:
-            return NO_MASKS
 
         def read_drafts(first: int, count: int) -> list[int]:
             start = int(lens[first])

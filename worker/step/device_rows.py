@@ -51,12 +51,10 @@ class DeviceRows:
 
     Args:
         shard: this rank's part of the vocabulary.
-        comm: the tensor-parallel group, which custom logits processors need; None without them.
+        comm: the tensor-parallel group, which custom logits processors need.
     """
 
-    def __init__(
-        self, config: EngineConfig, shard: Shard, device: torch.device, comm: Communicator | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, shard: Shard, device: torch.device, comm: Communicator) -> None:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
         self.layout = config.cache_layout
@@ -76,10 +74,9 @@ class DeviceRows:
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.pooling: list[PoolingParams | None] = [None] * num_rows
         self.pools = np.zeros(num_rows, dtype=np.bool_)
-        custom = None if comm is None else load_custom_processors(config, comm, shard, self.token_ids)
-        self.logits_processors = LogitsProcessorState(
-            shard, self.token_ids, ConstraintState(config.model, shard, num_rows), custom
-        )
+        constraints = ConstraintState(config.model, shard, num_rows)
+        custom = load_custom_processors(config, comm, shard, self.token_ids)
+        self.logits_processors = LogitsProcessorState(shard, self.token_ids, constraints, custom)
 
     def apply(self, plan: StepPlan) -> None:
         """Apply steps 1 to 3 and 5 of the plan, all changes of rows. The caller compares digests.

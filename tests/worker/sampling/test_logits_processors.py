@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from chi_square import assert_chi_square
+from plain_processors import plain_processors
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -23,7 +24,6 @@ from quire.kernels.logits import apply_logits_processors
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
-from quire.worker.sampling.logits_processors import LogitsProcessorState
 from quire.worker.sampling.sampler import Sampler
 from quire.worker.sampling.sampling_table import SamplingTable
 
@@ -89,7 +89,7 @@ class Rank:
         self.shard = shard
         self.token_ids = torch.zeros(num_rows, MAX_LEN, dtype=torch.int32)
         self.lens = np.zeros(num_rows, np.int32)
-        self.processors = LogitsProcessorState(shard, self.token_ids)
+        self.processors = plain_processors(shard, self.token_ids)
 
     def put(self, sequence: NewSequence) -> None:
         self.token_ids[sequence.row, : len(sequence.token_ids)] = torch.from_numpy(sequence.token_ids)
