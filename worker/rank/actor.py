@@ -36,8 +36,7 @@ from .step_faults import StepFaults
 if TYPE_CHECKING:
     import torch
 
-    from ..comm.communicator import Communicator
-    from ..comm.replaceable import ReplaceableGroup
+    from ..comm.communicator import Communicator, ReplaceableGroup
     from ..step.launched_step import LaunchedStep
     from .runner import ModelRunner
 
@@ -106,11 +105,11 @@ class WorkerActor:
         with self._timed("import"):
             import torch
 
-            from ..comm import communicator, replaceable, shared_memory, torch_distributed
+            from ..comm import communicator, shared_memory, torch_distributed
             from . import runner
         gc.freeze()  # a full collection of all modules takes 0.1 s; models come later and can be freed
         self._single_rank, self._create_store = communicator.SingleRank, torch_distributed.create_store
-        self._replaceable = replaceable.ReplaceableGroup
+        self._replaceable = communicator.ReplaceableGroup
         self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group
         kind = config.parallel.device
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())

@@ -24,12 +24,18 @@ from torch import Tensor
 
 from ...kernels import dispatch
 from ...kernels.logits import LogitsProcessors, apply_logits_processors, process_logits
-from ...kernels.sampling import sample_full, sample_greedy, sample_masked, sample_top_k_top_p, topk_tokens
+from ...kernels.sampling import (
+    sample_full,
+    sample_greedy,
+    sample_masked,
+    sample_top_k_top_p,
+    topk_tokens,
+    truncation_mask,
+)
 from ...proto.block_tables import IntArray, RowArray
 from ..comm.communicator import Communicator
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device
-from .candidates import Candidates, sort_candidates, truncate_candidates
 from .logits_processors import LogitsProcessorState
 from .sampling_table import SamplingBatch, SamplingTable
 
@@ -70,6 +76,23 @@ class SampledLogprobs:
     def columns(self) -> list[Tensor]:
         """Return the tensors in the order and the dtypes of proto.step.Logprobs."""
         return [self.chosen, self.ranks, self.top_ids.int(), self.top]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Most likely tokens of N rows in descending order; ties are ordered by token id.
+
+    Attributes:
+        values: [N, K] float32, logits over temperature.
+        token_ids: [N, K] int32.
+        floor: [N]; every token above it is among the candidates. -inf if all tokens are candidates.
+        log_total: [N], log of the sum of exp over the whole vocabulary.
+    """
+
+    values: Tensor
+    token_ids: Tensor
+    floor: Tensor
+    log_total: Tensor
 
 
 class Sampler:
@@ -231,7 +254,7 @@ class Sampler:
                 return sample_top_k_top_p(logits, *batch, index, processors)
             return self._sample_gathered(logits, processors, batch, index)
         candidates = self._gather_candidates(logits, processors, batch, index)
-        keep, is_exact = truncate_candidates(candidates, batch, self._shard.full_len)
+        keep, is_exact = _truncate_candidates(candidates, batch, self._shard.full_len)
         token_ids = sample_masked(candidates.values, candidates.token_ids, keep, batch.keys)
         inexact = (~is_exact).nonzero().squeeze(1)
         if inexact.numel():
@@ -272,7 +295,7 @@ class Sampler:
 
     def _gather_candidates(
         self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
-    ) -> Candidates:
+    ) -> _Candidates:
         """Return the most likely tokens of each rank, sorted together."""
         num_local = min(NUM_CANDIDATES, logits.shape[1])
         values, columns, log_total = topk_tokens(logits, num_local, batch.temperature, index, processors)
@@ -282,7 +305,7 @@ class Sampler:
             torch.cat((values, (columns + self._shard.start).float(), floor, log_total.unsqueeze(1)), dim=-1)
         )
         values, token_ids, floor, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
-        return sort_candidates(
+        return _sort_candidates(
             _concat_ranks(values),
             _concat_ranks(token_ids).int(),
             floor.amax(0).squeeze(1),
@@ -311,3 +334,30 @@ def _count_greater(logits: Tensor, bounds: Tensor, rows: Tensor | None) -> Tenso
 def _concat_ranks(gathered: Tensor) -> Tensor:
     """[size, N, C] by rank -> [N, size * C]."""
     return gathered.transpose(0, 1).flatten(1)
+
+
+def _sort_candidates(values: Tensor, token_ids: Tensor, floor: Tensor, log_total: Tensor) -> _Candidates:
+    """Return _Candidates of [N, K] values and token ids that are in any order."""
+    token_ids, by_id = token_ids.sort(dim=-1)
+    values, order = values.gather(1, by_id).sort(dim=-1, descending=True, stable=True)
+    return _Candidates(values, token_ids.gather(1, order), floor, log_total)
+
+
+def _truncate_candidates(
+    candidates: _Candidates, batch: SamplingBatch, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Apply top_k, top_p and min_p.
+
+    Returns:
+        the candidates to keep, [N, K] bool; and the rows for which these are exactly the tokens that truncation of
+        the whole vocabulary keeps, [N] bool.
+    """
+    keep = truncation_mask(
+        candidates.values, candidates.log_total, vocab_size, batch.top_k, batch.top_p, batch.min_p
+    )
+    num_above_floor = (candidates.values > candidates.floor.unsqueeze(1)).sum(dim=-1)
+    has_all = candidates.floor == -torch.inf
+    is_exact = (keep.sum(dim=-1) <= num_above_floor) & (
+        (batch.top_k >= vocab_size) | (batch.top_k <= num_above_floor)
+    )
+    return keep, is_exact | has_all

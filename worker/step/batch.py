@@ -17,7 +17,7 @@ from ...proto.step import StepPlan
 from ..attention import AttentionInputs, OwnTokens, split_groups, with_groups
 from ..lora.step_adapters import StepAdapters, make_step_adapters
 from ..memory.host_to_device import to_device_together
-from ..pooling.pooled_tokens import PooledTokens, select_pooled_tokens
+from ..pooling.pooler import PooledTokens, select_pooled_tokens
 from ..sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
 from .device_rows import DeviceRows
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -36,12 +36,56 @@ from ..vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 from .attention_adapters import ADAPTERS
 from .paged_interface import IMPLEMENTATION, PagedStep
 from .paged_selfcheck import run_paged_selfcheck
-from .transformers_modules import ParallelModule, PrecomputedBody
 
 # Masks and tables that older checkpoints store and models compute.
 _COMPUTED = r"\.(masked_bias|attn\.bias|attention\.bias|inv_freq)$"
 # Name of an expert's matrix in a pattern of transformers' conversion, for example ``.experts.*.w1.weight``.
 _EXPERT_PART = re.compile(r"experts\.\*\.(\w+)\.weight$")
+
+
+class ParallelModule(nn.Module):
+    """A layer of quire as a module, whose input has batch dimensions.
+
+    Args:
+        forward: of the layer; token ids [T] or hidden states [T, E] -> [T, N].
+        weight: of the replaced module, on the meta device: some models ask for its dtype.
+    """
+
+    def __init__(self, forward: Callable[[Tensor], Tensor], weight: Tensor | None = None) -> None:
+        super().__init__()
+        self._forward = forward
+        self.weight = None if weight is None else weight.detach()  # no parameter, which would be loaded
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[...] token ids, or [..., E] -> [..., N]."""
+        batch, features = (x.shape[:-1], x.shape[-1:]) if x.is_floating_point() else (x.shape, ())
+        y = self._forward(x.reshape(-1, *features))
+        return y.view(*batch, y.shape[-1])
+
+
+class PrecomputedBody(nn.Module):
+    """Replaces a model's body: returns the embeddings of its input as hidden states, so that only the head runs."""
+
+    @property
+    def decoder(self) -> PrecomputedBody:
+        """The part of the body that OPT's causal model calls."""
+        return self
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> _BodyOutput:
+        return _BodyOutput(inputs_embeds)
+
+
+class _BodyOutput:
+    """Output of a body with hidden states and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
 
 
 class TransformersModel:
