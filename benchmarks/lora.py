@@ -27,7 +27,7 @@ from quire.proto.config import EngineConfig
 from quire.worker.attention import AttentionInputs
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.lora.layers import PartFactors
-from quire.worker.lora.step_adapters import make_step_adapters
+from quire.worker.lora.step_adapters import NO_ADAPTERS, make_step_adapters
 from quire.worker.rank.runner import ModelRunner
 
 NUM_ROWS, NUM_ADAPTERS, SEQ_LEN, BLOCK_SIZE = 64, 64, 64, 16
@@ -81,7 +81,6 @@ def engine_config(folder: str, rank: int) -> EngineConfig:
 def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
     """Return way |-> seconds of a decode step of all rows, the mean of the fastest quarter."""
     adapters = runner._adapters
-    assert adapters is not None
     for slot in range(NUM_ADAPTERS):
         for layer in adapters.layers:
             parts = [random_part(part.outputs[1], part.inputs[1], rank) for part in layer.parts]
@@ -102,7 +101,7 @@ def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
         "many": np.arange(NUM_ROWS, dtype=np.int32) % NUM_ADAPTERS,
     }
     inputs_of = {
-        "none": None,
+        "none": NO_ADAPTERS,
         **{way: make_step_adapters(own, None, torch.device("cpu")) for way, own in slots.items()},
     }
     times: dict[str, list[float]] = {way: [] for way in WAYS}
@@ -112,7 +111,7 @@ def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
             adapters.begin_step(step)
             started = time.perf_counter()
             hidden = runner._model.forward(tokens, positions, runner._kv_cache.layers, attention)
-            runner._model.logits(hidden, None if step is None else step.sampled)
+            runner._model.logits(hidden, step.sampled)
             if index >= 2:  # the first steps touch memory for the first time
                 times[way].append(time.perf_counter() - started)
     return {way: statistics.mean(sorted(each)[: max(1, rounds // 4)]) for way, each in times.items()}

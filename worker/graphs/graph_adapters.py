@@ -36,6 +36,7 @@ class GraphAdapters:
         self._groups.copy(step.groups, num_rows)
         if self._own is not self._groups:
             self._own.copy(step.own, num_rows)
+        assert step.token_slots is not None, "the step has no adapters"
         token_slots = self._token_slots[:num_rows]
         token_slots[: len(step.token_slots)].copy_(step.token_slots)
         token_slots[len(step.token_slots) :].fill_(NO_SLOT)

@@ -23,7 +23,7 @@ from ...kernels.decode_splits import split_decodes
 from ...proto.config import EngineConfig
 from ...proto.errors import first_line
 from ..attention import AttentionInputs, OwnTokens, with_groups
-from ..lora.step_adapters import StepAdapters
+from ..lora.step_adapters import NO_ADAPTERS, StepAdapters
 from ..step.batch import Batch
 from .graph_adapters import GraphAdapters
 from .graph_backend import GraphBackend, Recording
@@ -114,14 +114,14 @@ class GraphInputs:
         positions: [T] int64.
         attention: inputs of the attention kernels.
         sampled_index: [N] int64, tokens whose logits are computed; None for all.
-        lora: the adapters of the tokens; None for none.
+        lora: the adapters of the tokens.
     """
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionInputs
     sampled_index: Tensor | None
-    lora: StepAdapters | None = None
+    lora: StepAdapters = NO_ADAPTERS
 
 
 class StepGraphs:
@@ -172,14 +172,12 @@ class StepGraphs:
         if limits.dp_attention:
             index, places = zeros(2, num_tokens, dtype=torch.int64)
             self._own_tokens = OwnTokens(index, places)
-        self._adapters: GraphAdapters | None = None
-        if limits.num_lora_slots:
-            self._adapters = GraphAdapters(
-                limits.max_decode_tokens,
-                limits.num_lora_slots,
-                device,
-                dp_attention=limits.dp_attention,
-            )
+        self._adapters = GraphAdapters(
+            limits.max_decode_tokens,
+            limits.num_lora_slots,
+            device,
+            dp_attention=limits.dp_attention,
+        )
 
     @property
     def shapes(self) -> list[GraphShape]:
@@ -206,13 +204,13 @@ class StepGraphs:
         num_chunks = len(batch.rows) - num_decodes
         if (
             batch.scored is not None
-            or (batch.lora is not None and num_chunks > 0)
+            or (num_chunks > 0 and not batch.lora.is_empty)
             or batch.pooled is not None
             or (num_chunks == 0 and num_sampled < num_decodes)
         ):
             return None
         shapes = self._mixed_shapes if num_chunks else self._decode_shapes
-        if batch.lora is not None:
+        if not batch.lora.is_empty:
             shapes = self._adapted_shapes
         shape = find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
         return shape if shape in self._recordings else None
@@ -281,9 +279,7 @@ class StepGraphs:
             slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
             attention = with_groups(attention, slot_mappings.unbind(), tables.unbind())
         sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
-        lora = None
-        if self._adapters is not None and shape.has_adapters:
-            lora = self._adapters.of_rows(num_rows)
+        lora = self._adapters.of_rows(num_rows) if shape.has_adapters else NO_ADAPTERS
         inputs = GraphInputs(
             self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index, lora
         )
@@ -310,7 +306,7 @@ class StepGraphs:
                 others = values[num_decodes:]
                 buffer[first_chunk : first_chunk + len(others)].copy_(others)
 
-        if self._adapters is not None and batch.lora is not None:
+        if not batch.lora.is_empty:
             self._adapters.copy(batch.lora, shape.num_rows)
         copy(self._token_ids, batch.token_ids, batch.num_decodes)
         copy(self._positions, batch.positions, batch.num_decodes)
@@ -351,7 +347,6 @@ class StepGraphs:
         self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
         self._query_start.zero_()
-        if self._adapters is not None:
-            self._adapters.clear()
+        self._adapters.clear()
         if self._own_tokens is not None:
             self._own_tokens.places.fill_(shape.num_tokens)

@@ -10,10 +10,11 @@ from ...proto.config import LoraConfig
 from ...proto.lora import LoraReport
 from ...proto.model.target_modules import TargetModules
 from ...proto.step import StepPlan
+from ..comm.communicator import Communicator
 from .adapter import read_adapter
 from .adapter_store import AdapterStore
-from .layers import LoraLayers
-from .step_adapters import StepAdapters
+from .layers import NO_LORA, LoraLayers
+from .step_adapters import NO_ADAPTERS, StepAdapters
 
 # A step without anything to compute waits this long for an adapter that is read: the scheduler plans such steps, one
 # after the other, while nothing else runs.
@@ -21,18 +22,25 @@ IDLE_WAIT_S = 0.05
 
 
 class RankAdapters:
-    """One rank's adapters.
+    """One rank's adapters; none without LoRA, when no plan has orders.
+
+    Args:
+        config: None without LoRA.
 
     Attributes:
         layers: the slots on the device.
         store: the adapters in host memory.
     """
 
-    def __init__(self, config: LoraConfig, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.layers = LoraLayers(
-            config.max_loras, config.max_lora_rank, dtype, device, TargetModules(config.target_modules)
-        )
-        self.store = AdapterStore(rank, partial(read_adapter, layers=self.layers))
+    def __init__(
+        self, config: LoraConfig | None, comm: Communicator, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers = NO_LORA
+        if config is not None:
+            targets = TargetModules(config.target_modules)
+            self.layers = LoraLayers(config.max_loras, config.max_lora_rank, dtype, device, targets)
+        self.store = AdapterStore(comm.rank, partial(read_adapter, layers=self.layers))
+        self._comm = comm
 
     def apply(self, plan: StepPlan) -> None:
         """Apply step 0 of the plan.
@@ -40,6 +48,8 @@ class RankAdapters:
         Raises:
             KeyError: the scheduler names an adapter that is not in host memory.
         """
+        if not self.layers.num_slots:
+            return
         for adapter_id in plan.lora_drops.tolist():
             self.store.drop(adapter_id)
         for load in plan.lora_loads:
@@ -49,23 +59,26 @@ class RankAdapters:
             for layer, factors in zip(self.layers, adapter.factors, strict=True):
                 layer.put(slot, factors)
 
-    def begin_step(self, step: StepAdapters | None) -> None:
-        """Set the tokens of the following forward pass that have an adapter; None for none."""
-        self.layers.groups = None if step is None else step.groups
-        self.layers.own_groups = None if step is None else step.own
-        self.layers.token_slots = None if step is None else step.token_slots
+    def begin_step(self, step: StepAdapters) -> None:
+        """Set the adapters of the tokens of the following forward pass."""
+        self.layers.step = step
 
-    def reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
+    def take_reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
         """Return the ends of loads.
 
         Args:
-            is_idle: the step computes nothing, so it waits a moment.
+            is_idle: the step computes nothing on any rank, so it waits a moment.
         """
-        return self.store.take_reports(IDLE_WAIT_S if is_idle else 0.0)
+        if not self.layers.num_slots:
+            return ()
+        reports = self.store.take_reports(IDLE_WAIT_S if is_idle else 0.0)
+        if is_idle:
+            self._comm.barrier()  # nothing else would keep rank 0 from running ahead of a rank that still reads
+        return reports
 
     def clear(self) -> None:
         """Forget every adapter; what the slots hold is not used any more."""
-        self.begin_step(None)
+        self.begin_step(NO_ADAPTERS)
         self.store.clear()
 
     def close(self) -> None:

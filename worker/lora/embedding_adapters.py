@@ -44,7 +44,7 @@ class EmbeddingAdapters:
             y: [T, E].
             token_ids: [T], places in this rank's part of the vocabulary.
         """
-        groups, slots = self._model.groups, self._model.token_slots
+        groups, slots = self._model.step.groups, self._model.step.token_slots
         if groups is None or slots is None:
             return
         low = self._factors.a[slots.clamp(min=0).long(), 0, :, token_ids.long()]  # [T, R]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.lora import LoraGroups, group_rows
 from ...kernels.moe import ExpertChoices
-from .layers import LoraLayer, LoraLayers
+from .layers import Adapted, LoraLayers
 
 
 class ChoiceAdapters:
@@ -25,8 +25,8 @@ class ChoiceAdapters:
 
     def __init__(
         self,
-        gate_up: LoraLayer | None,
-        down: LoraLayer | None,
+        gate_up: Adapted,
+        down: Adapted,
         choices: ExpertChoices,
         groups: LoraGroups,
     ) -> None:
@@ -40,8 +40,7 @@ class ChoiceAdapters:
             y: [P, 2 I], by expert.
             x: [P, E], by expert.
         """
-        if self._gate_up is not None:
-            self._gate_up.add_rows(y, x, self._groups)
+        self._gate_up.add_rows(y, x, self._groups)
 
     def scatter_gate_up(self, y: Tensor, x: Tensor) -> None:
         """As `add_gate_up`, with one input per token.
@@ -49,8 +48,6 @@ class ChoiceAdapters:
         Args:
             x: [T, E].
         """
-        if self._gate_up is None:
-            return
         tokens = self._choices.order[self._groups.order] // self._choices.per_token
         self._gate_up.add_rows(y, x, replace(self._groups, inputs=tokens))
 
@@ -61,8 +58,7 @@ class ChoiceAdapters:
             y: [P, E], by expert.
             x: [P, I], by expert.
         """
-        if self._down is not None:
-            self._down.add_rows(y, x, self._groups)
+        self._down.add_rows(y, x, self._groups)
 
     def add_terms(self, y: Tensor, x: Tensor, factors: Tensor) -> None:
         """As `add_down`, to outputs by choice that are multiplied by their factors.
@@ -70,8 +66,6 @@ class ChoiceAdapters:
         Args:
             factors: [T, per_token] float32.
         """
-        if self._down is None:
-            return
         order, rows = self._choices.order, self._groups.order
         scaled = x * factors.view(-1, 1).index_select(0, order).to(x.dtype)
         self._down.add_rows(y, scaled, replace(self._groups, order=order[rows], inputs=rows))
@@ -81,20 +75,18 @@ class ExpertAdapters:
     """The adapters of the two layers of a mixture's experts.
 
     Args:
-        gate_up, down: the layers of this rank's X experts; None for one that adapters may not change.
+        gate_up, down: the layers of this rank's X experts.
         num_experts: X.
     """
 
-    def __init__(
-        self, model: LoraLayers, gate_up: LoraLayer | None, down: LoraLayer | None, num_experts: int
-    ) -> None:
+    def __init__(self, model: LoraLayers, gate_up: Adapted, down: Adapted, num_experts: int) -> None:
         self._model, self._num_experts = model, num_experts
         self.gate_up, self.down = gate_up, down
 
     @property
     def token_slots(self) -> Tensor | None:
-        """Return the slots of the present step's tokens, see LoraLayers."""
-        return self._model.token_slots
+        """Return the slots of the present step's tokens, see StepAdapters."""
+        return self._model.step.token_slots
 
     def of_choices(self, choices: ExpertChoices, token_slots: Tensor) -> ChoiceAdapters:
         """Return the adapters of the choices of some tokens.

@@ -16,6 +16,7 @@ from ...kernels.lora import LoraFactors, LoraGroups, add_lora, make_factors
 from ...proto.errors import ConfigError
 from ...proto.model.target_modules import TargetModules
 from ..weights.weight_slice import WeightSlice
+from .step_adapters import NO_ADAPTERS
 
 ALL_MODULES = TargetModules()
 
@@ -121,7 +122,7 @@ class LoraLayer:
 
     @property
     def _groups(self) -> LoraGroups | None:
-        return self._model.own_groups if self.of_own_tokens else self._model.groups
+        return self._model.step.own if self.of_own_tokens else self._model.step.groups
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """Add the adapters' outputs for the layer's tokens to its own, in place.
@@ -130,13 +131,12 @@ class LoraLayer:
             y: [T, N].
             x: [T, K].
         """
-        groups = self._groups
-        if groups is not None:
-            self.add_rows(y, x, groups)
+        self.add_rows(y, x, self._groups)
 
-    def add_rows(self, y: Tensor, x: Tensor, groups: LoraGroups) -> None:
-        """As `add`, for the rows of `groups`, whose slots are rows of `factors`."""
-        add_lora(y, x.contiguous(), self.factors, groups)
+    def add_rows(self, y: Tensor, x: Tensor, groups: LoraGroups | None) -> None:
+        """As `add`, for the rows of `groups`, whose slots are rows of `factors`; None for no rows."""
+        if groups is not None:
+            add_lora(y, x.contiguous(), self.factors, groups)
 
     def pack(self, parts: Sequence[PartFactors | None]) -> LayerFactors | None:
         """Put an adapter's factors for the parts together. Returns None if it leaves all unchanged.
@@ -170,6 +170,23 @@ class LoraLayer:
         self.factors.ranks[own].copy_(adapter.ranks)
 
 
+class UnchangedLayer:
+    """Stands in for the LoraLayer of a layer that adapters may not change."""
+
+    is_active = False
+    factors = None
+
+    def add(self, y: Tensor, x: Tensor) -> None:
+        """Add nothing."""
+
+    def add_rows(self, y: Tensor, x: Tensor, groups: LoraGroups | None) -> None:
+        """Add nothing."""
+
+
+UNCHANGED = UnchangedLayer()
+Adapted = LoraLayer | UnchangedLayer
+
+
 def _names_of(parts: Sequence[WeightSlice], stack: ExpertStack | None) -> Iterator[str]:
     """Yield the names of the stored layers that a layer consists of.
 
@@ -189,10 +206,8 @@ class LoraLayers:
     """The layers of one model that adapters may change. The constructors of the layers add themselves.
 
     Attributes:
-        groups: the tokens of the present step that have an adapter; None if none has.
-        own_groups: those that this rank attends for, among the tokens that it attends for.
-        token_slots: [T] int32, the slot of each token's adapter, negative for none; None if no token has one.
-        num_slots: adapters that a step may use.
+        step: the adapters of the present step.
+        num_slots: adapters that a step may use; 0 without LoRA, when no layer is added.
         targets: the modules that adapters may change.
         num_other_bytes: memory of the slots beside the layers' factors.
     """
@@ -205,9 +220,7 @@ class LoraLayers:
         device: torch.device,
         targets: TargetModules = ALL_MODULES,
     ) -> None:
-        self.groups: LoraGroups | None = None
-        self.own_groups: LoraGroups | None = None
-        self.token_slots: Tensor | None = None
+        self.step = NO_ADAPTERS
         self.max_rank = max_rank
         self.num_slots = num_slots
         self.targets = targets
@@ -259,20 +272,20 @@ class LoraLayers:
                 f"lora_target_modules has {', '.join(missing)}, which is no module of this model that can be adapted"
             )
 
-    def add_layer(self, parts: Sequence[WeightSlice], *, of_own_tokens: bool = False) -> LoraLayer | None:
-        """Add a linear layer whose weight consists of these slices. Returns None if adapters may not change it."""
+    def add_layer(self, parts: Sequence[WeightSlice], *, of_own_tokens: bool = False) -> Adapted:
+        """Add a linear layer whose weight consists of these slices, unless adapters may not change it."""
         return self._add([parts], None, of_own_tokens=of_own_tokens)
 
-    def add_embedding(self, part: WeightSlice) -> LoraLayer | None:
-        """Add an embedding. Returns None if adapters may not change it.
+    def add_embedding(self, part: WeightSlice) -> Adapted:
+        """Add an embedding, unless adapters may not change it.
 
         Args:
             part: of the transposed embedding [E, V], the columns of this rank's tokens.
         """
         return self._add([[part]], None, is_embedding=True)
 
-    def add_experts(self, experts: Sequence[Sequence[WeightSlice]], stack: ExpertStack) -> LoraLayer | None:
-        """Add a linear layer of a mixture. Returns None if adapters may not change it.
+    def add_experts(self, experts: Sequence[Sequence[WeightSlice]], stack: ExpertStack) -> Adapted:
+        """Add a linear layer of a mixture, unless adapters may not change it.
 
         Args:
             experts: the slices of each expert's weight; those of all experts have the same lengths.
@@ -286,13 +299,15 @@ class LoraLayers:
         *,
         is_embedding: bool = False,
         of_own_tokens: bool = False,
-    ) -> LoraLayer | None:
+    ) -> Adapted:
+        if not self.num_slots:
+            return UNCHANGED
         parts = experts[0]
         names = [*_names_of(parts, stack), *([] if stack is None else [stack.parameter])]
         found = frozenset[str]().union(*map(self.targets.found_in, names))
         self._found_targets |= found
         if self.targets.names and not found:
-            return None
+            return UNCHANGED
         factors = make_factors(
             self.num_slots * len(experts),
             self.max_rank,
@@ -307,3 +322,6 @@ class LoraLayers:
         )
         self._layers.append(layer)
         return layer
+
+
+NO_LORA = LoraLayers(0, 0, torch.float32, torch.device("cpu"))

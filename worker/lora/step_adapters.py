@@ -16,7 +16,7 @@ from ..memory.host_to_device import to_device_together
 
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
-    """The adapters of a step of T tokens, N of which are sampled from.
+    """The adapters of a step of T tokens, N of which are sampled from. All is None if no token has an adapter.
 
     Attributes:
         groups: the tokens with an adapter.
@@ -25,16 +25,24 @@ class StepAdapters:
         own: those of the tokens that this rank attends for that have an adapter; None if none has.
     """
 
-    groups: LoraGroups
-    token_slots: Tensor
-    sampled: LoraGroups | None
-    own: LoraGroups | None
+    groups: LoraGroups | None = None
+    token_slots: Tensor | None = None
+    sampled: LoraGroups | None = None
+    own: LoraGroups | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no token has an adapter."""
+        return self.groups is None
+
+
+NO_ADAPTERS = StepAdapters()
 
 
 def make_step_adapters(
     slots: IntArray, sampled_slots: IntArray | None, device: torch.device, own_slots: IntArray | None = None
-) -> StepAdapters | None:
-    """Return the adapters of a step. Returns None if no token has one.
+) -> StepAdapters:
+    """Return the adapters of a step; NO_ADAPTERS if no token has one.
 
     Args:
         slots: [T], as `token_slots`.
@@ -42,7 +50,7 @@ def make_step_adapters(
         own_slots: of the tokens that this rank attends for; None if these are all T tokens.
     """
     if not _any(slots):
-        return None
+        return NO_ADAPTERS
     parts = [each for each in (sampled_slots, own_slots) if each is not None and _any(each)]
     arrays = [*group_tokens(slots), slots, *(array for part in parts for array in group_tokens(part))]
     order, starts, own, token_slots, *others = to_device_together(arrays, device)

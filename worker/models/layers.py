@@ -98,7 +98,7 @@ class ColumnParallelLinear:
 
         Adapters multiply the input in full precision.
         """
-        return isinstance(self.weight, Float8Weight) and self.lora is None and not self._shares_input
+        return isinstance(self.weight, Float8Weight) and not (self.lora.factors or self._shares_input)
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor:
         """[T, E] -> [T, sum of this rank's outputs]."""
@@ -106,14 +106,12 @@ class ColumnParallelLinear:
             assert isinstance(self.weight, Float8Weight)
             return self.weight.multiply(x, self.bias)
         y = self.weight.multiply(x, self.bias)
-        if self.lora is not None:
-            self.lora.add(y, x)
+        self.lora.add(y, x)
         return y
 
     def forward_gated(self, x: Tensor | Float8Tokens, gate: str) -> Tensor:
         """[T, E] -> [T, I]: the gated activation (kernels.activation) of a gate and an up projection."""
-        has_adapters = self.lora is not None and self.lora.is_active
-        if isinstance(self.weight, PlainWeight) and isinstance(x, Tensor) and not has_adapters:
+        if isinstance(self.weight, PlainWeight) and isinstance(x, Tensor) and not self.lora.is_active:
             return self.weight.multiply_gated(x, gate, self.bias)
         return GATED_ACTIVATIONS[gate](self.forward(x))
 
@@ -160,8 +158,7 @@ class RowParallelLinear:
     def _multiply(self, x: Tensor) -> Tensor:
         """Return this rank's addend, with those of the adapters."""
         y = self.weight.multiply(x)
-        if self.lora is not None:
-            self.lora.add(y, x)
+        self.lora.add(y, x)
         return y
 
     def sum(self, part: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..comm.communicator import Communicator, SingleRank
 from ..comm.shard import Shard, own_indices
 from ..lora.embedding_adapters import EmbeddingAdapters
 from ..lora.expert_adapters import ExpertAdapters
-from ..lora.layers import ExpertStack, LoraLayer, LoraLayers
+from ..lora.layers import NO_LORA, UNCHANGED, Adapted, ExpertStack, LoraLayer, LoraLayers, UnchangedLayer
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
 from ..weights.weight_segment import NoStore, W, WeightStore
@@ -28,7 +28,7 @@ class LoadContext:
         dtype: of the model.
         quantization: of the linear layers, stored or online; None for full precision.
         fused_all_reduce: as in ParallelConfig.
-        lora: collects the layers that adapters may change; None without adapters.
+        lora: collects the layers that adapters may change.
         expert_parallel: each rank holds some experts whole, instead of a part of each.
         store: holds the large weights, which nobody changes once they are read.
         dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
@@ -42,7 +42,7 @@ class LoadContext:
     device: torch.device
     quantization: Quantization | None = None
     fused_all_reduce: bool = False
-    lora: LoraLayers | None = None
+    lora: LoraLayers = NO_LORA
     expert_parallel: bool = False
     store: WeightStore = field(default_factory=NoStore)
     dp_attention: bool = False
@@ -104,21 +104,15 @@ class LoadContext:
         """Read a slice of a matrix in the model's dtype; a quantized one is dequantized."""
         return read_matrix(self.checkpoint, part, self.dtype, self.device, self.quantization)
 
-    def adapters(self, parts: Sequence[WeightSlice]) -> LoraLayer | None:
-        """Return the adapters of a linear layer whose weight consists of these slices.
+    def adapters(self, parts: Sequence[WeightSlice]) -> Adapted:
+        """Return the adapters of a linear layer whose weight consists of these slices."""
+        return self.lora.add_layer(parts, of_own_tokens=self.of_own_tokens)
 
-        Returns None without adapters, or if they may not change the layer.
-        """
-        return None if self.lora is None else self.lora.add_layer(parts, of_own_tokens=self.of_own_tokens)
-
-    def embedding_adapters(self, name: str, vocab_size: int, size: int) -> EmbeddingAdapters | None:
-        """Return the adapters of an embedding that is sharded by token; None as for `adapters`."""
-        if self.lora is None:
-            return None
+    def embedding_adapters(self, name: str, vocab_size: int, size: int) -> EmbeddingAdapters | UnchangedLayer:
+        """Return the adapters of an embedding that is sharded by token."""
         shard = self.shard(vocab_size)
-        part = WeightSlice(name, (size, vocab_size), 1, shard.start, len(shard))
-        layer = self.lora.add_embedding(part)
-        return None if layer is None else EmbeddingAdapters(self.lora, layer)
+        layer = self.lora.add_embedding(WeightSlice(name, (size, vocab_size), 1, shard.start, len(shard)))
+        return EmbeddingAdapters(self.lora, layer) if isinstance(layer, LoraLayer) else layer
 
     def expert_adapters(
         self,
@@ -127,21 +121,19 @@ class LoadContext:
         module: str,
         num_experts: int,
     ) -> ExpertAdapters | None:
-        """Return the adapters of a mixture's experts; None without adapters, or if they may not change these.
+        """Return the adapters of a mixture's experts. Returns None if adapters may not change these.
 
         Args:
             gate_up, down: the slices that the layers of this rank's experts consist of.
             module: name of the experts' module.
             num_experts: of all ranks.
         """
-        if self.lora is None:
-            return None
         first = self.own_experts(num_experts).start
-        adapted_gate_up = self.lora.add_experts(
-            gate_up, ExpertStack(module, "gate_up_proj", num_experts, first)
+        adapted_gate_up, adapted_down = (
+            self.lora.add_experts(own, ExpertStack(module, name, num_experts, first))
+            for own, name in ((gate_up, "gate_up_proj"), (down, "down_proj"))
         )
-        adapted_down = self.lora.add_experts(down, ExpertStack(module, "down_proj", num_experts, first))
-        if adapted_gate_up is None and adapted_down is None:
+        if adapted_gate_up is adapted_down is UNCHANGED:
             return None
         return ExpertAdapters(self.lora, adapted_gate_up, adapted_down, len(gate_up))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...kernels.linear import PackedWeight, embed, pack
 from ...kernels.lora import LoraGroups
+from ..lora.layers import UNCHANGED
 from ..weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
@@ -52,7 +53,7 @@ class VocabParallelEmbedding:
             self.weight = self.head_weight
         else:
             self.weight = load.keep(name, read)
-        self.adapters = load.embedding_adapters(name, vocab_size, hidden_size) if adapted else None
+        self.adapters = load.embedding_adapters(name, vocab_size, hidden_size) if adapted else UNCHANGED
         # Models are trained with the factor rounded to the weights' dtype.
         self.scale = float(torch.tensor(scale, dtype=load.dtype))
 
@@ -72,8 +73,7 @@ class VocabParallelEmbedding:
     def _look_up_local(self, local_ids: Tensor) -> Tensor:
         """Return the embeddings of tokens of this rank, with those of the step's adapters."""
         x = embed(local_ids, self.weight, self.dtype)
-        if self.adapters is not None:
-            self.adapters.add(x, local_ids)
+        self.adapters.add(x, local_ids)
         return x
 
 
@@ -136,8 +136,7 @@ class VocabParallelHead:
     def local_logits(self, x: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """[N, E] -> [N, tokens of the shard] float32, neither scaled nor capped; see `forward`."""
         logits = self.weight.multiply(x, self.bias)
-        if self.lora is not None and adapted is not None:
-            self.lora.add_rows(logits, x, adapted)
+        self.lora.add_rows(logits, x, adapted)
         return logits.float()
 
     def pad(self, logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.model.quantization import read_quantization
 from ..comm.communicator import Communicator
-from ..lora.layers import LoraLayers
+from ..lora.layers import NO_LORA, LoraLayers
 from ..memory.allocation import out_of_memory_as
 from ..memory.shared_segment import SegmentAddress
 from ..models.load_context import LoadContext
@@ -57,7 +57,7 @@ class RankModels:
         self,
         model: ModelConfig,
         on_progress: ProgressCallback | None = None,
-        lora: LoraLayers | None = None,
+        lora: LoraLayers = NO_LORA,
     ) -> tuple[Model, Pooler | None]:
         """Load a model, and its pooler if it has one. Raises as `open` does."""
         with self.open(model, on_progress, lora) as load:
@@ -72,7 +72,7 @@ class RankModels:
         self,
         model: ModelConfig,
         on_progress: ProgressCallback | None = None,
-        lora: LoraLayers | None = None,
+        lora: LoraLayers = NO_LORA,
     ) -> Iterator[LoadContext]:
         """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory."""
         config, comm = self._config, self._comm

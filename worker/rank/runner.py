@@ -18,7 +18,6 @@ from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig, SpeculativeConfig
 from ...proto.engine_command import ALL_TAGS, Action, EngineCommand, SleepTag
 from ...proto.errors import ConfigError, ModelLoadError, RankFailed, in_one_line
-from ...proto.lora import LoraReport
 from ...proto.model.mtp_layouts import mtp_prefixes
 from ...proto.step import StepPlan, StepResult
 from ..attention import LayerCache, fixed_item_len
@@ -26,6 +25,7 @@ from ..comm.communicator import Communicator
 from ..graphs.graph_backend import CudaGraphs, GraphBackend
 from ..graphs.graphs import GraphInputs, GraphLimits, StepGraphs
 from ..lora.adapters import RankAdapters
+from ..lora.step_adapters import NO_ADAPTERS
 from ..memory.allocation import check_host_memory, free_unused_memory, out_of_memory_as
 from ..memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine, bytes_per_block
 from ..memory.host_to_device import to_device
@@ -100,7 +100,6 @@ class ModelRunner:
             torch.set_num_threads(config.parallel.threads_per_rank)
             _check_instruction_set()
         self._attend_chunks = load_chunk_attention(config.parallel.attention_backend)
-        self._adapters: RankAdapters | None = None
         self._tap: FeatureTap | None = None
         self._keeps_states = True  # of the last plan
         self._speculator: Speculator | None = None
@@ -126,12 +125,10 @@ class ModelRunner:
 
     def _load_model(self, on_progress: ProgressCallback | None = None) -> None:
         """Load the weights in use, with empty slots for adapters."""
-        layers = None
-        if self._config.lora is not None:
-            self._adapters = RankAdapters(self._config.lora, self._comm.rank, self._dtype, self._device)
-            layers = self._adapters.layers
+        self._adapters = RankAdapters(self._config.lora, self._comm, self._dtype, self._device)
+        layers = self._adapters.layers
         self._model, self._pooler = self._models.load(self._model_in_use, on_progress, layers)
-        if layers is not None:
+        if layers.num_slots:
             layers.check_targets()
             _log.info("slots for LoRA adapters: %s", layers.summary)
 
@@ -276,8 +273,7 @@ class ModelRunner:
         """
         self._stages.reset()
         self._clear_rows()
-        if self._adapters is not None:
-            self._adapters.clear()
+        self._adapters.clear()
         # Graphs hold the collectives of the group that was left.
         self._graphs = self._executor = None
         free_unused_memory(self._device)
@@ -327,7 +323,7 @@ class ModelRunner:
                 num_drafted = self._draft(self._speculator, plan)
             batch = self._gather(plan, num_drafted)
             stages.begin(IDLE)
-            result.lora_reports = self._take_lora_reports(is_idle=batch is None)
+            result.lora_reports = self._adapters.take_reports(is_idle=batch is None)
             step = LaunchedStep(result) if batch is None else self._compute(batch, result)
             # None is expected.
             result.num_compilations = num_compilations() - self._num_compilations
@@ -443,9 +439,7 @@ class ModelRunner:
         """Drop every reference to weights. The scheduler has the adapters read again; see LoraAdapters.reset."""
         # Graphs hold the addresses of weights, and draft heads share those of the model.
         self._graphs = self._executor = self._pooler = self._speculator = self._tap = None
-        if self._adapters is not None:
-            self._adapters.close()
-            self._adapters = None
+        self._adapters.close()
         self._models.drop_segments()
         vars(self).pop("_model", None)
 
@@ -471,17 +465,14 @@ class ModelRunner:
             self._kv_segment.close()
             self._kv_segment = None
         self._speculator = None
-        if self._adapters is not None:
-            self._adapters.close()
-            self._adapters = None
+        self._adapters.close()
         self._models.drop_segments()
         vars(self).pop("_model", None)
         del self._sampler, self._rows
         free_unused_memory(self._device)
 
     def _apply(self, plan: StepPlan) -> None:
-        if self._adapters is not None:
-            self._adapters.apply(plan)
+        self._adapters.apply(plan)
         self._rows.apply(plan)
         digest = self._rows.tables.digest
         if digest != plan.digest:
@@ -495,14 +486,6 @@ class ModelRunner:
             self._kv_cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             self._kv_cache.copy(to_device(plan.copies, self._device, torch.int64))
-
-    def _take_lora_reports(self, *, is_idle: bool) -> tuple[LoraReport, ...]:
-        if self._adapters is None:
-            return ()
-        reports = self._adapters.reports(is_idle=is_idle)
-        if is_idle:
-            self._comm.barrier()  # nothing else would keep rank 0 from running ahead of a rank that still reads
-        return reports
 
     def _compute(self, batch: Batch, result: StepResult) -> LaunchedStep:
         assert self._executor is not None, "allocate_cache must be called before the first step"
@@ -518,12 +501,11 @@ class ModelRunner:
 
         def compute(inputs: GraphInputs) -> Tensor:
             step = inputs.token_ids, inputs.positions, cache.layers, inputs.attention
-            if self._adapters is not None:
-                self._adapters.begin_step(inputs.lora)
+            self._adapters.begin_step(inputs.lora)
             hidden = self._model.forward(*step) if self._tap is None else self._tap.record(*step)
             if inputs.sampled_index is not None:
                 hidden = hidden.index_select(0, inputs.sampled_index)
-            return self._model.logits(hidden, None if inputs.lora is None else inputs.lora.sampled)
+            return self._model.logits(hidden, inputs.lora.sampled)
 
         graphs = StepGraphs(
             compute,
@@ -535,8 +517,7 @@ class ModelRunner:
         )
         self._stages.begin("record")
         graphs.record_all()
-        if self._adapters is not None:
-            self._adapters.begin_step(None)
+        self._adapters.begin_step(NO_ADAPTERS)
         self._stages.reset()
         return graphs
 

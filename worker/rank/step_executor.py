@@ -13,7 +13,7 @@ from ...proto.step import StepResult
 from ..attention import fixed_item_len, with_splits
 from ..graphs.graphs import StepGraphs
 from ..lora.adapters import RankAdapters
-from ..lora.step_adapters import make_groups
+from ..lora.step_adapters import NO_ADAPTERS, make_groups
 from ..memory.cache_engine import CacheEngine
 from ..memory.device_to_host import HostCopy
 from ..memory.host_to_device import to_device_once
@@ -39,7 +39,6 @@ class StepExecutor:
         rank: tensor-parallel rank; rank 0 alone copies tokens to the host.
         graphs: recorded steps; None if all steps are launched kernel by kernel.
         pooler: of models that embed or classify; None for others.
-        adapters: None without LoRA.
         speculator, tap: None without speculative decoding; tap, without a draft head.
         stages: those of the rank's steps.
     """
@@ -53,7 +52,7 @@ class StepExecutor:
     graphs: StepGraphs | None
     rows: DeviceRows
     sampler: Sampler
-    adapters: RankAdapters | None
+    adapters: RankAdapters
     speculator: Speculator | None
     tap: FeatureTap | None
     stages: StepStages
@@ -63,14 +62,12 @@ class StepExecutor:
         step = LaunchedStep(result)
         self.stages.begin("forward")
         self.cache.wait_for_swaps()
-        if self.adapters is not None:
-            self.adapters.begin_step(batch.lora)
+        self.adapters.begin_step(batch.lora)
         replayed = None if self.graphs is None else self.graphs.find_for(batch)
         logits = None if self.graphs is None else self.graphs.replay(batch)
         if logits is None:
             logits = self._forward(batch, step)
-        if self.adapters is not None:
-            self.adapters.begin_step(None)  # heads that draft share the embedding
+        self.adapters.begin_step(NO_ADAPTERS)  # heads that draft share the embedding
         self.rows.mark_computed(batch.rows, batch.lens)
         if logits is not None and batch.sampled_rows.size:
             self.stages.begin("sample")
@@ -111,7 +108,7 @@ class StepExecutor:
             return None
         if sampled_index is not None:
             hidden = hidden.index_select(0, sampled_index)
-        return self.model.logits(hidden, None if batch.lora is None else batch.lora.sampled)
+        return self.model.logits(hidden, batch.lora.sampled)
 
     def _logits_of_rows(self, hidden: Tensor, rows: IntArray) -> Tensor:
         """Return the logits of hidden states [n, E], each with its row's adapter."""
@@ -125,7 +122,7 @@ class StepExecutor:
         """
         is_tapped = self.tap is not None and self.tap.is_open
         reads_all = is_tapped or batch.scored is not None or batch.pooled is not None
-        if reads_all or batch.lora is not None or batch.sampled_index is None:
+        if reads_all or not batch.lora.is_empty or batch.sampled_index is None:
             return None
         if self.device.type != "cpu" or not self.model.supports_outputs:
             return None

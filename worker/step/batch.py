@@ -15,7 +15,7 @@ from ...kernels.latent_attention import ChunkBounds
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
 from ..attention import AttentionInputs, OwnTokens, split_groups, with_groups
-from ..lora.step_adapters import StepAdapters, make_step_adapters
+from ..lora.step_adapters import NO_ADAPTERS, StepAdapters, make_step_adapters
 from ..memory.host_to_device import to_device_together
 from ..pooling.pooler import PooledTokens, select_pooled_tokens
 from ..sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
@@ -47,7 +47,7 @@ class Batch:
         has_drafts: some rows have drafted tokens.
         sampled_index: [N] int64, indices of their last tokens among the T; None if these are all T tokens in order.
         scored: prompt tokens whose log-probabilities the step computes.
-        lora: the adapters of the tokens; None if no token has one.
+        lora: the adapters of the tokens.
         token_rows, token_positions: [T] int64 on the host, the row and the position of each token.
         row_ids, row_starts, row_lens: [n] on the host, the distinct rows in the order of their tokens, the position
             of each one's first token, and its number of tokens.
@@ -70,7 +70,7 @@ class Batch:
     row_ids: LongArray
     row_starts: IntArray
     row_lens: IntArray
-    lora: StepAdapters | None = None
+    lora: StepAdapters = NO_ADAPTERS
     pooled: PooledTokens | None = None
 
 

@@ -144,7 +144,7 @@ def test_slot_is_used_again_by_an_adapter_of_fewer_modules(
     engine.generate([sequence])
     references[1].check_greedy(prompt, sequence.generated)
     # A head that drafts shares the model's embedding, and computes other tokens between steps.
-    assert engine.runners[0]._adapters.layers.groups is None
+    assert engine.runners[0]._adapters.layers.step.is_empty
 
 
 def test_failed_load_is_reported_and_leaves_the_rank_working(

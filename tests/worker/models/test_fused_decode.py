@@ -22,7 +22,8 @@ from quire.proto.model.spec import DecoderSpec
 from quire.proto.step import RowSampling
 from quire.worker.attention import AttentionInputs, LayerCache
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.lora.layers import LoraLayers, PartFactors
+from quire.worker.lora.layers import NO_LORA, LoraLayers, PartFactors
+from quire.worker.lora.step_adapters import NO_ADAPTERS, StepAdapters
 from quire.worker.memory.cache_engine import QUANTIZED_DTYPES
 from quire.worker.models.llama import decoder as decoder_module
 from quire.worker.models.llama.decoder import Decoder
@@ -78,7 +79,7 @@ def make_decoder(make_model: Any) -> MakeDecoder:
         kind: str,
         dtype: torch.dtype = torch.float32,
         quantization: Quantization | None = None,
-        lora: LoraLayers | None = None,
+        lora: LoraLayers = NO_LORA,
     ) -> Decoder:
         folder = make_model(kind.split("-")[0], seed=3, **(SUPPORTED | UNSUPPORTED)[kind])
         spec = instance_of(DecoderSpec, check_supported(describe_model(folder, kind), 1))
@@ -181,10 +182,11 @@ def test_fused_decode_with_adapters_is_bit_identical_to_ops(
         parts = [random_factors(part, slot, index, dtype) for index, part in enumerate(layer.parts)]
         layer.put(slot, layer.pack(parts))
     for slots in ([0], [2, -1], [0, 2, 2, -1, 0, 0, 2]):
-        lora.groups = LoraGroups(*map(torch.from_numpy, group_tokens(np.array(slots, np.int32))))
+        groups = LoraGroups(*map(torch.from_numpy, group_tokens(np.array(slots, np.int32))))
+        lora.step = StepAdapters(groups)
         assert_equal_bits(decoder, dtype, dtype, [len(slots)])
     assert not torch.equal(hidden_of(decoder, dtype), without)
-    lora.groups = None
+    lora.step = NO_ADAPTERS
     assert torch.equal(hidden_of(decoder, dtype), without)
 
 

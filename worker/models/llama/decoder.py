@@ -116,8 +116,9 @@ class Decoder:
         rotated = {key: table.at(inputs.own(positions)) for key, table in self.rotary.items()}
         fused = self.fused_decode
         if fused is not None and fused.supports(len(hidden), inputs):
-            groups = None if self.lora is None else self.lora.groups
-            return fused.forward(hidden, list(rotated.values()), kv_caches, inputs, aux, groups)
+            return fused.forward(
+                hidden, list(rotated.values()), kv_caches, inputs, aux, self.lora.step.groups
+            )
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
         if self.temperature is not None:

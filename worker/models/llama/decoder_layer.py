@@ -168,8 +168,8 @@ class DecoderLayer:
         norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
         if self.peers is not None or not isinstance(self.attention, Attention):
             return None
-        own = self.attention.qkv.lora, self.attention.output.lora
-        is_mixture = isinstance(self.mlp, MixtureOfExperts) and not any(own)
+        adapted = self.attention.qkv.lora.factors or self.attention.output.lora.factors
+        is_mixture = isinstance(self.mlp, MixtureOfExperts) and not adapted
         if not isinstance(self.mlp, Mlp) and not is_mixture:
             return None
         mlp = self.mlp if isinstance(self.mlp, Mlp) else None
@@ -280,7 +280,7 @@ def make_dense_layer(
 
 def _layer_adapters(attention: Attention, mlp: Mlp) -> LayerAdapters | None:
     layers = attention.qkv, attention.output, mlp.gate_up, mlp.down
-    factors = [None if layer.lora is None else layer.lora.factors for layer in layers]
+    factors = [layer.lora.factors for layer in layers]
     return LayerAdapters(*factors) if any(factors) else None
 
 

@@ -55,15 +55,11 @@ class ExpertRouter:
             logits = F.linear(x.float(), self.weight.float(), bias)
         else:
             logits = F.linear(x, self.weight, self.bias)
-        self._add_adapters(logits, x)
-        return self._choice.choose(logits, self.correction)
-
-    def _add_adapters(self, logits: Tensor, x: Tensor) -> None:
-        """Add the adapters' outputs to the logits, [T, X] of the model's dtype or float32, in place."""
-        if self.lora is not None and self.lora.is_active:
+        if self.lora.is_active:
             part = torch.zeros_like(logits, dtype=x.dtype)
             self.lora.add(part, x)
-            logits += part
+            logits += part  # of the model's dtype or float32
+        return self._choice.choose(logits, self.correction)
 
 
 class ExpertChoice:

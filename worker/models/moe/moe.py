@@ -185,8 +185,7 @@ class SharedExperts:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
         inner = self.gate_up.forward_gated(x, self.gate)
         y = self.down.multiply(inner)
-        if self.lora is not None:
-            self.lora.add(y, inner)
+        self.lora.add(y, inner)
         return y if self.token_gate is None else y.mul_(F.linear(x, self.token_gate).sigmoid())
 
 
@@ -246,7 +245,7 @@ def read_experts(
     if experts.interleaved:
         biases = read_expert_biases(load, experts, hidden_size, block)
     # Experts with adapters are multiplied one by one, by ops that would dequantize each in every step.
-    keep_codes = load.lora is None
+    keep_codes = not load.lora.num_slots
     layers = ExpertLayers(
         [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
         [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],

@@ -11,7 +11,8 @@ from torch import Tensor
 from quire.kernels.activation import GatedActivation
 from quire.kernels.linear import PackedWeight
 from quire.worker.lora.expert_adapters import ExpertAdapters
-from quire.worker.lora.layers import ExpertStack, LoraLayers, PartFactors
+from quire.worker.lora.layers import ExpertStack, LoraLayer, LoraLayers, PartFactors
+from quire.worker.lora.step_adapters import StepAdapters
 from quire.worker.models.moe.moe import ExpertLayers, adapt_experts, group_experts
 from quire.worker.weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from quire.worker.weights.weight_slice import WeightSlice
@@ -50,7 +51,7 @@ def make_adapted(count: int, hidden: int, inner: int) -> tuple[ExpertLayers, Exp
             for index in range(count)
         ]
         layer = lora.add_experts(slices, ExpertStack("mlp.experts", name, count))
-        assert layer is not None
+        assert isinstance(layer, LoraLayer)
         for slot in range(2):
             own = [
                 None
@@ -79,7 +80,7 @@ def merged(layers: ExpertLayers, adapters: ExpertAdapters, slot: int) -> ExpertL
     """Return the experts with the adapter of a slot added to their weights."""
     weights = []
     for own, layer in ((layers.gate_up, adapters.gate_up), (layers.down, adapters.down)):
-        assert layer is not None
+        assert isinstance(layer, LoraLayer)
         factors, count = layer.factors, layer.num_experts
         updates = []
         for expert in range(count):
@@ -109,7 +110,7 @@ def test_experts_with_adapters_equal_merged_experts(scaled_inputs: bool) -> None
     expert_ids = torch.randn(23, 5).topk(2).indices
     alone = layers.forward(x, factors, expert_ids)
     slots = torch.randint(-1, 2, (23,), dtype=torch.int32)
-    lora.token_slots = slots
+    lora.step = StepAdapters(token_slots=slots)
     grouped = group_experts(layers, adapters)
     assert grouped is not None
     found = adapt_experts(layers, layers, adapters).forward(x, factors, expert_ids)
