@@ -9,9 +9,9 @@ from ....kernels.norm import rms_norm
 from ....proto.model.spec import DecoderSpec, Experts
 from ..load_context import LoadContext
 from ..mlp import Mlp
-from .adapted_experts import AdaptedExperts
+from .expert_layers import AdaptedExperts, ExpertLayers
 from .expert_routing import ExpertChoice
-from .moe import ExpertLayers, read_experts
+from .moe import read_experts
 
 
 class ScaledRouter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,64 +15,13 @@ from ....kernels.panel_experts import PanelExperts, supports
 from ....proto.model.spec import Experts
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.expert_weights import stack_experts
-from ...weights.linear_weight import LinearWeight, panel_weight, without_codes
+from ...weights.linear_weight import panel_weight, without_codes
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, Projection
 from ..load_context import LoadContext
-from .adapted_experts import AdaptedExperts, ExpertsForward
+from .expert_layers import AdaptedExperts, ExpertLayers, ExpertsForward
 from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
 from .expert_routing import ExpertRouter
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLayers:
-    """The experts' layers one by one: for experts that neither kernels nor C++ ops multiply at once.
-
-    Attributes:
-        gate_up, down: of each of this rank's X experts.
-        activation: [T, 2 I] -> [T, I].
-        num_experts: of all ranks.
-        first_expert: index of this rank's first one.
-        gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
-        scaled_inputs: as in Experts.
-    """
-
-    gate_up: Sequence[LinearWeight]
-    down: Sequence[LinearWeight]
-    activation: GatedActivation
-    num_experts: int
-    first_expert: int = 0
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    scaled_inputs: bool = False
-
-    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
-        """Return the sum of this rank's experts' results, [T, E]; reads the number of each's tokens on the host.
-
-        Args:
-            x: [T, E].
-            factors, expert_ids: [T, per_token], of each token's experts, which may be those of other ranks.
-        """
-        per_token = expert_ids.shape[1]
-        factors, expert_ids = factors.to(x.dtype).view(-1, 1), expert_ids.flatten()
-        counts = expert_ids.bincount(minlength=self.num_experts).tolist()
-        y = torch.zeros_like(x)
-        # Choices sorted by expert; choice i was made by token i // per_token.
-        by_expert = expert_ids.argsort(stable=True).split_with_sizes(counts)
-        for index, own in enumerate(by_expert[self.first_expert :][: len(self.down)]):
-            if len(own):
-                tokens = own // per_token
-                y.index_add_(0, tokens, self._run_expert(index, x[tokens], factors[own]))
-        return y
-
-    def _run_expert(self, index: int, x: Tensor, factors: Tensor) -> Tensor:
-        if self.scaled_inputs:
-            x = x * factors
-        gate_up_bias = None if self.gate_up_bias is None else self.gate_up_bias[index]
-        down_bias = None if self.down_bias is None else self.down_bias[index]
-        inner = self.activation(self.gate_up[index].multiply(x, gate_up_bias))
-        out = self.down[index].multiply(inner, down_bias)
-        return out if self.scaled_inputs else out.mul_(factors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,29 +214,9 @@ def read_experts(
         if grouped is not None:
             return grouped
     plain = panel_experts(layers, load.dtype) or dequantize_experts(layers)
-    return plain if adapters is None else adapt_experts(layers, plain, adapters)
+    return plain if adapters is None else AdaptedExperts(plain, adapters, layers)
 
 
 def are_separate(experts: ExpertsForward) -> bool:
     """Return whether the experts of tokens without an adapter are multiplied one by one."""
     return isinstance(experts.plain if isinstance(experts, AdaptedExperts) else experts, ExpertLayers)
-
-
-def adapt_experts(layers: ExpertLayers, plain: ExpertsForward, adapters: ExpertAdapters) -> AdaptedExperts:
-    """Return the layers for tokens with and without adapters.
-
-    Args:
-        plain: computes the layers for tokens without.
-    """
-    return AdaptedExperts(
-        plain,
-        adapters,
-        layers.gate_up,
-        layers.down,
-        layers.activation,
-        layers.num_experts,
-        layers.first_expert,
-        layers.gate_up_bias,
-        layers.down_bias,
-        layers.scaled_inputs,
-    )

@@ -21,7 +21,8 @@ from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import Communicator
 from quire.worker.models.llama.decoder import Decoder
 from quire.worker.models.load_context import LoadContext
-from quire.worker.models.moe.moe import ExpertLayers, MixtureOfExperts
+from quire.worker.models.moe.expert_layers import ExpertLayers
+from quire.worker.models.moe.moe import MixtureOfExperts
 from quire.worker.weights.checkpoint import Checkpoint
 
 GREEDY = RowSampling(temperature=0.0)

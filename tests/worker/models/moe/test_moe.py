@@ -13,7 +13,8 @@ from quire.kernels.linear import PackedWeight
 from quire.worker.lora.expert_adapters import ExpertAdapters
 from quire.worker.lora.layers import ExpertStack, LoraLayer, LoraLayers, PartFactors
 from quire.worker.lora.step_adapters import StepAdapters
-from quire.worker.models.moe.moe import ExpertLayers, adapt_experts, group_experts
+from quire.worker.models.moe.expert_layers import AdaptedExperts, ExpertLayers
+from quire.worker.models.moe.moe import group_experts
 from quire.worker.weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from quire.worker.weights.weight_slice import WeightSlice
 
@@ -113,7 +114,7 @@ def test_experts_with_adapters_equal_merged_experts(scaled_inputs: bool) -> None
     lora.step = StepAdapters(token_slots=slots)
     grouped = group_experts(layers, adapters)
     assert grouped is not None
-    found = adapt_experts(layers, layers, adapters).forward(x, factors, expert_ids)
+    found = AdaptedExperts(layers, adapters, layers).forward(x, factors, expert_ids)
     for slot, experts in enumerate(merged(layers, adapters, slot) for slot in range(2)):
         expected = experts.forward(x, factors, expert_ids)[slots == slot]
         assert not torch.allclose(expected, alone[slots == slot], rtol=0.1)
