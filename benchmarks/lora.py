@@ -80,7 +80,7 @@ def engine_config(folder: str, rank: int) -> EngineConfig:
 @torch.inference_mode()
 def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
     """Return way |-> seconds of a decode step of all rows, the mean of the fastest quarter."""
-    adapters = runner._adapters
+    model, adapters = runner.memory.loaded.model, runner.memory.loaded.adapters
     for slot in range(NUM_ADAPTERS):
         for layer in adapters.layers:
             parts = [random_part(part.outputs[1], part.inputs[1], rank) for part in layer.parts]
@@ -110,8 +110,8 @@ def measure(runner: ModelRunner, rank: int, rounds: int) -> dict[str, float]:
             step = inputs_of[way]
             adapters.begin_step(step)
             started = time.perf_counter()
-            hidden = runner._model.forward(tokens, positions, runner._kv_cache.layers, attention)
-            runner._model.logits(hidden, step.sampled)
+            hidden = model.forward(tokens, positions, runner.memory.kv.cache.layers, attention)
+            model.logits(hidden, step.sampled)
             if index >= 2:  # the first steps touch memory for the first time
                 times[way].append(time.perf_counter() - started)
     return {way: statistics.mean(sorted(each)[: max(1, rounds // 4)]) for way, each in times.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from ..kernels.attention_variant import PLAIN, AttentionVariant
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, DecodeSplits, split_decodes
-from ..kernels.flash_attention import ChunkAttention
+from ..kernels.flash_attention import ChunkAttention, FlashAttention, load_flash_attention
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from ..kernels.sparse_latent import SelectedTokens
 from ..proto.config import ParallelConfig
+from ..proto.errors import ConfigError, first_line
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,3 +217,36 @@ def paged_attention(
         attend_chunks = kv_cache.attend_chunks or paged_prefill_attention
         parts.append(attend_chunks(q[split:], *chunks))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def load_chunk_attention(backend: str) -> FlashAttention | None:
+    """Return another library's attention of chunks. Returns None for that of quire.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    if backend == "triton":
+        return None
+    try:
+        return load_flash_attention()
+    except ImportError as error:
+        raise ConfigError(
+            f"attention_backend is {backend!r}, but {first_line(error)}; install FlashAttention 3 or leave the "
+            "option out"
+        ) from error
+
+
+def log_chunk_attention(attention: FlashAttention | None) -> None:
+    """Log what computed the attention of prompts in the steps that have run so far, on every layer."""
+    if attention is None:
+        _log.info("attention of prompts: Triton kernels")
+        return
+    reason = ", ".join(sorted(attention.unsupported)) or "latents"
+    if not attention.num_calls:
+        _log.warning(
+            "attention of prompts: Triton kernels, since FlashAttention 3 does not support %s", reason
+        )
+    elif attention.unsupported:
+        _log.info("attention of prompts: FlashAttention 3; Triton kernels in layers with %s", reason)
+    else:
+        _log.info("attention of prompts: FlashAttention 3")

@@ -12,7 +12,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
-from quire.worker.graphs.graph_backend import CudaGraphs
+from quire.worker.graphs.graphs import CudaGraphs
 from quire.worker.rank.device import compute_device, on_device
 
 _HOST = "127.0.0.1"

@@ -25,7 +25,7 @@ from ...scheduler.service.worker_group import Rebuilt
 from ...worker.comm.communicator import SingleRank
 from ...worker.rank.device import compute_device, on_device
 from ...worker.rank.runner import ModelRunner
-from ...worker.step.launched_step import LaunchedStep
+from ...worker.rank.step_executor import LaunchedStep
 from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
 from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle

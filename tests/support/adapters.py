@@ -129,7 +129,7 @@ def put_adapters(engine: Any, paths: list[Path]) -> None:
     """Read adapters on all ranks, and put adapter i into slot i."""
     engine.step(load_plan(1, 0, paths))
     for runner in engine.runners:
-        adapters: RankAdapters = runner._adapters
+        adapters: RankAdapters = runner.memory.loaded.adapters
         while len(adapters.store) < len(paths):
             reports = adapters.store.take_reports(60)
             assert [report.error for report in reports] == [""] * len(reports)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from quire.worker.graphs.graph_backend import Recording
+from quire.worker.graphs.graphs import Recording
 
 # Operations that read a value back, for which a device would have to wait.
 _READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")

@@ -67,7 +67,7 @@ def load_runner(config: EngineConfig, inherited: Sequence[SegmentAddress] = ()) 
 @torch.inference_mode()
 def logits_of(runner: ModelRunner) -> Tensor:
     """Return the logits of a short prompt and of the token after it."""
-    model, cache = runner._model, runner._kv_cache
+    model, cache = runner.memory.loaded.model, runner.memory.kv.cache
     block_size = cache.layers[0].blocks.shape[-2]
     positions = torch.arange(_NUM_TOKENS + 1)
     tables = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)

@@ -24,7 +24,7 @@ from quire.proto.config import EngineConfig
 from quire.proto.lora import NO_SLOT
 from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
-from quire.worker.graphs.graph_backend import GraphBackend
+from quire.worker.graphs.graphs import GraphBackend
 from quire.worker.rank.runner import ModelRunner
 
 
@@ -213,8 +213,8 @@ class Engine:
     def divide_blocks(self, num_blocks: int) -> None:
         """Number the blocks of data-parallel ranks as a scheduler does that knows of fewer than there are."""
         for runner in self.runners:
-            if runner._rows.partition is not None:
-                runner._rows.partition = replace(runner._rows.partition, num_blocks=num_blocks)
+            if runner.memory.rows.partition is not None:
+                runner.memory.rows.partition = replace(runner.memory.rows.partition, num_blocks=num_blocks)
 
     def on_all(self, function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
         """Call the function with each rank's argument, on threads of the ranks; raise the first error.
@@ -263,7 +263,7 @@ class Engine:
     def lose_blocks(self, block_ids: Sequence[int] | None = None) -> None:
         """Overwrite free blocks, or all, with NaN: nothing may read them before they are written again."""
         for runner in self.runners:
-            for part in runner._kv_cache._parts:
+            for part in runner.memory.kv.cache._parts:
                 if part.dtype.itemsize > 1:  # of quantized numbers the scales are lost
                     for block_id in range(part.shape[1]) if block_ids is None else block_ids:
                         part[:, block_id].fill_(torch.nan)
@@ -292,7 +292,7 @@ def make_engine() -> Any:
     yield make
     with pytest.MonkeyPatch.context() as patch:
         # Collects garbage, which took 0.4 s per engine. It is collected after the module.
-        patch.setattr("quire.worker.rank.runner.free_unused_memory", lambda device: None)
+        patch.setattr("quire.worker.rank.rank_memory.free_unused_memory", lambda device: None)
         for engine in engines:
             engine.close()
 

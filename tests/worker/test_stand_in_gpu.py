@@ -339,7 +339,7 @@ def test_reset_rank_keeps_its_blocks_unless_another_one_is_new(
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
     with installed(monkeypatch, stand_in=find_twin):
         (runner,) = make_engine(folder, device="cuda", **settings).runners
-        (layer,) = runner._kv_cache.layers
+        (layer,) = runner.memory.kv.cache.layers
         before = layer.blocks.fill_(7.0).cpu()[1:]
         runner.reset(has_new_ranks=False)
         assert torch.equal(layer.blocks.cpu()[1:], before)

@@ -51,7 +51,7 @@ def test_triton_kernels_give_tokens_of_twins(
         ]
         engine = make_engine(folder, device=device)
         for runner in engine.runners:
-            runner._model.fused_decode = None  # native: decodes would reach no kernel on a CPU
+            runner.memory.loaded.model.fused_decode = None  # native: decodes would reach no kernel on a CPU
         engine.generate(sequences, chunk_len=8)
         return [sequence.generated for sequence in sequences]
 

@@ -15,18 +15,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ...kernels.decode_splits import split_decodes
+from ...kernels.workspace import workspaces
 from ...proto.config import EngineConfig
 from ...proto.errors import first_line
 from ..attention import AttentionInputs, OwnTokens, with_groups
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters
 from ..step.batch import Batch
 from .graph_adapters import GraphAdapters
-from .graph_backend import GraphBackend, Recording
 from .graph_shapes import (
     NUM_CHUNKS,
     GraphShape,
@@ -40,6 +41,60 @@ from .graph_shapes import (
 NO_SLOT = -1
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A recorded computation.
+
+    Attributes:
+        output: result, overwritten by each replay.
+        workspaces: memory whose addresses were recorded; kept as long as the recording.
+    """
+
+    replay: Callable[[], None]
+    output: Tensor
+    workspaces: tuple[Tensor, ...] = ()
+
+
+class GraphBackend(Protocol):
+    """Recorder of the device operations of a function."""
+
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Execute `compute`, as a step would, for what cannot be done while recording."""
+        ...
+
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
+        """Record `compute`, without executing it, after `warm_up`.
+
+        Raises:
+            RuntimeError: the device cannot, for example because `compute` synchronizes.
+        """
+        ...
+
+
+class CudaGraphs:
+    """CUDA graphs that share a memory pool; no two of them may run at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, compute: Callable[[], Tensor]) -> None:
+        """Compile the kernels and allocate their workspaces."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            compute()
+        current.wait_stream(self._stream)
+
+    def record(self, compute: Callable[[], Tensor]) -> Recording:
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads, such as NCCL's watchdog, may query the device during the capture.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            output = compute()
+        return Recording(graph.replay, output, workspaces(self._device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +179,27 @@ class GraphInputs:
     lora: StepAdapters = NO_ADAPTERS
 
 
+class Replay(NamedTuple):
+    """A step that was replayed.
+
+    Attributes:
+        logits: [N, V] of the step's sampled rows, by row; the next replay overwrites them.
+        num_decodes: decodes of the graph, with padding.
+    """
+
+    logits: Tensor
+    num_decodes: int
+
+
+class NoGraphs:
+    """Stands in for StepGraphs if no steps are recorded."""
+
+    shapes = ()
+
+    def replay(self, batch: Batch) -> None:
+        """Return None: there is no graph for the step."""
+
+
 class StepGraphs:
     """Graphs of one rank's steps.
 
@@ -185,20 +261,17 @@ class StepGraphs:
         shapes = (*self._decode_shapes, *self._mixed_shapes, *self._adapted_shapes)
         return [shape for shape in shapes if shape in self._recordings]
 
-    def replay(self, batch: Batch) -> Tensor | None:
-        """Return the logits [N, V] of the step's sampled rows, by row; none if no row samples.
-
-        The next replay overwrites them. Returns None if there is no graph for the step.
-        """
-        shape = self.find_for(batch)
+    def replay(self, batch: Batch) -> Replay | None:
+        """Replay the step's graph. Returns None if there is no graph for the step."""
+        shape = self._find_for(batch)
         if shape is None:
             return None
         self._copy_inputs(batch, shape)
         recording = self._recordings[shape]
         recording.replay()
-        return recording.output[: len(batch.sampled_rows)]
+        return Replay(recording.output[: len(batch.sampled_rows)], shape.num_decodes)
 
-    def find_for(self, batch: Batch) -> GraphShape | None:
+    def _find_for(self, batch: Batch) -> GraphShape | None:
         """Return the shape of the graph that replays a batch. Returns None if there is none."""
         num_decodes, num_sampled = batch.num_decodes, len(batch.sampled_rows)
         num_chunks = len(batch.rows) - num_decodes

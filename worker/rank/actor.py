@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from ..comm.communicator import Communicator, ReplaceableGroup
-    from ..step.launched_step import LaunchedStep
     from .runner import ModelRunner
+    from .step_executor import LaunchedStep
 
 _LOOPBACK = "127.0.0.1"
 # For a rank to leave its group, whose collectives may wait for a rank that has ended.
@@ -159,8 +159,7 @@ class WorkerActor:
 
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
         """Return the segments that hold the weights in use; see ModelRunner."""
-        assert self._runner is not None
-        return self._runner.weight_segments
+        return self._loaded.weight_segments
 
     def rejoin(self, store: tuple[str, int] | None, *, has_new_ranks: bool) -> RankStatus:
         """Join a new group with the weights in place and empty rows.
@@ -171,12 +170,11 @@ class WorkerActor:
             store: see `load`.
             has_new_ranks: ranks were replaced; otherwise the content of the KV blocks stays.
         """
-        assert self._runner is not None
         with on_device(self._device):
             self._stage = "join"
             if self._group is not None and store is not None:
                 self._group.replace(self._join(*store))
-            self._runner.reset(has_new_ranks=has_new_ranks)
+            self._loaded.reset(has_new_ranks=has_new_ranks)
         self._stage = "ready"
         return self.status()
 
@@ -218,9 +216,8 @@ class WorkerActor:
         On a GPU a step is run, whose collectives wait for all ranks: call it when every rank has loaded. Ranks load
         at different speeds, and NCCL's watchdog ends a rank that waits too long.
         """
-        assert self._runner is not None
         with self._start_log.recording(), on_device(self._device):
-            return self._runner.num_blocks_that_fit()
+            return self._loaded.num_blocks_that_fit()
 
     def bytes_read(self) -> tuple[int, int]:
         """Return the bytes of weights read so far, and the total for this rank."""
@@ -228,9 +225,8 @@ class WorkerActor:
 
     def allocate(self, num_blocks: int) -> float:
         """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
-        assert self._runner is not None
         with self._start_log.recording(), on_device(self._device):
-            rate = self._runner.allocate_cache(num_blocks)
+            rate = self._loaded.allocate_cache(num_blocks)
         self._is_loaded = True
         return rate
 
@@ -251,16 +247,14 @@ class WorkerActor:
         Returns:
             the segment that holds the KV cache; see ModelRunner.
         """
-        assert self._runner is not None
         with on_device(self._device):
-            self._runner.allocate_cache(num_blocks, touches_pages=False, inherited=inherited)
+            self._loaded.allocate_cache(num_blocks, touches_pages=False, inherited=inherited)
         self._is_loaded = True
-        return self._runner.kv_segment
+        return self._loaded.kv_segment
 
     def kv_segment(self) -> SegmentAddress | None:
         """Return the segment that holds the KV cache; see ModelRunner."""
-        assert self._runner is not None
-        return self._runner.kv_segment
+        return self._loaded.kv_segment
 
     def run(self, address: ChannelAddress) -> None:
         """Execute the channel's plans until the sender closes it.
@@ -283,11 +277,10 @@ class WorkerActor:
         return RankStatus(self._rank, os.getpid(), socket.gethostname(), str(self._device), stage)
 
     def _run(self, address: ChannelAddress) -> None:
-        assert self._runner is not None
         receiver = self._receiver = StepReceiver(address, self._rank)
         serve = self._serve if self._device.type == "cpu" else self._serve_ahead
         try:
-            serve(receiver, self._runner)
+            serve(receiver, self._loaded)
         finally:
             self._receiver = None
             receiver.close()
@@ -368,6 +361,11 @@ class WorkerActor:
             )
         finally:
             self._waits_for_device = False
+
+    @property
+    def _loaded(self) -> ModelRunner:
+        assert self._runner is not None, "the rank has not loaded"
+        return self._runner
 
     @property
     def _rank(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -9,26 +10,94 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
-from ...proto.step import StepResult
+from ...proto.errors import RankFailed, in_one_line
+from ...proto.step import Logprobs, StepResult
 from ..attention import fixed_item_len, with_splits
-from ..graphs.graphs import StepGraphs
-from ..lora.adapters import RankAdapters
+from ..graphs.graphs import NoGraphs, StepGraphs
 from ..lora.step_adapters import NO_ADAPTERS, make_groups
 from ..memory.cache_engine import CacheEngine
 from ..memory.device_to_host import HostCopy
 from ..memory.host_to_device import to_device_once
-from ..models.loader import Model
 from ..models.output_tokens import OutputTokens, select_output_tokens
-from ..pooling.pooler import Pooler
+from ..pooling.pooler import LaunchedVectors
 from ..sampling.prompt_logprobs import compute_prompt_logprobs
-from ..sampling.sampler import Sampler
-from ..speculation.feature_tap import FeatureTap
-from ..speculation.speculator import Speculator
+from ..sampling.sampler import SampledLogprobs, Sampler
 from ..speculation.verification import verify
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
-from ..step.launched_step import LaunchedStep
-from ..step.step_stages import IDLE, StepStages
+from .loaded_model import LoadedModel
+
+IDLE = "idle"
+
+
+class StepStages:
+    """The present stage of a rank's steps.
+
+    Attributes:
+        stage: ``idle`` between steps. Other threads may read it. After a failure it keeps the stage that failed.
+        times: seconds of the stages of the present step, in the result's own dictionary; on a GPU the time to launch
+            them, except where the host waits.
+    """
+
+    def __init__(self) -> None:
+        self.stage = IDLE
+        self.times: dict[str, float] = {}
+        self._began_at = 0.0
+
+    def begin_step(self) -> dict[str, float]:
+        """Return the dictionary that gets the times of the next step's stages."""
+        self.times = {}
+        return self.times
+
+    def begin(self, stage: str) -> None:
+        """End the present stage, and begin another one; ``idle`` counts no time."""
+        now = time.perf_counter()
+        if self.stage != IDLE:
+            self.times[self.stage] = self.times.get(self.stage, 0.0) + now - self._began_at
+        self.stage, self._began_at = stage, now
+
+    def reset(self) -> None:
+        """Be idle, after a failure too."""
+        self.stage = IDLE
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A launched step of one rank; it is filled in while it is launched.
+
+    Attributes:
+        launched: the result, without what the device has still to compute.
+        copied: the token ids, and the four tensors of log-probabilities if there are any; None if no row samples, and
+            on ranks other than 0.
+        logprobs: of the sampled tokens.
+        vectors: of the pooled rows whose prompts are complete; None if there are none, and on ranks other than 0.
+    """
+
+    launched: StepResult
+    copied: HostCopy | None = None
+    logprobs: SampledLogprobs | None = None
+    vectors: LaunchedVectors | None = None
+
+    def result(self) -> StepResult:
+        """Wait until the device has computed the tokens, and return them. On a CPU they are there already.
+
+        Raises:
+            RankFailed: a kernel failed.
+        """
+        result = self.launched
+        try:
+            if self.vectors is not None:
+                result.pooled = self.vectors.wait()
+            if self.copied is None:
+                return result
+            result.token_ids, *columns = self.copied.wait()
+        except RuntimeError as error:
+            raise RankFailed(
+                self.launched.rank, in_one_line(error), self.launched.step_id, "device", is_step_error=True
+            ) from error
+        if self.logprobs is not None:
+            result.logprobs = Logprobs(self.logprobs.index, *columns)
+        return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,46 +106,36 @@ class StepExecutor:
 
     Attributes:
         rank: tensor-parallel rank; rank 0 alone copies tokens to the host.
-        graphs: recorded steps; None if all steps are launched kernel by kernel.
-        pooler: of models that embed or classify; None for others.
-        speculator, tap: None without speculative decoding; tap, without a draft head.
+        graphs: recorded steps; others are launched kernel by kernel.
         stages: those of the rank's steps.
     """
 
     config: EngineConfig
     rank: int
     device: torch.device
-    model: Model
-    pooler: Pooler | None
+    loaded: LoadedModel
     cache: CacheEngine
-    graphs: StepGraphs | None
+    graphs: StepGraphs | NoGraphs
     rows: DeviceRows
     sampler: Sampler
-    adapters: RankAdapters
-    speculator: Speculator | None
-    tap: FeatureTap | None
     stages: StepStages
 
     def launch(self, batch: Batch, result: StepResult) -> LaunchedStep:
         """Launch a step, whose result is `result` when the device has computed it."""
-        step = LaunchedStep(result)
+        step, adapters = LaunchedStep(result), self.loaded.adapters
         self.stages.begin("forward")
         self.cache.wait_for_swaps()
-        self.adapters.begin_step(batch.lora)
-        replayed = None if self.graphs is None else self.graphs.find_for(batch)
-        logits = None if self.graphs is None else self.graphs.replay(batch)
-        if logits is None:
-            logits = self._forward(batch, step)
-        self.adapters.begin_step(NO_ADAPTERS)  # heads that draft share the embedding
+        adapters.begin_step(batch.lora)
+        replay = self.graphs.replay(batch)
+        logits = self._forward(batch, step) if replay is None else replay.logits
+        adapters.begin_step(NO_ADAPTERS)  # heads that draft share the embedding
         self.rows.mark_computed(batch.rows, batch.lens)
         if logits is not None and batch.sampled_rows.size:
             self.stages.begin("sample")
             self._sample(batch, logits, step)
         self.stages.begin(IDLE)
-        if self.tap is not None and self.tap.is_open and self.speculator is not None:
-            # Without a stage of its own: 3 us in most steps.
-            features = self.tap.take(batch, None if replayed is None else replayed.num_decodes)
-            self.speculator.record(batch, features)
+        # Without a stage of its own: 3 us in most steps.
+        self.loaded.tap.end_step(batch, None if replay is None else replay.num_decodes)
         return step
 
     def _forward(self, batch: Batch, step: LaunchedStep) -> Tensor | None:
@@ -86,18 +145,13 @@ class StepExecutor:
         attention = with_splits(
             batch.attention, self.config.cache.block_size, fixed_item_len(self.config.parallel)
         )
-        step_inputs = batch.token_ids, batch.positions, self.cache.layers, attention
+        hidden = self.loaded.forward(batch.token_ids, batch.positions, self.cache.layers, attention, outputs)
         if outputs is not None:
-            hidden = self.model.forward(*step_inputs, outputs=outputs)
             sampled_index = outputs.sampled_index
-        elif self.tap is not None and self.tap.is_open:
-            hidden = self.tap.forward(*step_inputs)
-        else:
-            hidden = self.model.forward(*step_inputs)
         is_first = self.rank == 0
         if batch.pooled is not None and is_first:  # every rank has all hidden states
-            assert self.pooler is not None, "the model has no pooling"
-            step.vectors = self.pooler.pool(batch.pooled, hidden)
+            assert self.loaded.pooler is not None, "the model has no pooling"
+            step.vectors = self.loaded.pooler.pool(batch.pooled, hidden)
         if batch.scored is not None:
             scores = compute_prompt_logprobs(
                 batch.scored, hidden, self.rows.token_ids, self._logits_of_rows, self.sampler
@@ -108,11 +162,11 @@ class StepExecutor:
             return None
         if sampled_index is not None:
             hidden = hidden.index_select(0, sampled_index)
-        return self.model.logits(hidden, batch.lora.sampled)
+        return self.loaded.model.logits(hidden, batch.lora.sampled)
 
     def _logits_of_rows(self, hidden: Tensor, rows: IntArray) -> Tensor:
         """Return the logits of hidden states [n, E], each with its row's adapter."""
-        return self.model.logits(hidden, make_groups(self.rows.lora_slots[rows], self.device))
+        return self.loaded.model.logits(hidden, make_groups(self.rows.lora_slots[rows], self.device))
 
     def _output_tokens(self, batch: Batch) -> OutputTokens | None:
         """Return the only tokens of the step whose hidden states are needed. Returns None for all.
@@ -120,11 +174,10 @@ class StepExecutor:
         Adapters refer to tokens by their indices in the step. On a GPU all are computed, since chunks of one token
         could need kernel variants that are not compiled yet.
         """
-        is_tapped = self.tap is not None and self.tap.is_open
-        reads_all = is_tapped or batch.scored is not None or batch.pooled is not None
+        reads_all = self.loaded.tap.is_open or batch.scored is not None or batch.pooled is not None
         if reads_all or not batch.lora.is_empty or batch.sampled_index is None:
             return None
-        if self.device.type != "cpu" or not self.model.supports_outputs:
+        if self.device.type != "cpu" or not self.loaded.model.supports_outputs:
             return None
         return select_output_tokens(batch.sampled_index, len(batch.token_ids), batch.attention)
 

@@ -1,62 +1,87 @@
-"""FeatureTap: takes the hidden states that a draft head reads from the target model's forward pass."""
+"""FeatureTap: hands the hidden states of the target model's forward passes to a draft head."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..attention import AttentionInputs, LayerCache
+from ...proto.step import StepPlan
 from ..models.aux_states import AuxStates
-from ..models.loader import Model
 from ..step.batch import Batch
+from .head_proposer import HeadProposer
 
 
 class FeatureTap:
-    """Runs the model, and keeps the hidden states of one step.
+    """Keeps the hidden states of one step for a draft head, and nothing without a head.
 
     Args:
         layers: as DraftHead.aux_layers.
         max_graph_tokens: tokens of the largest recorded step.
 
     Attributes:
+        head: gets the hidden states; None without one.
         is_open: keep the hidden states of the following steps. Recorded steps always keep them.
     """
 
-    def __init__(self, model: Model, layers: frozenset[int], max_graph_tokens: int) -> None:
-        self.is_open = True
-        self._model, self._layers = model, layers
+    def __init__(
+        self,
+        head: HeadProposer | None = None,
+        layers: frozenset[int] = frozenset(),
+        max_graph_tokens: int = 0,
+    ) -> None:
+        self.head = head
+        self.is_open = self._keeps_states = head is not None  # the latter: of the last plan
+        self._layers = layers
         self._max_graph_tokens = max_graph_tokens
         self._features: Tensor | None = None
         self._buffer: Tensor | None = None  # of all graphs
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
-    ) -> Tensor:
-        """Return the hidden states after the last norm, [T, E], as Model.forward does; only if the tap is open."""
-        aux = AuxStates(self._layers) if self._layers else None
-        hidden = self._model.forward(token_ids, positions, kv_caches, inputs, aux)
-        self._features = hidden if aux is None else aux.join()
-        return hidden
+    def begin_step(self, plan: StepPlan) -> None:
+        """Open or close the tap for a plan whose tokens are drafted."""
+        if self.head is None or not (plan.keeps_states or self._keeps_states):
+            return
+        if not plan.keeps_states:
+            self.head.drop_states()
+        self.is_open = plan.keeps_states and self.head.wants_features
+        self._keeps_states = plan.keeps_states
 
-    def record(
-        self, token_ids: Tensor, positions: Tensor, kv_caches: list[LayerCache], inputs: AttentionInputs
-    ) -> Tensor:
-        """Run a step that is being recorded as `forward` does; its replays write the hidden states to a buffer."""
-        self.is_open = True
-        hidden = self.forward(token_ids, positions, kv_caches, inputs)
-        assert self._features is not None
+    def make_aux(self) -> AuxStates | None:
+        """Return what the forward pass of all tokens is to collect for `keep`, if anything."""
+        return AuxStates(self._layers) if self.is_open and self._layers else None
+
+    def keep(self, hidden: Tensor, aux: AuxStates | None) -> None:
+        """Keep the hidden states of a forward pass, if the tap is open.
+
+        Args:
+            hidden: [T, E], its result.
+        """
+        if self.is_open:
+            self._features = hidden if aux is None else aux.join()
+
+    def keep_replayed(self) -> None:
+        """Let the replays of a step that is being recorded write what `keep` got to a buffer."""
+        if self._features is None:
+            return
         if self._buffer is None:
             self._buffer = self._features.new_empty(self._max_graph_tokens, self._features.shape[1])
         self._buffer[: len(self._features)].copy_(self._features)
-        return hidden
 
-    def take(self, batch: Batch, num_replayed_decodes: int | None) -> Tensor:
-        """Return the hidden states of the step's tokens, [T, F]; only if the tap is open.
+    def end_step(self, batch: Batch, num_replayed_decodes: int | None) -> None:
+        """Give the head the hidden states of a step, whose sampled tokens the rows have, if the tap is open.
 
         Args:
             num_replayed_decodes: decodes of the graph that computed the step, with padding; None if it was not
                 replayed.
         """
+        if self.is_open and self.head is not None:
+            self.head.record(batch, self._features_of(batch, num_replayed_decodes))
+
+    def reset(self) -> None:
+        """Open the tap, and let the next plan decide, whatever the last one said."""
+        self.is_open = self._keeps_states = self.head is not None
+
+    def _features_of(self, batch: Batch, num_replayed_decodes: int | None) -> Tensor:
+        """Return the hidden states of the step's tokens, [T, F]."""
         if num_replayed_decodes is None:
             assert self._features is not None
             return self._features

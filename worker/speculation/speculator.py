@@ -2,48 +2,66 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
-from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
-from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
-from .forced import ForcedProposer
-from .head_proposer import HeadProposer
-from .proposer import DraftProposer
+
+
+class DraftProposer(Protocol):
+    """Source of drafted tokens. All ranks propose the same ones, from what all of them know."""
+
+    def forget(self, rows: RowArray) -> None:
+        """Forget the sequences of rows that were emptied."""
+        ...
+
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        """Write tokens that may follow the newest token of each row behind it.
+
+        Args:
+            rows: [n], rows that decode in the step; at least one.
+            max_lens: [n], most tokens of each row.
+
+        Returns:
+            [n] int32, the number of tokens of each row; may be 0.
+        """
+        ...
+
+
+class NoProposer:
+    """DraftProposer that drafts nothing."""
+
+    def forget(self, rows: RowArray) -> None:
+        """Do nothing."""
+
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        return np.zeros(rows.size, np.int32)
 
 
 class Speculator:
-    """Drafts tokens behind the known ones of their rows.
+    """Drafts tokens behind the known ones of their rows: forced text (jump-forward), and for other rows proposals.
+
+    A grammar may leave no choice of the next text, but of the tokens that spell it. The draft is the spelling of the
+    tokenizer. It is verified like any other, so the model may still choose another one.
 
     Args:
-        proposer: drafts what no constraint forces; None for nothing.
+        proposer: drafts for rows without forced text.
     """
 
-    def __init__(self, rows: DeviceRows, proposer: DraftProposer | None = None) -> None:
+    def __init__(self, rows: DeviceRows, proposer: DraftProposer) -> None:
         self._rows = rows
-        self._head = proposer if isinstance(proposer, HeadProposer) else None
-        self._proposer: DraftProposer = ForcedProposer(proposer, rows)
+        self.proposer = proposer
 
     def clear(self) -> None:
         """Forget the sequences of all rows."""
-        self._proposer.forget(np.arange(self._rows.lens.size))
+        self.forget(np.arange(self._rows.lens.size))
 
-    @property
-    def wants_features(self) -> bool:
-        """Return whether a draft head is to get the hidden states of the next step."""
-        return self._head is not None and self._head.wants_features
-
-    def drop_states(self) -> None:
-        """Let a draft head forget hidden states; it gets those of later steps that have them kept."""
-        if self._head is not None:
-            self._head.drop_states()
-
-    def record(self, batch: Batch, features: Tensor) -> None:
-        """Give a draft head the hidden states of a step, whose sampled tokens the rows have; see HeadProposer."""
-        if self._head is not None:
-            self._head.record(batch, features)
+    def forget(self, rows: IntArray | RowArray) -> None:
+        """Forget the sequences of rows that were emptied."""
+        self.proposer.forget(rows.astype(np.intp, copy=False))
 
     def draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens for a plan that the rows have applied. Returns None if no row has any.
@@ -54,18 +72,29 @@ class Speculator:
         Raises:
             ValueError: the plan drafts for a row that does not decode in the step; names the row.
         """
-        if plan.released_rows.size:
-            self._proposer.forget(plan.released_rows.astype(np.intp))
-        if not plan.draft_rows.size:
-            return None
         rows = plan.draft_rows.astype(np.intp)
         self._check(plan, rows)
-        lens = self._proposer.propose(rows, plan.draft_lens)
+        lens = self._propose(rows, plan.draft_lens)
         if not np.count_nonzero(lens):
             return None
         num_drafted = np.zeros(self._rows.lens.size, np.int32)
         num_drafted[rows] = lens
         return num_drafted
+
+    def _propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        forced = [
+            self._rows.logits_processors.forced_ids(row, max_len)
+            for row, max_len in zip(rows.tolist(), max_lens.tolist(), strict=True)
+        ]
+        if not any(forced):
+            return self.proposer.propose(rows, max_lens)
+        lens = np.array([len(own) for own in forced], np.int32)
+        is_free = lens == 0
+        token_ids = np.array([token_id for own in forced for token_id in own], np.int32)
+        self._rows.write_drafts(rows[~is_free], lens[~is_free], token_ids)
+        if is_free.any():
+            lens[is_free] = self.proposer.propose(rows[is_free], max_lens[is_free])
+        return lens
 
     def _check(self, plan: StepPlan, rows: RowArray) -> None:
         is_wrong = ~self._rows.decoding[rows]

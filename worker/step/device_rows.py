@@ -17,11 +17,11 @@ from ...proto.step import NewSequence, StepPlan
 from ..comm.communicator import Communicator
 from ..comm.shard import Shard
 from ..memory.host_to_device import to_device, to_device_together
+from ..memory.kv_memory import KvPartition
 from ..sampling.custom_processors import load_custom_processors
 from ..sampling.logits_processors import LogitsProcessorState
 from ..sampling.sampling_table import SamplingTable
 from ..structured.constraint_state import ConstraintState
-from .kv_partition import KvPartition
 
 
 class DeviceRows:

@@ -26,13 +26,14 @@ _log = logging.getLogger(__name__)
 
 
 class StandbyWeights:
-    """The segments of a rank's weights, one per model.
+    """The segments of a rank's weights, one per model; none if they are off.
 
     Args:
         addresses: segments of the process that this one replaces, for the first load of each model; open elsewhere.
     """
 
-    def __init__(self, addresses: Sequence[SegmentAddress] = ()) -> None:
+    def __init__(self, addresses: Sequence[SegmentAddress] = (), *, is_on: bool = True) -> None:
+        self._is_on = is_on
         self._inherited = list(addresses)
         self._segments: list[SharedSegment] = []
 
@@ -49,6 +50,9 @@ class StandbyWeights:
             folder: of the model's files.
             description: of everything else that the weights depend on.
         """
+        if not self._is_on:
+            yield NoStore()
+            return
         identity = _identity(folder, description)
         store = self._find_inherited(identity) or self._begin_segment(folder, identity)
         if store is None:

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.proto.errors import RequestQuarantined
+from quire.proto.errors import RankFailed, RequestQuarantined
 from quire.proto.step import StepPlan, StepResult
 from quire.worker.rank.runner import ModelRunner
-from quire.worker.rank.step_executor import StepExecutor
+from quire.worker.rank.step_executor import LaunchedStep, StepExecutor
 from quire.worker.step.batch import Batch
-from quire.worker.step.launched_step import LaunchedStep
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13]]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, seed=3, temperature=0.9, repetition_penalty=1.2)
@@ -61,7 +60,7 @@ def swapping_llm(make_model: Callable[..., Path]) -> Iterator[LLM]:
 
 def launch_and_lose_writes(runner: ModelRunner, plan: StepPlan) -> None:
     """Execute a step, and then overwrite with NaN what it wrote into KV blocks, on the device and on the host."""
-    parts = [*runner._kv_cache._parts, *runner._kv_cache._host_parts]
+    parts = [*runner.memory.kv.cache._parts, *runner.memory.kv.cache._host_parts]
     before = [part.clone() for part in parts]
     runner.launch(plan).result()
     for part, old in zip(parts, before, strict=True):
@@ -84,7 +83,7 @@ def test_kv_of_other_steps_is_used_after_a_failed_one(
             with monkeypatch.context() as patch:
                 patch.setattr(ModelRunner, "launch", launch)
                 launch_and_lose_writes(runner, plan)
-            raise runner._failure(plan, "RuntimeError: on command")
+            raise RankFailed(0, "RuntimeError: on command", plan.step_id, is_step_error=True)
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_once)
@@ -105,7 +104,7 @@ def test_request_whose_steps_fail_is_quarantined(llm: LLM, monkeypatch: pytest.M
 
     def fail_on_poison(runner: ModelRunner, plan: StepPlan) -> LaunchedStep:
         if any(new.token_ids[0] == PROMPTS[1][0] for new in plan.new):
-            raise runner._failure(plan, "RuntimeError: on command")
+            raise RankFailed(0, "RuntimeError: on command", plan.step_id, is_step_error=True)
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_on_poison)

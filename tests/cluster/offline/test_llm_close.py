@@ -12,7 +12,7 @@ import torch
 from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.kernels import workspace
-from quire.worker.graphs.graph_backend import Recording
+from quire.worker.graphs.graphs import Recording
 from quire.worker.memory.allocation import free_unused_memory
 
 # Prints the bytes of live tensors and the resident bytes before each model, with it, and after it was closed.

@@ -16,10 +16,10 @@ from quire import LLM, LoRARequest, SamplingParams
 from quire.cluster.offline.beams import BeamSearchParams
 from quire.cluster.offline.in_process import InProcessEngine
 from quire.cluster.text.requests.outputs import RequestOutput
-from quire.proto.errors import InvalidRequest, LoraLoadError
+from quire.proto.errors import InvalidRequest, LoraLoadError, RankFailed
 from quire.proto.step import StepPlan
 from quire.worker.rank.runner import ModelRunner
-from quire.worker.step.launched_step import LaunchedStep
+from quire.worker.rank.step_executor import LaunchedStep
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 SETTINGS: list[dict[str, Any]] = [
@@ -161,7 +161,7 @@ def test_outputs_after_failed_steps_equal_merged_models(
         num_computing += bool(plan.chunk_rows.size)
         if num_computing in (3, 12) and plan.chunk_rows.size:
             num_computing += 1
-            raise runner._failure(plan, "RuntimeError: on command")
+            raise RankFailed(0, "RuntimeError: on command", plan.step_id, is_step_error=True)
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)

@@ -16,12 +16,12 @@ import pytest
 from benchmarks.draft_lengths import fixed_lengths
 from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams, StructuredOutputsParams
 from quire.proto.block_tables import IntArray
-from quire.proto.errors import InvalidRequest
+from quire.proto.errors import InvalidRequest, RankFailed
 from quire.proto.step import StepPlan
 from quire.scheduler.speculation.forced_text import ForcedText
 from quire.worker.rank.runner import ModelRunner
+from quire.worker.rank.step_executor import LaunchedStep
 from quire.worker.speculation.ngram import NgramProposer
-from quire.worker.step.launched_step import LaunchedStep
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
 from quire.worker.structured.guidance_backend import GuidanceMatcher
@@ -324,7 +324,7 @@ def test_steps_that_fail_amid_drafts_leave_the_output_the_same(
 
     def fail_sometimes(runner: ModelRunner, plan: StepPlan) -> LaunchedStep:
         if plan.draft_lens.size and plan.draft_lens.any() and next(num_drafting) in (2, 9):
-            raise runner._failure(plan, "RuntimeError: on command")
+            raise RankFailed(0, "RuntimeError: on command", plan.step_id, is_step_error=True)
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_sometimes)

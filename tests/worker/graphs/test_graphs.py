@@ -25,13 +25,12 @@ from quire.proto.pooling import PoolingParams
 from quire.proto.step import PromptScoring, RowSampling, StepPlan
 from quire.worker import attention
 from quire.worker.graphs.graph_adapters import GraphAdapters
-from quire.worker.graphs.graph_backend import Recording
 from quire.worker.graphs.graph_shapes import NUM_CHUNKS
-from quire.worker.graphs.graphs import StepGraphs
+from quire.worker.graphs.graphs import Recording
 from quire.worker.lora import embedding_adapters, layers
 from quire.worker.lora.step_adapters import make_step_adapters
 from quire.worker.models.mla import latent_layer
-from quire.worker.rank import runner as runner_module
+from quire.worker.rank import rank_memory
 
 GREEDY = RowSampling(temperature=0.0)
 
@@ -155,7 +154,7 @@ def test_padding_writes_no_blocks(engine: Any, backend: TapeBackend, planned: An
     engine.generate(sequences)
     assert backend.num_replays > 0
     (runner,) = engine.runners
-    used = runner._kv_cache.layers[0].blocks.flatten(1).any(dim=1).nonzero().flatten().tolist()
+    used = runner.memory.kv.cache.layers[0].blocks.flatten(1).any(dim=1).nonzero().flatten().tolist()
     # 3 sequences of 3 prompt and 9 computed output tokens, in blocks of 4.
     assert len([block for block in used if block]) == 3 * 3
 
@@ -166,8 +165,8 @@ def test_finished_row_becomes_padding(engine: Any, backend: TapeBackend, planned
     engine.generate(sequences)
     (runner,) = engine.runners
     assert backend.num_replays > 8
-    assert (runner._graphs._slot_mappings[0] < 0)[:4].tolist() == [False] * 3 + [True]
-    assert (runner._graphs._seq_lens == 0)[:4].tolist() == [False] * 3 + [True]
+    assert (runner.memory.executor.graphs._slot_mappings[0] < 0)[:4].tolist() == [False] * 3 + [True]
+    assert (runner.memory.executor.graphs._seq_lens == 0)[:4].tolist() == [False] * 3 + [True]
 
 
 def test_seeded_row_samples_same_tokens(engine: Any, backend: TapeBackend, planned: Any) -> None:
@@ -198,7 +197,7 @@ def test_all_graphs_are_recorded_before_the_first_step(
     (runner,) = engine.runners
     decodes = [1, 2, 4, 6, 8, 16, 22]  # with forced tokens
     assert sizes == decodes[::-1] + [6 + NUM_CHUNKS] * 3
-    assert [shape.num_decodes for shape in runner._graphs.shapes] == [*decodes, 6, 6, 6]
+    assert [shape.num_decodes for shape in runner.memory.executor.graphs.shapes] == [*decodes, 6, 6, 6]
     sequences = [planned([5, 6], 9, GREEDY), planned([7], 4, GREEDY)]
     engine.generate(sequences)
     assert backend.num_recorded == 7 + 3
@@ -208,7 +207,7 @@ def test_all_graphs_are_recorded_before_the_first_step(
 def test_graphs_hold_all_drafts_of_a_step(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
     settings: dict[str, Any] = {"max_num_seqs": 4, "speculative": SpeculativeConfig("ngram", 3)}
     engine = make_engine(make_model("llama"), 1, graph_backend=backend, **settings)
-    assert max(shape.num_decodes for shape in engine.runners[0]._graphs.shapes) == 4 + 4 * 3
+    assert max(shape.num_decodes for shape in engine.runners[0].memory.executor.graphs.shapes) == 4 + 4 * 3
 
 
 @pytest.mark.parametrize(
@@ -440,7 +439,15 @@ def test_graphs_of_decodes_remain_if_others_cannot_be_recorded(
     backend.record = record_decodes  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING):
         engine = make_engine(make_model("llama"), 1, graph_backend=backend, max_num_seqs=6)
-    assert [shape.num_decodes for shape in engine.runners[0]._graphs.shapes] == [1, 2, 4, 6, 8, 16, 22]
+    assert [shape.num_decodes for shape in engine.runners[0].memory.executor.graphs.shapes] == [
+        1,
+        2,
+        4,
+        6,
+        8,
+        16,
+        22,
+    ]
     assert "a step of 6 decodes and 256 prompt tokens cannot be recorded on every rank" in caplog.text
     engine.generate([planned([5, 6], 4, GREEDY)])
     assert backend.num_replays == 3
@@ -476,24 +483,23 @@ def test_cuda_graphs_give_same_tokens_as_computed_steps(
             sequences = [planned([3 + index] * (index + 1), 64, GREEDY) for index in range(5)]
             engine.generate(sequences)
         (runner,) = engine.runners
-        assert (runner._graphs is not None and bool(runner._graphs.shapes)) == cuda_graphs
+        assert bool(runner.memory.executor.graphs.shapes) == cuda_graphs
         tokens.append([sequence.generated for sequence in sequences])
     assert tokens[0] == tokens[1]
 
 
 def test_cuda_graphs_option_disables_graphs(make_model: Any, make_engine: Any, backend: TapeBackend) -> None:
-    engine = make_engine(make_model("llama"), 1, graph_backend=backend, cuda_graphs=False)
-    assert engine.runners[0]._graphs is None
-    assert isinstance(
-        make_engine(make_model("llama"), 1, graph_backend=backend).runners[0]._graphs, StepGraphs
-    )
+    for cuda_graphs in (False, True):
+        engine = make_engine(make_model("llama"), 1, graph_backend=backend, cuda_graphs=cuda_graphs)
+        assert bool(engine.runners[0].memory.executor.graphs.shapes) == cuda_graphs
+        assert bool(backend.num_recorded) == cuda_graphs
 
 
 def test_model_that_cannot_be_recorded_is_logged(
     make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[str] = []
-    monkeypatch.setattr(runner_module, "_log", SimpleNamespace(warning=logged.append, info=lambda *_: None))
+    monkeypatch.setattr(rank_memory, "_log", SimpleNamespace(warning=logged.append, info=lambda *_: None))
     for model, settings, num_logged in (
         ("gpt2", {"cuda_graphs": False}, 0), ("llama", {}, 0), ("gpt2", {}, 1),
     ):  # fmt: skip

@@ -144,7 +144,7 @@ def test_slot_is_used_again_by_an_adapter_of_fewer_modules(
     engine.generate([sequence])
     references[1].check_greedy(prompt, sequence.generated)
     # A head that drafts shares the model's embedding, and computes other tokens between steps.
-    assert engine.runners[0]._adapters.layers.step.is_empty
+    assert engine.runners[0].memory.loaded.adapters.layers.step.is_empty
 
 
 def test_failed_load_is_reported_and_leaves_the_rank_working(
@@ -152,7 +152,7 @@ def test_failed_load_is_reported_and_leaves_the_rank_working(
 ) -> None:
     folder, _, references = adapted("llama")
     engine = make_engine(folder, 1, lora=LORA)
-    adapters: RankAdapters = engine.runners[0]._adapters
+    adapters: RankAdapters = engine.runners[0].memory.loaded.adapters
     engine.runners[0].execute(load_plan(1, 0, []))
     adapters.store.load(LoraLoad(7, str(tmp_path / "missing")))
     assert adapters.store.take_reports(60) == (
@@ -167,7 +167,7 @@ def test_dropped_adapter_is_not_reported(adapted: Callable[[str], Adapted], make
     folder, paths, _ = adapted("llama")
     engine = make_engine(folder, 1, lora=LORA)
     put_adapters(engine, paths[:1])
-    store = engine.runners[0]._adapters.store
+    store = engine.runners[0].memory.loaded.adapters.store
     store.load(LoraLoad(5, str(paths[1])))
     store.drop(5)
     store.load(LoraLoad(6, str(paths[1])))
@@ -262,7 +262,7 @@ def test_slots_of_target_modules_alone(
     path = write_adapter(tmp_path / "adapter", folder, targets, seed=3)
     reference = Reference(merge(tmp_path / "merged", folder, path))
     limited, whole = (make_engine(folder, 1, lora=replace(LORA, target_modules=own)) for own in (targets, ()))
-    slot_bytes = [engine.runners[0]._adapters.layers.slot_bytes for engine in (limited, whole)]
+    slot_bytes = [engine.runners[0].memory.loaded.adapters.layers.slot_bytes for engine in (limited, whole)]
     assert 0 < slot_bytes[0] < 0.6 * slot_bytes[1]
     put_adapters(limited, [path])
     (prompt,) = prompts_of([20], seed=1)

@@ -15,7 +15,7 @@ from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory import allocation
 from quire.worker.memory.cache_engine import bytes_per_block
 from quire.worker.memory.host_memory import available_bytes
-from quire.worker.rank import runner as module
+from quire.worker.rank.rank_memory import DTYPES
 from quire.worker.rank.runner import ModelRunner
 
 GIB = 1 << 30
@@ -62,7 +62,7 @@ def test_kv_memory_beyond_available_raises_config_error(
     config = resolve(EngineOptions(str(make_model("llama")), device="cpu", **options), Machine.this())
     assert config.cache.num_blocks is not None
     runner = ModelRunner(config, SingleRank())
-    per_block = bytes_per_block(config, module.DTYPES[config.model.dtype])
+    per_block = bytes_per_block(config, DTYPES[config.model.dtype])
     monkeypatch.setattr(allocation, "available_bytes", lambda: 9 * per_block - 1)
     with pytest.raises(ConfigError, match=rf"rank 0 .* GiB of KV memory.*{named}"):
         runner.allocate_cache(config.cache.num_blocks)

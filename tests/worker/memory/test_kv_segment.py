@@ -87,7 +87,7 @@ class Rank:
 
     def fail_in(self, plan: StepPlan) -> None:
         """End after a step whose result is lost, and that has left all that it wrote half written."""
-        memory = parts(self.runner._kv_cache)
+        memory = parts(self.runner.memory.kv.cache)
         before = [part.clone() for part in memory]
         self.step(plan)
         for part, old in zip(memory, before, strict=True):
@@ -146,9 +146,9 @@ def test_rank_keeps_its_segment_over_sleep(config: EngineConfig) -> None:
     """The scheduler's process keeps the segment, and would hand an older one to the next rank."""
     with closing(Rank(config).runner) as runner:
         before = runner.kv_segment
-        part = runner._kv_cache.layers[0].blocks
+        part = runner.memory.kv.cache.layers[0].blocks
         part.fill_(7.0)
         for step_id, action in enumerate((Action.SLEEP, Action.WAKE_UP), 1):
             runner.execute(StepPlan(step_id, 1, 0, command=EngineCommand(action, level=1)))
         assert runner.kv_segment == before
-        assert not runner._kv_cache.layers[0].blocks.any()
+        assert not runner.memory.kv.cache.layers[0].blocks.any()

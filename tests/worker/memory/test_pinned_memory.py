@@ -80,4 +80,4 @@ def test_profile_run_allocates_no_host_tier(make_model: Any, engine_config: Any)
     config = engine_config(make_model("llama"), block_size=4, max_num_seqs=4, max_model_len=64)
     config = replace(config, cache=replace(config.cache, num_host_blocks=1 << 40))
     runner = ModelRunner(config, SingleRank())
-    runner._profile_run(runner._make_scratch_cache())  # a petabyte could not be allocated
+    runner.memory.run_largest_steps()  # a petabyte could not be allocated

@@ -265,9 +265,9 @@ def test_fused_decode_on_several_ranks_gives_same_tokens(
     for is_fused in (True, False):
         engine = make_engine(folder, tp)
         for runner in engine.runners:
-            assert runner._model.fused_decode is not None
+            assert runner.memory.loaded.model.fused_decode is not None
             if not is_fused:
-                runner._model.fused_decode = None
+                runner.memory.loaded.model.fused_decode = None
         sequences = [planned(list(range(5, 5 + length)), 12, RowSampling(0.0)) for length in (3, 9)]
         engine.generate(sequences)
         tokens.append([sequence.generated for sequence in sequences])

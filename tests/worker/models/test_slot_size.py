@@ -35,7 +35,7 @@ def test_slot_size_is_that_of_a_rank(
     folder, rank = make_model(kind), 8
     lora = LoraConfig(2, rank, 2, target_modules=targets)
     engine = make_engine(folder, tp, num_blocks=8, lora=lora, **({} if option is None else {option: True}))
-    actual = max(runner._adapters.layers.slot_bytes for runner in engine.runners)
+    actual = max(runner.memory.loaded.adapters.layers.slot_bytes for runner in engine.runners)
     model = describe_files(EngineOptions(str(folder)))
     size = measure_slot(make_meta_model(model), model.hf["hidden_size"], rank, TargetModules(targets))
     num_experts = 0

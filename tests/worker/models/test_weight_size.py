@@ -77,7 +77,7 @@ def loaded_bytes(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
     def load(folder: Path, **settings: Any) -> int:
         (runner,) = make_engine(folder, **settings).runners
-        model = runner._model
+        model = runner.memory.loaded.model
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors_in(model, set())

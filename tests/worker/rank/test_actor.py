@@ -22,7 +22,7 @@ from quire.proto.step import StepPlan, StepResult, decode_reply
 from quire.proto.transport.channel import ChannelAddress
 from quire.worker.rank import actor
 from quire.worker.rank.device import compute_device, on_device
-from quire.worker.step.launched_step import LaunchedStep
+from quire.worker.rank.step_executor import LaunchedStep
 
 ORDINAL = 5
 

@@ -17,9 +17,9 @@ from quire.kernels.flash_attention import FlashAttention
 from quire.kernels.paged_attention import paged_prefill_attention
 from quire.proto.errors import ConfigError
 from quire.proto.step import RowSampling
+from quire.worker.attention import log_chunk_attention
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.rank import runner
-from quire.worker.rank.attention_backend import log_chunk_attention
+from quire.worker.rank import rank_memory
 from quire.worker.rank.runner import ModelRunner
 
 GREEDY = RowSampling(temperature=0.0)
@@ -44,7 +44,7 @@ def test_prompts_are_computed_by_the_chosen_library(
         return tokens
 
     expected = generate()
-    monkeypatch.setattr(runner, "load_chunk_attention", lambda backend: attend)
+    monkeypatch.setattr(rank_memory, "load_chunk_attention", lambda backend: attend)
     assert generate() == expected
     # Two chunks in each layer, and no decodes. The last layer computes the last token of each chunk.
     layers = [*[3] * (num_layers - 1), 1, *[2] * (num_layers - 1), 1]
@@ -81,7 +81,7 @@ def test_log_says_what_computed_prompts(
 def test_ready_rank_with_latents_logs_that_flash_attention_is_not_used(
     make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runner, "load_chunk_attention", lambda backend: FlashAttention(pytest.fail))
+    monkeypatch.setattr(rank_memory, "load_chunk_attention", lambda backend: FlashAttention(pytest.fail))
     folder = make_model("deepseek_v3", num_hidden_layers=1)
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "cuda_graphs": False}
     with installed(monkeypatch, stand_in=find_twin), caplog.at_level(logging.INFO, logger="quire"):

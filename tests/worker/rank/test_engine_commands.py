@@ -135,7 +135,7 @@ def test_drafts_go_on_with_the_new_weights(
 
 def command_ranks(engine: Any, command: EngineCommand) -> set[str]:
     """Have the ranks carry out a command without a scheduler; return their errors."""
-    plan = StepPlan(0, 0, engine.runners[0]._rows.tables.digest, command=command)
+    plan = StepPlan(0, 0, engine.runners[0].memory.rows.tables.digest, command=command)
     return {
         result.command_error for result in engine.on_all(lambda runner: runner.execute(plan), engine.runners)
     }
@@ -159,11 +159,6 @@ def check_greedy(engine: Any, folder: Path) -> None:
     driver.empty_ranks()
 
 
-def parts_in_memory(runner: Any) -> set[SleepTag]:
-    weights, cache = runner._has_model, runner._cache is not None
-    return {tag for tag, is_there in zip(SleepTag, (weights, cache), strict=True) if is_there}
-
-
 WEIGHTS, KV_CACHE = SleepTag
 SLEEP = EngineCommand(Action.SLEEP)
 
@@ -176,11 +171,11 @@ def test_ranks_wake_in_parts(
     first, second = make_model("llama", seed=1), make_model("llama", seed=2)
     engine = make_engine(first, tp, num_blocks=32, block_size=4)
     assert command_ranks(engine, SLEEP) == {""}
-    assert all(parts_in_memory(runner) == set() for runner in engine.runners)
+    assert all(runner.memory.parts == set() for runner in engine.runners)
     assert command_ranks(engine, wake_up(parts[0])) == {""}
-    assert all(parts_in_memory(runner) == {parts[0]} for runner in engine.runners)
+    assert all(runner.memory.parts == {parts[0]} for runner in engine.runners)
     assert command_ranks(engine, update(second)) == {""}
-    assert all(parts_in_memory(runner) == {parts[0]} for runner in engine.runners)
+    assert all(runner.memory.parts == {parts[0]} for runner in engine.runners)
     assert command_ranks(engine, wake_up(parts[1])) == {""}
     check_greedy(engine, second)
     assert command_ranks(engine, wake_up()) == {""}
@@ -200,7 +195,7 @@ def test_discarded_weights_are_loaded_when_others_are_named(
         (wake_up(KV_CACHE), {WEIGHTS, KV_CACHE}),
     ):
         assert command_ranks(engine, command) == {""}
-        assert parts_in_memory(runner) == parts
+        assert runner.memory.parts == parts
     check_greedy(engine, second)
 
 
@@ -216,17 +211,21 @@ def test_ranks_wake_together_or_sleep_on(
 
     command_ranks(engine, SLEEP)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runners[1], "_load_model" if part is WEIGHTS else "_allocate_cache", fail)
+        memory = engine.runners[1].memory
+        if part is WEIGHTS:
+            patch.setattr(memory.loader, "load", fail)
+        else:
+            patch.setattr(memory.kv, "allocate", fail)
         errors = command_ranks(engine, wake_up())
         assert errors == {
             "rank 1 has no memory left",
             "another rank lacks memory, or cannot read the weights",
         }
-        assert all(parts_in_memory(runner) == set() for runner in engine.runners)
+        assert all(runner.memory.parts == set() for runner in engine.runners)
         (other,) = set(SleepTag) - {part}
         assert command_ranks(engine, wake_up(other)) == {""}
         assert "rank 1 has no memory left" in command_ranks(engine, wake_up(part))
-        assert all(parts_in_memory(runner) == {other} for runner in engine.runners)
+        assert all(runner.memory.parts == {other} for runner in engine.runners)
     assert command_ranks(engine, wake_up(part)) == {""}
     check_greedy(engine, folder)
 
@@ -255,7 +254,7 @@ def test_head_of_the_new_weights_drafts(
             EngineCommand(Action.UPDATE_WEIGHTS, path=str(folder), version=folder.name), CALLER
         )
         driver.run()
-        head = engine.runners[0]._speculator._head._head
+        head = engine.runners[0].memory.loaded.tap.head._head
         projections.append(head.embedding_norm.clone())
     assert projections[0].equal(projections[2])
     assert not projections[0].equal(projections[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,8 +31,8 @@ def test_profile_run_decodes_all_rows_with_longest_tables(
     monkeypatch.setattr(attention, "paged_decode_attention", record)
     config = engine_config(make_model("gemma2"), block_size=8, max_num_seqs=6, max_model_len=100)
     runner: Any = ModelRunner(config, SingleRank())
-    runner._model.fused_decode = None  # native, on a CPU only
-    runner._profile_run(runner._make_scratch_cache())
+    runner.memory.loaded.model.fused_decode = None  # native, on a CPU only
+    runner.memory.run_largest_steps()
     assert shapes == {(6 + MAX_FORCED_TOKENS, 13)}
 
 
@@ -52,18 +51,14 @@ def test_steps_need_no_larger_workspace_than_profile_run(
     monkeypatch.setattr(decode_splits, "NUM_EXTRA_ITEMS", 4)
     monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
     monkeypatch.setattr(workspace, "_workspaces", {})
-    engine = make_engine(make_model("llama", num_hidden_layers=1), device=device_type, max_num_seqs=3)
+    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "batch_invariant": invariant}
+    engine = make_engine(make_model("llama", num_hidden_layers=1), device=device_type, **settings)
     (runner,) = engine.runners
-    runner._model.fused_decode = None  # native, on a CPU only
-    config = runner._config
-    parallel = replace(config.parallel, batch_invariant=invariant)
-    scheduler = replace(config.scheduler, max_num_batched_tokens=16)
-    runner._config = replace(config, parallel=parallel, scheduler=scheduler)
-    runner._executor = runner._make_executor(runner._kv_cache)
-    runner._profile_run(runner._make_scratch_cache())
-    (profiled,) = workspace.workspaces(runner._device)
+    runner.memory.loaded.model.fused_decode = None  # native, on a CPU only
+    runner.memory.run_largest_steps()
+    (profiled,) = workspace.workspaces(runner.device)
     engine.generate([planned([5 + index] * (1 + 12 * index), 3, GREEDY) for index in range(3)], chunk_len=8)
-    assert [each.data_ptr() for each in workspace.workspaces(runner._device)] == [profiled.data_ptr()]
+    assert [each.data_ptr() for each in workspace.workspaces(runner.device)] == [profiled.data_ptr()]
 
 
 @pytest.mark.parametrize("max_model_len", [16, 5])
@@ -75,7 +70,7 @@ def test_block_longer_than_context_is_profiled_and_served(
     def generate(block_size: int) -> list[int]:
         engine = make_engine(folder, num_blocks=16, block_size=block_size, max_model_len=max_model_len)
         (runner,) = engine.runners
-        runner._profile_run(runner._make_scratch_cache())
+        runner.memory.run_largest_steps()
         (generated,) = engine.greedy([[7, 8, 9]], 2)
         return list(generated)
 

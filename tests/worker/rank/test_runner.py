@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import quire.worker.rank.rank_models as rank_models
+import quire.worker.rank.loaded_model as loaded_model
 from quire.proto.block_tables import BlockTables
 from quire.proto.errors import ConfigError, RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
@@ -147,7 +147,7 @@ def test_failure_reason_is_one_short_line(script: Script, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel " + 9000 * "x" + "\nException raised from at::empty\nframe #0")
 
-    monkeypatch.setattr(script.runner._model, "forward", fail)
+    monkeypatch.setattr(script.runner.memory.loaded.model, "forward", fail)
     with pytest.raises(RankFailed, match=r"in stage forward: RuntimeError: no kernel x+$") as caught:
         script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))
     assert len(caught.value.problem) < 600
@@ -172,7 +172,7 @@ def test_missing_blocks_raise(script: Script) -> None:
 
 
 def test_unused_slots_do_not_affect_tokens(script: Script, alone: list[int]) -> None:
-    for layer in script.runner._kv_cache.layers:
+    for layer in script.runner.memory.kv.cache.layers:
         layer.blocks.fill_(torch.nan)
     other = sequence(1, PROMPT[:2], (20,))
     tokens = script.step((sequence(0, PROMPT, (5, 6, 7)), other), **chunks((0, 11), (1, 2)))
@@ -213,7 +213,7 @@ def test_model_beyond_memory_raises_config_error(
     def allocate_too_much(*_: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr(rank_models, "load_model", allocate_too_much)
+    monkeypatch.setattr(loaded_model, "load_model", allocate_too_much)
     with pytest.raises(ConfigError, match="does not fit into the memory of rank 0"):
         ModelRunner(engine_config(make_model("llama")), SingleRank())
 

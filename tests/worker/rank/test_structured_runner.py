@@ -104,7 +104,7 @@ def test_failing_constraint_is_reported_and_other_rows_are_unchanged(
     engine.generate(whole)
     reported: list[FailedRow] = []
     for runner in engine.runners:
-        constraints = runner._rows.logits_processors._constraints
+        constraints = runner.memory.rows.logits_processors._constraints
         monkeypatch.setattr(constraints, "put", planted(constraints, stage))
         monkeypatch.setattr(runner, "launch", recorded(runner, reported))
     engine.generate(others)

@@ -66,8 +66,8 @@ def test_warm_up_leaves_no_sequences(
     (runner,) = engine.runners
     for plan in warm_up_plans(engine.config, num_blocks):
         runner.launch(plan).result()
-    assert runner._rows.tables.digest == 0
-    assert not runner._rows.decoding.any()
+    assert runner.memory.rows.tables.digest == 0
+    assert not runner.memory.rows.decoding.any()
     warm = planned([7], 1, RowSampling(temperature=0.0))
     engine.generate([warm])
     cold = planned([7], 1, RowSampling(temperature=0.0))

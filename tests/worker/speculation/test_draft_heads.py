@@ -155,7 +155,7 @@ def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
     ) -> tuple[Any, type[HeadReference], Path]:
         target, speculative, reference = make_head(kind)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quire.worker.rank.runner.HeadProposer", Recorder)
+            patch.setattr("quire.worker.rank.loaded_model.HeadProposer", Recorder)
             patch.setattr(head_proposer, "NARROWS", narrows)
             engine = make_engine(
                 target,
@@ -252,7 +252,7 @@ def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
     make_recording_engine: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, _ = make_recording_engine(kind, 1)
-    head = engine.runners[0]._speculator._head
+    head = engine.runners[0].memory.loaded.tap.head
     assert head._fused is not None
     fused = run(engine, NUM_BLOCKS, engine.config.speculative)
     of_one_call = dict(Recorder.of_contexts)
@@ -322,13 +322,13 @@ def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
     plain = run(engine, NUM_BLOCKS, None)
     learn(plain)
     (runner,) = engine.runners
-    speculator = runner._speculator
-    monkeypatch.setattr(type(speculator._head), "wants_features", False)
+    head = runner.memory.loaded.tap.head
+    monkeypatch.setattr(type(head), "wants_features", False)
     idle = run(engine, NUM_BLOCKS, engine.config.speculative)
     assert idle.outputs == plain.outputs
     assert idle.scheduler.stats.num_draft_tokens == 0
     monkeypatch.undo()
-    assert speculator.wants_features
+    assert head.wants_features
     Recorder.known = [PROMPTS[handle // 10] + output for handle, output in plain.outputs.items()]
     assert sum(run(engine, NUM_BLOCKS, engine.config.speculative).scheduler.stats.num_accepted) > 0
 
@@ -348,14 +348,14 @@ def test_plans_without_hidden_states_keep_none(make_recording_engine: Any) -> No
     engine, _, _ = make_recording_engine("eagle3", 1)
     (runner,) = engine.runners
     keeps = True
-    driver, pending = drive_without_drafts(engine, lambda: keeps), runner._speculator._head._pending
+    driver, pending = drive_without_drafts(engine, lambda: keeps), runner.memory.loaded.tap.head._pending
     driver.step(1)
     driver.step(1)
     assert pending.num_tokens > 0
     keeps = False
     driver.step(1)
     assert pending.num_tokens == 0
-    assert not runner._tap.is_open
+    assert not runner.memory.loaded.tap.is_open
     keeps = True
     driver.step(1)
     assert pending.num_tokens == 1
@@ -369,11 +369,10 @@ def test_steps_recorded_anew_keep_no_more_hidden_states_than_plans_want(make_rec
     for _ in range(2):
         driver = drive_without_drafts(engine, lambda: False)
         driver.step(1)
-        assert not runner._tap.is_open
+        assert not runner.memory.loaded.tap.is_open
         driver.run(1)
         driver.empty_ranks()
         runner.reset(has_new_ranks=False)
-        runner._tap.is_open = True  # as a recorded step leaves it
 
 
 def test_pause_keeps_hidden_states_of_few_tokens(
@@ -382,7 +381,7 @@ def test_pause_keeps_hidden_states_of_few_tokens(
     engine, _, _ = make_recording_engine("eagle3", 1)
     monkeypatch.setattr(head_proposer, "MAX_IDLE_STEPS", 2)
     (runner,) = engine.runners
-    speculator = runner._speculator
+    head = runner.memory.loaded.tap.head
     for most, is_kept in ((1000, True), (3, False)):
         monkeypatch.setattr(head_proposer, "MAX_IDLE_TOKENS", most)
         driver = RankedDriver(
@@ -391,7 +390,7 @@ def test_pause_keeps_hidden_states_of_few_tokens(
         driver.add(0, PROMPTS[0], max_tokens=12, ignore_eos=True, temperature=0.0)
         for _ in range(10):
             driver.step(1)
-        assert speculator.wants_features == is_kept
+        assert head.wants_features == is_kept
         driver.run(1)
         driver.empty_ranks()
 

@@ -102,7 +102,7 @@ def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
     engines: Callable[[int, bool], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(1, False)
-    proposer = engine.runners[0]._speculator._proposer._other
+    proposer = engine.runners[0].memory.loaded.drafts.proposer
     assert proposer._fused is not None
     drafts: dict[tuple[tuple[int, ...], int], list[int]] = {}
 

@@ -15,7 +15,7 @@ from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
-from quire.worker.rank import runner
+from quire.worker.rank import loaded_model
 from quire.worker.step.device_rows import DeviceRows
 
 NUM_SPECULATIVE_TOKENS = 4
@@ -86,7 +86,7 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
     """
     tp, kind, *dp = request.param
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "NgramProposer", OracleProposer)
+        patch.setattr(loaded_model, "NgramProposer", OracleProposer)
         return make_engine(
             make_model(kind),
             tp,
@@ -193,7 +193,7 @@ def test_plan_that_drafts_for_an_idle_row_is_refused(
     engine = make_engine(make_model("llama"), max_model_len=64, speculative=SPECULATIVE)
     tokens, blocks = np.array([5, 6, 7], np.int32), np.array([1], np.int32)
     new = NewSequence(0, 0, tokens, 0, blocks, RowSampling(temperature=0.0))
-    tables = engine.runners[0]._rows.tables.__class__(8, engine.config.max_blocks_per_seq)
+    tables = engine.runners[0].memory.rows.tables.__class__(8, engine.config.max_blocks_per_seq)
     tables.append(np.zeros(1, np.int32), blocks)
     one = np.ones(1, np.int32)
     plan = StepPlan(

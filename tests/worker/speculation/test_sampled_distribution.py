@@ -80,7 +80,9 @@ def test_sampled_tokens_have_the_distribution_of_the_model(
     engine = make_engine(target, 1, 1000, max_model_len=64, block_size=4, max_num_seqs=64, speculative=config)
     driver = RankedDriver(replace(engine.config.with_num_blocks(1000), speculative=config), engine.step)
     # Drafts see the same restriction, so that some are right.
-    monkeypatch.setattr(engine.runners[0]._sampler, "sample_tokens", restricted(engine.runners[0]._sampler))
+    monkeypatch.setattr(
+        engine.runners[0].memory.sampler, "sample_tokens", restricted(engine.runners[0].memory.sampler)
+    )
     for handle in range(NUM_SEQUENCES):
         driver.add(
             handle,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quire.proto.step import NO_PAIRS, StepPlan
-from quire.worker.step.kv_partition import KvPartition
+from quire.worker.memory.kv_memory import KvPartition
 
 
 def pairs(*values: tuple[int, int]) -> np.ndarray:

@@ -37,7 +37,7 @@ MakeConfig = Callable[..., EngineConfig]
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the garbage collection of each closed runner, of 0.4 s."""
-    monkeypatch.setattr("quire.worker.rank.runner.free_unused_memory", lambda device: None)
+    monkeypatch.setattr("quire.worker.rank.rank_memory.free_unused_memory", lambda device: None)
 
 
 def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -71,7 +71,7 @@ def uses(address: SegmentAddress) -> bool:
 
 
 def carry_out(runner: ModelRunner, command: EngineCommand, step_id: int = 1) -> None:
-    digest = runner._rows.tables.digest
+    digest = runner.memory.rows.tables.digest
     assert runner.execute(StepPlan(step_id, 1, digest, command=command)).command_error == ""
 
 

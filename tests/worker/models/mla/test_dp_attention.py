@@ -166,7 +166,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), engine.runners)
     listed = {block for cache in driver.scheduler.blocks._caches for block in cache._key_of if kept}
     for rank, runner in enumerate(engine.runners):
-        for layer in runner._kv_cache.layers:
+        for layer in runner.memory.kv.cache.layers:
             for block in range(MANY):
                 if rank * MANY + block not in listed:
                     layer.blocks[block].fill_(torch.nan)
@@ -183,7 +183,7 @@ def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> Non
     add_all(driver, prompts)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
     num_written = [
-        int((~runner._kv_cache.layers[0].blocks[1:].isnan().flatten(1).all(dim=1)).sum())
+        int((~runner.memory.kv.cache.layers[0].blocks[1:].isnan().flatten(1).all(dim=1)).sum())
         for runner in engine.runners
     ]
     num_blocks = [-(-(len(prompt) + MAX_TOKENS - 1) // BLOCK_SIZE) for prompt in prompts.values()]
@@ -234,7 +234,7 @@ def test_warm_up_reaches_the_attention_of_each_rank(ranks: Ranks, monkeypatch: p
     for plan in warm_up_plans(engine.config, MANY):
         engine.step(plan)
     assert set(computed) == set(range(ranks.tp))
-    assert all(runner._rows.tables.digest == 0 for runner in engine.runners)
+    assert all(runner.memory.rows.tables.digest == 0 for runner in engine.runners)
 
 
 def test_profile_run_has_all_tokens_on_each_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,6 +247,6 @@ def test_profile_run_has_all_tokens_on_each_rank(ranks: Ranks, monkeypatch: pyte
         return attend(attention, x, *rest)
 
     monkeypatch.setattr(LatentAttention, "_attend_all", record)
-    engine.on_all(lambda runner: runner._profile_run(runner._make_scratch_cache()), engine.runners)
+    engine.on_all(lambda runner: runner.memory.run_largest_steps(), engine.runners)
     num_layers, num_decoded = engine.config.model.num_layers, engine.config.max_decode_tokens
     assert num_tokens.count(24) == num_tokens.count(num_decoded) == ranks.tp * num_layers

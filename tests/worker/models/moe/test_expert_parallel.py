@@ -87,7 +87,7 @@ def test_rank_holds_its_experts_only(make_model: Any, make_engine: Any) -> None:
     folder = make_model("qwen3_moe", seed=7)
     engine = make_engine(folder, 4, enable_expert_parallel=True)
     for rank, expected in enumerate([range(2), range(2, 4), range(4, 5), range(5, 6)]):
-        layer = engine.runners[rank]._model.layers[0].mlp
+        layer = engine.runners[rank].memory.loaded.model.layers[0].mlp
         assert isinstance(layer, MixtureOfExperts)
         experts = layer.experts
         if isinstance(experts, PanelExperts):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.worker.memory.kv_budget import available_kv_bytes
+from quire.worker.rank.kv_budget import available_kv_bytes
 
 
 def test_available_kv_bytes_excludes_other_processes() -> None:

@@ -1,0 +1,195 @@
+"""LoadedModel: the weights of one rank and everything that reads them; ModelLoader reads them from checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ...proto.config import EngineConfig, ModelConfig
+from ...proto.model.mtp_layouts import mtp_prefixes
+from ...proto.model.quantization import read_quantization
+from ..attention import AttentionInputs, LayerCache
+from ..comm.communicator import Communicator
+from ..graphs.graphs import GraphInputs, GraphLimits
+from ..lora.adapters import RankAdapters
+from ..lora.layers import NO_LORA, LoraLayers
+from ..memory.allocation import out_of_memory_as
+from ..memory.shared_segment import SegmentAddress
+from ..models.drafts.draft_head import load_draft_head
+from ..models.load_context import LoadContext
+from ..models.loader import Model, load_model
+from ..models.output_tokens import OutputTokens
+from ..pooling.head import read_head
+from ..pooling.pooler import Pooler
+from ..sampling.sampler import Sampler
+from ..speculation.draft_model import DraftModelProposer
+from ..speculation.feature_tap import FeatureTap
+from ..speculation.head_proposer import HeadProposer
+from ..speculation.ngram import NgramProposer
+from ..speculation.speculator import DraftProposer, NoProposer, Speculator
+from ..step.device_rows import DeviceRows
+from ..weights.checkpoint import Checkpoint, ProgressCallback
+from ..weights.node_cache import weights_folder
+from ..weights.same_layout import has_tensors
+from ..weights.standby_weights import StandbyWeights
+from ..weights.weight_segment import SegmentReader
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """The served model with what reads or shares its weights, which live and end together.
+
+    Attributes:
+        pooler: of models that embed or classify; None for others.
+        tap: hands hidden states of the model to a draft head, if there is one.
+        drafts: source of drafted tokens, set by ModelLoader.load_drafts.
+    """
+
+    model: Model
+    pooler: Pooler | None
+    adapters: RankAdapters
+    tap: FeatureTap = field(default_factory=FeatureTap)
+    drafts: Speculator = field(init=False)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+        outputs: OutputTokens | None = None,
+    ) -> Tensor:
+        """Return hidden states after the last norm as Model.forward does, those of all tokens if the tap is open."""
+        aux = self.tap.make_aux()
+        hidden = self.model.forward(token_ids, positions, kv_caches, inputs, aux, outputs)
+        self.tap.keep(hidden, aux)
+        return hidden
+
+    def compute(self, kv_caches: list[LayerCache], inputs: GraphInputs) -> Tensor:
+        """Return the logits of a step that is being recorded."""
+        self.adapters.begin_step(inputs.lora)
+        self.tap.reset()
+        hidden = self.forward(inputs.token_ids, inputs.positions, kv_caches, inputs.attention)
+        self.tap.keep_replayed()
+        if inputs.sampled_index is not None:
+            hidden = hidden.index_select(0, inputs.sampled_index)
+        return self.model.logits(hidden, inputs.lora.sampled)
+
+    def clear(self) -> None:
+        """Forget the sequences of all rows."""
+        self.drafts.clear()
+        self.tap.reset()
+
+
+class ModelLoader:
+    """Loads the served model of a rank, and the models that draft for it.
+
+    Args:
+        inherited: segments with the weights of the rank that this one replaces.
+
+    Attributes:
+        standby: the segments that hold the weights in use.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        dtype: torch.dtype,
+        device: torch.device,
+        inherited: Sequence[SegmentAddress] = (),
+    ) -> None:
+        self._config, self._comm, self._dtype, self._device = config, comm, dtype, device
+        self.standby = StandbyWeights(inherited, is_on=config.parallel.standby_weights)
+
+    def load(self, model: ModelConfig, on_progress: ProgressCallback | None = None) -> LoadedModel:
+        """Load the served model with empty slots for adapters, and its pooler if it has one.
+
+        Raises:
+            ConfigError: the model is not supported, or does not fit into memory.
+            ModelLoadError: the weights cannot be read.
+        """
+        adapters = RankAdapters(self._config.lora, self._comm, self._dtype, self._device)
+        with self._open(model, on_progress, adapters.layers) as load:
+            pooler = None
+            if model.pooling is not None:
+                head = read_head(load, model, model.pooling)
+                pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
+            served = load_model(load, model)
+        if adapters.layers.num_slots:
+            adapters.layers.check_targets()
+            _log.info("slots for LoRA adapters: %s", adapters.layers.summary)
+        return LoadedModel(served, pooler, adapters)
+
+    def load_drafts(
+        self,
+        loaded: LoadedModel,
+        model: ModelConfig,
+        rows: DeviceRows,
+        sampler: Sampler,
+        layers: Callable[[], list[LayerCache]],
+    ) -> None:
+        """Load what drafts for a loaded model, if anything does. Raises as `load` does.
+
+        Weights without a head of multi-token prediction keep the one that the engine started with.
+
+        Args:
+            model: the configuration of the loaded model.
+            layers: returns the KV cache of what drafts, which is allocated later.
+        """
+        speculative, block_size = self._config.speculative, self._config.cache.block_size
+        proposer: DraftProposer
+        if speculative is None:
+            proposer = NoProposer()
+        elif speculative.draft is None:
+            proposer = NgramProposer(speculative, rows)
+        elif speculative.method == "draft_model":
+            with self._open(speculative.draft) as load:
+                draft_model = load_model(load, speculative.draft)
+            proposer = DraftModelProposer(rows, draft_model, sampler, layers, block_size)
+        else:
+            if speculative.method == "mtp" and has_tensors(model.path, mtp_prefixes(model)):
+                speculative = replace(speculative, draft=replace(speculative.draft, path=model.path))
+            assert speculative.draft is not None
+            with self._open(speculative.draft) as load:
+                head = load_draft_head(load, speculative, loaded.model)
+            proposer = HeadProposer(rows, head, sampler, layers, block_size)
+            max_tokens = max(shape.num_tokens for shape in GraphLimits.of(self._config).shapes)
+            loaded.tap = FeatureTap(proposer, head.aux_layers, max_tokens)
+        loaded.drafts = Speculator(rows, proposer)
+
+    @contextmanager
+    def _open(
+        self, model: ModelConfig, on_progress: ProgressCallback | None = None, lora: LoraLayers = NO_LORA
+    ) -> Iterator[LoadContext]:
+        """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory."""
+        config, comm = self._config, self._comm
+        folder = weights_folder(model.path)
+        with ExitStack() as opened:
+            checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, comm.size)))
+            settings = f"{comm.rank} {self._dtype} {config.parallel} {replace(model, path='')}"
+            store = opened.enter_context(self.standby.store(folder, settings))
+            if isinstance(store, SegmentReader):
+                checkpoint.ignore_all()
+            load = LoadContext(
+                checkpoint,
+                comm,
+                self._dtype,
+                self._device,
+                read_quantization(model),
+                fused_all_reduce=config.parallel.fused_all_reduce,
+                lora=lora,
+                expert_parallel=config.parallel.enable_expert_parallel,
+                store=store,
+                dp_attention=config.parallel.enable_dp_attention,
+                batch_invariant=config.parallel.batch_invariant,
+            )
+            with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
+                yield load

@@ -1,0 +1,301 @@
+"""RankMemory: what one rank has in memory, and its sleep, wake and updates of weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...proto.config import EngineConfig
+from ...proto.engine_command import ALL_TAGS, Action, EngineCommand, SleepTag
+from ...proto.errors import ConfigError, ModelLoadError
+from ...proto.model.mtp_layouts import mtp_prefixes
+from ..attention import fixed_item_len, load_chunk_attention
+from ..comm.communicator import Communicator
+from ..graphs.graphs import CudaGraphs, GraphBackend, GraphLimits, NoGraphs, StepGraphs
+from ..lora.step_adapters import NO_ADAPTERS
+from ..memory.allocation import free_unused_memory
+from ..memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine
+from ..memory.kv_memory import KvMemory, KvPartition
+from ..memory.shared_segment import SegmentAddress
+from ..sampling.sampler import Sampler
+from ..step.device_rows import DeviceRows
+from ..weights.checkpoint import ProgressCallback
+from ..weights.same_layout import check_same_layout
+from .kv_budget import LargestSteps, profile_kv_bytes
+from .loaded_model import LoadedModel, ModelLoader
+from .step_executor import StepExecutor, StepStages
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_log = logging.getLogger(__name__)
+
+
+class RankMemory:
+    """The rows of one rank, which last as long as it, and what sleep frees: weights, KV cache and recorded steps.
+
+    The ranks' collectives meet in `prepare`, in `carry_out`, and on a GPU in `num_blocks_that_fit`.
+
+    Args:
+        graph_backend, inherited, on_progress: as for ModelRunner.
+
+    Attributes:
+        loader: of the weights.
+        kv: the KV cache.
+        attend_chunks: as in LayerCache.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        device: torch.device,
+        stages: StepStages,
+        graph_backend: GraphBackend | None = None,
+        inherited: Sequence[SegmentAddress] = (),
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        self._config, self._comm, self._device, self._stages = config, comm, device, stages
+        self._graph_backend = graph_backend
+        dtype = DTYPES[config.model.dtype]
+        self.attend_chunks = load_chunk_attention(config.parallel.attention_backend)
+        self.kv = KvMemory(config, comm.rank, dtype, device, self.attend_chunks)
+        self.loader = ModelLoader(config, comm, dtype, device, inherited)
+        self._model = config.model  # with the path of the weights in use
+        self._loaded: LoadedModel | None = None
+        self._executor: StepExecutor | None = None
+        self._awake = ALL_TAGS
+        self._has_discarded_weights = False  # by sleep at level 2, and not got others yet
+        with torch.inference_mode():
+            loaded = self.loader.load(self._model, on_progress)
+            self.sampler = Sampler(loaded.model.head.shard, comm, device)
+            self.rows = DeviceRows(config, loaded.model.head.shard, device, comm)
+            self._keep(loaded)
+
+    @property
+    def parts(self) -> frozenset[SleepTag]:
+        """Return what is in memory."""
+        has = {SleepTag.WEIGHTS: self._loaded is not None, SleepTag.KV_CACHE: self.kv.is_allocated}
+        return frozenset(tag for tag in SleepTag if has[tag])
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """Return the weights, which do not sleep."""
+        assert self._loaded is not None, "the weights sleep"
+        return self._loaded
+
+    @property
+    def executor(self) -> StepExecutor:
+        """Return the executor, which exists after `prepare`."""
+        assert self._executor is not None, "allocate_cache must be called before the first step"
+        return self._executor
+
+    def num_blocks_that_fit(self) -> int:
+        """Return the number of KV blocks that fit, including the scratch block."""
+        cache = self._config.cache
+        if cache.num_blocks is not None:
+            return cache.num_blocks
+        num_bytes = cache.memory_bytes
+        if num_bytes is None:
+            num_bytes = DEFAULT_CPU_KV_BYTES if self._device.type == "cpu" else self._gpu_kv_bytes()
+        return num_bytes // self.kv.block_bytes
+
+    def allocate_kv(self, num_blocks: int, *, touches_pages: bool, inherited: SegmentAddress | None) -> bool:
+        """Allocate the KV cache for the first time, as KvMemory.allocate does."""
+        if self._config.parallel.enable_dp_attention:
+            num_host_blocks = self._config.cache.num_host_blocks + 1
+            self.rows.partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
+        return self.kv.allocate(num_blocks, touches_pages=touches_pages, inherited=inherited)
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """Check the model and record its steps, once everything is in memory; return whether that was done now.
+
+        Raises:
+            ConfigError: the model fails its self-check.
+        """
+        if self._executor is not None or self.parts != ALL_TAGS:
+            return False
+        loaded = self.loaded
+        loaded.model.selfcheck()
+        self._executor = StepExecutor(
+            config=self._config,
+            rank=self._comm.rank,
+            device=self._device,
+            loaded=loaded,
+            cache=self.kv.cache,
+            graphs=self._record_graphs(self.kv.cache),
+            rows=self.rows,
+            sampler=self.sampler,
+            stages=self._stages,
+        )
+        if self._wants_graphs and not loaded.model.supports_graphs:
+            _log.warning("graphs are disabled: each step of this model reads results back from the device")
+        return True
+
+    def clear(self) -> None:
+        """Empty all rows."""
+        self.rows.clear()
+        if self._loaded is not None:
+            self._loaded.clear()
+
+    @torch.inference_mode()
+    def wake_for_new_group(self) -> None:
+        """Forget the group that was left: its recorded collectives, and what its scheduler had adapters read for.
+
+        What sleeps wakes.
+        """
+        self.clear()
+        if self._loaded is not None:
+            self._loaded.adapters.clear()
+        self._executor = None
+        free_unused_memory(self._device)
+        self._has_discarded_weights = False
+        self._take(ALL_TAGS)
+
+    def carry_out(self, command: EngineCommand) -> str:
+        """Carry out a command; return why not, if it was not. All rows are empty afterwards."""
+        self.clear()
+        carry_out = {
+            Action.SLEEP: self._sleep,
+            Action.WAKE_UP: self._wake_up,
+            Action.UPDATE_WEIGHTS: self._update_weights,
+        }
+        return carry_out[command.action](command)
+
+    def close(self) -> None:
+        """Free everything; called once."""
+        self._drop_weights()
+        self.kv.close()
+        self._graph_backend = None
+        del self.rows, self.sampler
+        free_unused_memory(self._device)
+
+    @torch.inference_mode()
+    def run_largest_steps(self, cache: CacheEngine | None = None) -> None:
+        """Run the steps that need most memory, by default on a scratch block alone."""
+        steps = LargestSteps(self._config, self.loaded.model, self.sampler, self.rows.sampling, self._device)
+        steps.run(self.kv.make_scratch() if cache is None else cache)
+
+    # Commands
+
+    def _sleep(self, command: EngineCommand) -> str:
+        self._has_discarded_weights |= command.level == 2
+        self._free(ALL_TAGS)
+        return ""
+
+    def _wake_up(self, command: EngineCommand) -> str:
+        """Take memory again on all ranks, or on none."""
+        tags, error = frozenset(command.tags) or ALL_TAGS, ""
+        asleep = tags - self._awake
+        try:
+            self._take(tags)
+        except (ConfigError, ModelLoadError) as problem:
+            error = str(problem)
+        if self._all_ranks(not error):
+            return ""
+        self._free(asleep)
+        return error or "another rank lacks memory, or cannot read the weights"
+
+    def _update_weights(self, command: EngineCommand) -> str:
+        """Load the weights of another directory in place of the present ones; if these sleep, when they wake."""
+        error = ""
+        # Trainers often store no heads that draft, and a tied output layer beside the embedding.
+        model = self._config.model
+        optional = mtp_prefixes(model) + (("lm_head.",) if model.hf.get("tie_word_embeddings") else ())
+        try:
+            check_same_layout(model.path, command.path, optional)
+        except ModelLoadError as problem:
+            error = str(problem)
+        if not self._all_ranks(not error):
+            return error or "another rank cannot read the weights; its node may lack the files"
+        self._model = replace(self._model, path=command.path)
+        self._has_discarded_weights = False
+        self._drop_weights()
+        free_unused_memory(self._device)
+        self._take(self._awake)
+        return ""
+
+    def _free(self, tags: frozenset[SleepTag]) -> None:
+        """Free the recorded steps and the memory that the tags name."""
+        self._awake -= tags
+        self._executor = None
+        if SleepTag.WEIGHTS in tags:
+            self._drop_weights()
+        if SleepTag.KV_CACHE in tags:
+            self.kv.free()
+        free_unused_memory(self._device)
+
+    def _take(self, tags: frozenset[SleepTag]) -> None:
+        """Load and allocate what the tags name, but no weights that were discarded: others will be named.
+
+        Raises:
+            ConfigError: there is not enough memory.
+            ModelLoadError: the weights cannot be read.
+        """
+        self._awake |= tags
+        if SleepTag.WEIGHTS in tags and self._loaded is None and not self._has_discarded_weights:
+            self._keep(self.loader.load(self._model))
+        if SleepTag.KV_CACHE in tags:
+            self.kv.allocate_again()
+
+    def _keep(self, loaded: LoadedModel) -> None:
+        """Keep loaded weights, and load what drafts for them."""
+        self._loaded = loaded
+        self.loader.load_drafts(
+            loaded, self._model, self.rows, self.sampler, lambda: self.kv.cache.draft_layers
+        )
+
+    def _drop_weights(self) -> None:
+        """Drop every reference to weights. The scheduler has the adapters read again; see LoraAdapters.reset."""
+        self._executor = None  # graphs hold the addresses of weights
+        if self._loaded is not None:
+            self._loaded.adapters.close()
+        self.loader.standby.drop()
+        self._loaded = None
+
+    # Graphs
+
+    @property
+    def _wants_graphs(self) -> bool:
+        is_available = self._device.type == "cuda" or self._graph_backend is not None
+        return is_available and self._config.parallel.cuda_graphs and self._config.model.generates
+
+    def _record_graphs(self, cache: CacheEngine) -> StepGraphs | NoGraphs:
+        """Record steps of every recorded shape on a cache, if graphs are on."""
+        loaded = self.loaded
+        if not (self._wants_graphs and loaded.model.supports_graphs):
+            return NoGraphs()
+        graphs = StepGraphs(
+            partial(loaded.compute, cache.layers),
+            GraphLimits.of(self._config),
+            self._device,
+            self._graph_backend or CudaGraphs(self._device),
+            self._all_ranks,
+            fixed_item_len(self._config.parallel),
+        )
+        self._stages.begin("record")
+        graphs.record_all()
+        loaded.adapters.begin_step(NO_ADAPTERS)
+        self._stages.reset()
+        return graphs
+
+    def _all_ranks(self, is_true: bool) -> bool:
+        """Return whether the argument is true on all ranks, which call this together."""
+        own = torch.tensor([is_true], dtype=torch.int32, device=self._device)
+        return bool(self._comm.all_gather(own).all())
+
+    @torch.inference_mode()
+    def _gpu_kv_bytes(self) -> int:
+        """Return the GPU memory that the largest step and the graphs leave for the KV cache."""
+        scratch = self.kv.make_scratch()
+        num_bytes = profile_kv_bytes(
+            self._device,
+            self._config.cache.gpu_memory_utilization,
+            partial(self.run_largest_steps, scratch),
+            partial(self._record_graphs, scratch),  # they are recorded again on the whole cache
+        )
+        return max(0, num_bytes - self.loaded.model.reserved_bytes)
