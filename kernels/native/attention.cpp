@@ -7,6 +7,7 @@
 #include "simd.h"
 #include "thread_pool.h"
 #include "tile_buffers.h"
+#include "tile_products.h"
 
 namespace {
 
@@ -364,7 +365,24 @@ class QueryTile {
         shifts_(capacity_),
         sums_(capacity_),
         decays_(capacity_),
-        positions_(capacity_) {}
+        positions_(capacity_) {
+#if defined(QUIRE_HAS_TILES)
+    constexpr int64_t LINE = 64;
+    halves_.resize(capacity_ * D + 2 * KEY_TILE * D + BAND_ROWS * KEY_TILE + LINE / sizeof(bf16));
+    half_keys_ = (bf16*)(((uintptr_t)halves_.data() + LINE - 1) / LINE * LINE);
+    half_values_ = half_keys_ + KEY_TILE * D;
+    half_weights_ = half_values_ + KEY_TILE * D;
+    half_queries_ = half_weights_ + BAND_ROWS * KEY_TILE;
+#endif
+  }
+
+  // Multiplies in tile registers, if queries and cache are in bfloat16.
+  void use_tiles(bool uses_tiles, float scale) {
+    uses_tiles_ = uses_tiles, scale_ = scale;
+#if defined(QUIRE_HAS_TILES)
+    if (uses_tiles) registers_.resize(GROUP_TOKENS, TILE_INPUTS);
+#endif
+  }
 
   // Begins with the queries of `group` heads from `first_head` on, of tokens from `position` on.
   void begin(int64_t first_head, int64_t group, int64_t position, int64_t num_tokens, const Variant& variant) {
@@ -380,6 +398,10 @@ class QueryTile {
   }
 
   void set_query(int64_t row, int dtype, const void* q, int64_t from, float scale) {
+    if (uses_tiles_) {
+      memcpy(half_queries_ + row * D, (const bf16*)q + from, D * sizeof(bf16));
+      return;
+    }
     for (int d = 0; d < D; d += LANES) store(&queries_[row * D + d], load_as(dtype, q, from + d) * scale);
   }
 
@@ -387,7 +409,10 @@ class QueryTile {
   // The first row of `mask` is that of the tile's first token.
   void attend(const Cache& cache, const Variant& variant, const KeyMask& mask, int64_t at, int64_t num_hidden,
               int64_t count) {
-    load_kv(cache, at, num_hidden, count);
+    if (uses_tiles_)
+      load_half_kv(cache, at, num_hidden, count);
+    else
+      load_kv(cache, at, num_hidden, count);
     for (int64_t row = 0; row < num_rows_; row += BAND_ROWS)
       attend_band(row, std::min(row + BAND_ROWS, num_rows_), variant, mask, at, count);
   }
@@ -408,10 +433,7 @@ class QueryTile {
 
   // Adds the keys that are loaded to rows `begin` to `end`.
   void attend_band(int64_t begin, int64_t end, const Variant& variant, const KeyMask& mask, int64_t at, int64_t count) {
-    for (int64_t row = begin; row < end; row += TILE_ROWS)
-      if (const int64_t num_keys = num_strip_keys(row, at, count); num_keys > 0)
-        Strip<D, KEY_TILE, KEY_TILE>::multiply(&queries_[row * D], keys_.data(), scores_of(row), D,
-                                               whole_vectors(num_keys), nullptr);
+    (this->*(uses_tiles_ ? &QueryTile::score_tiles : &QueryTile::score_strips))(begin, end, at, count);
     if (!variant.is_plain())
       for (int64_t row = begin; row < end; row++) apply_variant(row, variant, at);
     if (mask.bytes)
@@ -423,6 +445,19 @@ class QueryTile {
     for_row_groups(begin, end, at, count, can_be_whole, [&](auto is_masked, int64_t row, int64_t num_keys) {
       weigh<is_masked()>(row, num_keys);
     });
+    (this->*(uses_tiles_ ? &QueryTile::add_value_tiles : &QueryTile::add_value_strips))(begin, end, at, count);
+  }
+
+  // The scores of rows `begin` to `end`, of `count` keys from position `at` on.
+  void score_strips(int64_t begin, int64_t end, int64_t at, int64_t count) {
+    for (int64_t row = begin; row < end; row += TILE_ROWS)
+      if (const int64_t num_keys = num_strip_keys(row, at, count); num_keys > 0)
+        Strip<D, KEY_TILE, KEY_TILE>::multiply(&queries_[row * D], keys_.data(), scores_of(row), D,
+                                               whole_vectors(num_keys), nullptr);
+  }
+
+  // Adds the weighted values of the same keys.
+  void add_value_strips(int64_t begin, int64_t end, int64_t at, int64_t count) {
     for (int64_t row = begin; row < end; row += TILE_ROWS)
       if (const int64_t num_keys = num_strip_keys(row, at, count); num_keys > 0)
         Strip<KEY_TILE, D, D>::multiply(scores_of(row), values_.data(), &acc_[row * D], num_keys, D, &decays_[row]);
@@ -438,6 +473,75 @@ class QueryTile {
       t += n;
     }
   }
+
+#if defined(QUIRE_HAS_TILES)
+  // Loads keys as columns of pairs of their numbers, and pairs of values as rows.
+  void load_half_kv(const Cache& cache, int64_t begin, int64_t num_hidden, int64_t count) {
+    memset((void*)half_values_, 0, KEY_TILE * D * sizeof(bf16));
+    for (int64_t t = num_hidden; t < count;) {
+      const int64_t n = std::min(cache.block_size - (begin + t) % cache.block_size, count - t);
+      // A pair of numbers is moved as a float32 is.
+      transpose_rows((const float*)cache.rows<bf16>(begin + t, 0), n, D / 2, (float*)half_keys_ + t);
+      const bf16* values = cache.rows<bf16>(begin + t, 1);
+      for (int64_t i = 0; i < n; i++) {
+        uint32_t* pairs = (uint32_t*)half_values_ + (t + i) / 2 * D;
+        const int shift = (t + i) % 2 * 16;
+        for (int d = 0; d < D; d += LANES) {
+          HalfVec half;
+          BitVec bits;
+          memcpy(&half, values + i * D + d, sizeof half);
+          memcpy(&bits, pairs + d, sizeof bits);
+          bits |= __builtin_convertvector(half, BitVec) << shift;
+          memcpy(pairs + d, &bits, sizeof bits);
+        }
+      }
+      t += n;
+    }
+  }
+
+  // The keys that some of LANES rows attend to, as for_row_groups has it.
+  int64_t num_group_keys(int64_t row, int64_t at, int64_t count) {
+    return num_strip_keys((row + LANES - 1) / TILE_ROWS * TILE_ROWS, at, count);
+  }
+
+  void score_tiles(int64_t begin, int64_t end, int64_t at, int64_t count) {
+    constexpr int64_t STRIDE = KEY_TILE * sizeof(float);
+    for (int64_t row = begin; row < end; row += TILE_TOKENS) {
+      if (num_group_keys(row, at, count) <= 0) continue;
+      float* scores = scores_of(row);
+      add_row_of_tiles<false, KEY_TILE / TILE_OUTPUTS, 0>(half_queries_ + row * D, D, half_keys_, STRIDE, D / TILE_INPUTS,
+                                                          scores, STRIDE);
+      for (int64_t i = 0; i < TILE_TOKENS * KEY_TILE; i += LANES) store(scores + i, load(scores + i) * scale_);
+    }
+  }
+
+  void add_value_tiles(int64_t begin, int64_t end, int64_t at, int64_t count) {
+    constexpr int64_t STRIDE = D * sizeof(float);
+    for (int64_t row = begin; row < end; row += TILE_TOKENS) {
+      const int64_t num_keys = num_group_keys(row, at, count);
+      if (num_keys <= 0) continue;
+      float* acc = &acc_[row * D];
+      const float* weights = scores_of(row);
+      bf16* halves = half_weights_ + row % BAND_ROWS * KEY_TILE;
+      const int64_t num_columns = whole_vectors(num_keys);
+      for (int r = 0; r < TILE_TOKENS; r++) {
+        for (int64_t i = 0; i < KEY_TILE; i += LANES)
+          store(halves + r * KEY_TILE + i, i < num_columns ? load(weights + r * KEY_TILE + i) : Vec{});
+        if (const float decay = decays_[row + r]; decay != 1.f)
+          for (int d = 0; d < D; d += LANES) store(acc + r * D + d, load(acc + r * D + d) * decay);
+      }
+      int d = 0;
+      for (; d + 64 <= D; d += 64)
+        add_row_of_tiles<true, 4, 0>(halves, KEY_TILE, half_values_ + 2 * d, STRIDE, KEY_TILE / TILE_INPUTS, acc + d, STRIDE);
+      if (d < D)
+        add_row_of_tiles<true, 2, 0>(halves, KEY_TILE, half_values_ + 2 * d, STRIDE, KEY_TILE / TILE_INPUTS, acc + d, STRIDE);
+    }
+  }
+#else
+  void load_half_kv(const Cache&, int64_t, int64_t, int64_t) {}
+  void score_tiles(int64_t, int64_t, int64_t, int64_t) {}
+  void add_value_tiles(int64_t, int64_t, int64_t, int64_t) {}
+#endif
 
   // Applies the variant to one row of scores; the tile's first key is at `start`.
   void apply_variant(int64_t row, const Variant& variant, int64_t start) {
@@ -530,7 +634,24 @@ class QueryTile {
   // Of each row's softmax. shifts_ are the maxima, 0 if there is none; decays_ multiply acc_ at the next product.
   Floats maxima_, shifts_, sums_, decays_;
   std::vector<int32_t> positions_;
+  bool uses_tiles_ = false;
+  float scale_ = 1.f;
+  // In bfloat16 for tiles: keys [D / 2, KEY_TILE, 2], values [KEY_TILE / 2, D, 2], weights of a band, and queries.
+  bf16 *half_keys_ = nullptr, *half_values_ = nullptr, *half_weights_ = nullptr, *half_queries_ = nullptr;
+#if defined(QUIRE_HAS_TILES)
+  std::vector<bf16> halves_;
+  TileRegisters registers_;
+#endif
 };
+
+// Dimensions of heads that tile registers multiply.
+#if defined(QUIRE_HAS_TILES)
+template <int D>
+constexpr bool USES_TILES = D % TILE_INPUTS == 0 && LANES == TILE_TOKENS;
+#else
+template <int D>
+constexpr bool USES_TILES = false;
+#endif
 
 struct PrefillTask {
   int32_t sequence, head, begin, end;  // queries, relative to the chunk's first
@@ -559,6 +680,7 @@ void prefill(int dtype, const void* q, const Cache& pool, const int32_t* tables,
   for (const PrefillTask& task : tasks) max_len = std::max(max_len, task.end - task.begin);
   parallel_for(int64_t(tasks.size()), threads, [&](auto& next) {
     QueryTile<D> tile(max_len * group);
+    tile.use_tiles(USES_TILES<D> && dtype == BFLOAT16 && pool.dtype == BFLOAT16, scale);
     for (size_t i; (i = next()) < tasks.size();) {
       const PrefillTask& task = tasks[i];
       const int64_t start = query_start[task.sequence], first_head = task.head * group;

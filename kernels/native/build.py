@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .compiler import run_compiler
-from .instruction_sets import Choice, instruction_set
+from .instruction_sets import Choice, instruction_set, without_tiles
 from .prebuilt import find_prebuilt
 from .sources import FLAGS, sources, sources_digest
 
@@ -40,16 +40,22 @@ def load_library() -> ctypes.CDLL | None:
     Raises:
         ValueError: QUIRE_CPU_ISA names an instruction set that does not exist or that the processor lacks.
     """
-    chosen = instruction_set()
-    try:
-        path = find_prebuilt(chosen) or _ensure_built(_find_compiler(), chosen)
-        library = ctypes.CDLL(str(path))
-        _log.info("C++ ops use the instruction set %s", chosen)
-        return library
-    except subprocess.CalledProcessError as error:
-        reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
+    chosen, reason = instruction_set(), ""
+    for choice in (chosen, without_tiles()):
+        if choice is None:
+            continue
+        try:
+            path = find_prebuilt(choice) or _ensure_built(_find_compiler(), choice)
+            library = ctypes.CDLL(str(path))
+        except subprocess.CalledProcessError as error:
+            reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = str(error)
+        else:
+            if reason:
+                _log.warning("C++ ops use %s instead of %s, which is slower: %s", choice, chosen, reason)
+            _log.info("C++ ops use the instruction set %s", choice)
+            return library
     _log.warning("C++ ops are not available, PyTorch computes instead, which is slower: %s", reason)
     return None
 

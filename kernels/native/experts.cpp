@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "activation.h"
+#include "matrix_tiles.h"
 #include "panels.h"
 #include "thread_pool.h"
 
@@ -122,7 +123,9 @@ void multiply_task(const Weight& weight, const Task& task, const T* x, T* y, int
     const auto* panels = (const char*)linear.panels + task.panel * panel_bytes;
     return multiply_panels(linear, panels, x, y, rows, task.panel, task.num_panels);
   }
-  if (rows <= MAX_QUANTIZED_TOKENS) {
+  // Tiles add in another order, so one row must not be computed without them.
+  const bool uses_tiles = HAS_TILES && linear.dtype == BFLOAT16;
+  if (rows <= MAX_QUANTIZED_TOKENS && !uses_tiles) {
     const void* inputs = quantized_inputs(x, rows * linear.in_features);
     for (int64_t i = task.panel; i < task.panel + task.num_panels; i++)
       multiply_quantized(*weight.codes, i, int(linear.dtype), inputs, rows, linear.bias, y);

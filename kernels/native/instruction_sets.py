@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import os
@@ -37,8 +38,12 @@ _AVX2_FLAGS = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
+_AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
+_AMX_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+
 # The fastest first.
 ALL_SETS = (
+    InstructionSet("amx", _X86, _AMX, _AMX_FLAGS),
     InstructionSet("avx512", _X86, _AVX512, _AVX512_FLAGS, (("avx512_bf16", "-mavx512bf16"),)),
     InstructionSet("avx2", _X86, _AVX2, _AVX2_FLAGS),
     InstructionSet("neon", frozenset({"aarch64", "arm64"})),
@@ -116,6 +121,17 @@ def instruction_set() -> Choice:
     return choose(os.environ.get(VARIABLE) or None, platform.machine(), processor_features())
 
 
+def without_tiles() -> Choice | None:
+    """Return the set for a compiler that does not know the tile registers which `instruction_set` has; None if none.
+
+    GCC knows them from version 11 on, Clang from 12.
+    """
+    features = processor_features()
+    if os.environ.get(VARIABLE) or instruction_set().name != "amx":
+        return None
+    return choose(None, platform.machine(), features - {"amx_tile"})
+
+
 @functools.cache
 def processor_features() -> frozenset[str]:
     """Return the features that Linux reports; none on other systems, which get the sets that need none."""
@@ -123,7 +139,17 @@ def processor_features() -> frozenset[str]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
-    return parse_features(text)
+    features = parse_features(text)
+    return features if "amx_tile" not in features or _may_use_tiles() else features - {"amx_tile"}
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for tile registers, without which their first instruction ends a process. Forked children keep them.
+
+    Linux refuses before version 5.16, in some sandboxes, and if a thread's stack for signals is too small for them.
+    """
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
 
 
 def parse_features(text: str) -> frozenset[str]:

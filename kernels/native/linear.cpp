@@ -5,6 +5,9 @@
 // of High-Performance Matrix Multiplication, 2008. Either way the products of an output are added in the order of the
 // inputs, so a token's result does not depend on the number of tokens.
 //
+// Where the processor has tile registers, they multiply bfloat16 at every number of tokens (tile_products.h): they add in
+// another order than vector registers do.
+//
 // The layer before a gated activation (activation.h) writes only the activated outputs for many tokens: its own are
 // twice as many, and for a long prompt more than the allocator keeps, so that each of their pages is cleared anew.
 #include <memory>
@@ -15,6 +18,7 @@
 #include "ops.h"
 #include "panels.h"
 #include "thread_pool.h"
+#include "tile_products.h"
 
 namespace {
 
@@ -383,12 +387,118 @@ void multiply_many(const Result& outputs, const T* x, int64_t num_tokens, int th
              threads);
 }
 
+#if defined(QUIRE_HAS_TILES)
+// Weights that tile registers multiply. One in int8 is widened to bfloat16, which is exact; its tokens are not rounded.
+template <typename Format, typename T>
+constexpr bool USES_TILES = std::is_same_v<Format, BF16> || (std::is_same_v<Format, I8> && std::is_same_v<T, bf16>);
+
+// Tokens that read the weight from memory together.
+constexpr int64_t TILED_TOKENS = 256;
+constexpr int64_t TILED_INPUTS = 512;
+
+// Rows of a panel in bfloat16: in place, or widened once for all tokens of a chunk.
+template <typename Format>
+struct TileBlock {
+  const bf16* read(const bf16* rows, int64_t) { return rows; }
+};
+
+template <>
+struct TileBlock<I8> {
+  alignas(64) bf16 widened[TILED_INPUTS * PANEL_LEN];
+
+  const bf16* read(const int8_t* rows, int64_t num_inputs) {
+    for (int64_t row = 0; row < num_inputs / 4; row++)
+      for (int i = 0; i < PANEL_VECTORS; i++) {
+        const int8_t* fours = rows + (row * PANEL_LEN + i * LANES) * 4;
+        BitVec inputs[4];
+        for (int step = 0; step < 4; step++) {
+          const Vec wide = I8::columns(fours, step);
+          memcpy(&inputs[step], &wide, sizeof wide);
+        }
+        for (int pair = 0; pair < 2; pair++) {
+          const BitVec both = inputs[2 * pair] >> 16 | inputs[2 * pair + 1];
+          memcpy(widened + ((2 * row + pair) * PANEL_LEN + i * LANES) * 2, &both, sizeof both);
+        }
+      }
+    return widened;
+  }
+};
+
+// The product for at most TILED_TOKENS tokens.
+template <typename Format, typename Result>
+void multiply_tiled_chunk(const Result& outputs, const bf16* x, int64_t num_tokens, int threads) {
+  constexpr bool IS_WIDENED = !std::is_same_v<Format, BF16>;
+  const Panels<Format>& weight = outputs.weight;
+  const int64_t in_features = weight.in_features, num_panels = outputs.num_panels();
+  const int64_t block_len = IS_WIDENED || num_tokens > GROUP_TOKENS ? TILED_INPUTS : in_features;
+  parallel_for(num_panels, threads, [&](auto& next) {
+    TileRegisters registers;
+    TileBlock<Format> block;
+    alignas(64) float sums[Result::PARTS * TILED_TOKENS * PANEL_LEN];
+    for (int64_t panel; (panel = next()) < num_panels;) {
+      for (int part = 0; part < Result::PARTS; part++) {
+        float* own = sums + part * num_tokens * PANEL_LEN;
+        const auto* numbers = weight.data + (part * num_panels + panel) * weight.stride;
+        for (int64_t first = 0; first < in_features; first += block_len) {
+          const int64_t num_inputs = std::min(block_len, in_features - first);
+          const bf16* rows = block.read(numbers + first * PANEL_LEN, num_inputs);
+          const auto* next = next_block<Format>(outputs, panel, part, first + num_inputs);
+          const int64_t num_bytes = std::min<int64_t>(MAX_AHEAD_BYTES, num_inputs * PANEL_LEN * sizeof(*next));
+          (first ? add_tokens<true> : add_tokens<false>)(registers, x + first, in_features, num_tokens, rows,
+                                                         num_inputs, own, !IS_WIDENED, (const char*)next,
+                                                         next ? num_bytes : 0);
+        }
+      }
+      outputs.write(panel, sums, PANEL_LEN, num_tokens);
+    }
+  });
+}
+
+// Returns x [T, K] in bfloat16.
+inline const bf16* rounded_tokens(const bf16* x, int64_t, int64_t, int) { return x; }
+
+inline const bf16* rounded_tokens(const float* x, int64_t num_tokens, int64_t in_features, int threads) {
+  bf16* rounded = scratch<bf16>(num_tokens * in_features);
+  const int64_t step = num_tokens * in_features < 16384 ? num_tokens : 1;
+  parallel_for((num_tokens + step - 1) / step, threads, [&](auto& next) {
+    for (int64_t t; (t = next() * step) < num_tokens;) {
+      const float* from = x + t * in_features;
+      bf16* to = rounded + t * in_features;
+      int64_t i = 0;
+      for (; i + LANES <= step * in_features; i += LANES) store(to + i, load(from + i));
+      for (; i < step * in_features; i++) store_one(to + i, from[i]);
+    }
+  });
+  return rounded;
+}
+
+// The product for any number of tokens.
+template <typename Format, typename Result, typename T>
+void multiply_tiled(const Result& outputs, const T* x, int64_t num_tokens, int threads) {
+  const bf16* inputs = rounded_tokens(x, num_tokens, outputs.weight.in_features, threads);
+  const int64_t num_chunks = (num_tokens + TILED_TOKENS - 1) / TILED_TOKENS;
+  int64_t chunk_len = num_chunks ? (num_tokens + num_chunks - 1) / num_chunks : 1;
+  chunk_len = (chunk_len + GROUP_TOKENS - 1) / GROUP_TOKENS * GROUP_TOKENS;
+  for (int64_t begin = 0; begin < num_tokens; begin += chunk_len)
+    multiply_tiled_chunk<Format>(outputs.from(begin), inputs + begin * outputs.weight.in_features,
+                                 std::min(chunk_len, num_tokens - begin), threads);
+}
+#else
+template <typename Format, typename T>
+constexpr bool USES_TILES = false;
+
+template <typename Format, typename Result, typename T>
+void multiply_tiled(const Result&, const T*, int64_t, int) {}
+#endif
+
 // y [T, N] = x [T, K] times the transpose of the weight, plus bias [N] unless that is null.
 template <typename Format, typename T>
 void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t y_stride, int64_t num_tokens,
             int threads) {
   const Outputs<Format, T> outputs{weight, bias, y, y_stride};
-  if (num_tokens > MAX_TILE_TOKENS) {
+  if constexpr (USES_TILES<Format, T>) {
+    multiply_tiled<Format>(outputs, x, num_tokens, threads);
+  } else if (num_tokens > MAX_TILE_TOKENS) {
     multiply_many<Format>(outputs, x, num_tokens, threads);
   } else if constexpr (std::is_same_v<T, typename Format::Input>) {
     multiply_few(outputs, x, num_tokens, threads);
@@ -405,7 +515,9 @@ void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64
 template <typename Format, typename T>
 void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* bias, T* y, int64_t num_tokens,
                   int threads) {
-  if (num_tokens > MAX_TILE_TOKENS) {
+  if constexpr (USES_TILES<Format, T>) {
+    multiply_tiled<Format>(GatedOutputs<Format, T>{weight, bias, y, gate}, x, num_tokens, threads);
+  } else if (num_tokens > MAX_TILE_TOKENS) {
     multiply_many<Format>(GatedOutputs<Format, T>{weight, bias, y, gate}, x, num_tokens, threads);
   } else {
     T* gate_up = scratch<T>(num_tokens * weight.out_features);  // converted tokens are of another type than T

@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -78,11 +81,16 @@ inline void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 
 // Rounds to nearest, ties to even; NaN stays NaN.
 inline void store(bf16* p, Vec v) {
+#if defined(__AVX512BF16__)
+  const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);  // denormal numbers become 0
+  memcpy(p, &rounded, sizeof rounded);
+#else
   BitVec bits;
   memcpy(&bits, &v, sizeof v);
   BitVec rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
   HalfVec half = __builtin_convertvector(v == v ? rounded : (BitVec{} + 0x7FC0), HalfVec);
   memcpy(p, &half, sizeof half);
+#endif
 }
 
 // Rounds to nearest, halves up. For numbers from -127 to 127.

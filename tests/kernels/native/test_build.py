@@ -17,7 +17,7 @@ from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.kernels import activation
 from quire.kernels.native import build as native
-from quire.kernels.native import sources
+from quire.kernels.native import instruction_sets, sources
 from quire.kernels.norm import rms_norm
 
 FAKE_COMPILER = """#!/bin/sh
@@ -104,6 +104,23 @@ def test_missing_or_failing_compiler_is_logged(
         assert load() is None
     (record,) = caplog.records
     assert message in record.getMessage()
+
+
+def test_compiler_that_does_not_know_tile_registers_builds_another_set(
+    fake_compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    refusal = '#!/bin/sh\ncase "$*" in *-mamx-tile*) echo unknown flag >&2; exit 1;; esac\n'
+    compiler.write_text(refusal + compiler.read_text())
+    tiles = {"amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    features = frozenset(tiles | {"avx2", "fma", "f16c", "bmi1", "bmi2"})
+    monkeypatch.setattr(instruction_sets, "processor_features", lambda: features)
+    monkeypatch.setattr(instruction_sets.platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv(instruction_sets.VARIABLE, raising=False)
+    with caplog.at_level(logging.WARNING):
+        assert native.load_library.__wrapped__() is not None
+    assert "C++ ops use avx512+avx512_bf16 instead of amx, which is slower" in caplog.text
+    assert "unknown flag" in caplog.text
 
 
 def test_unwritable_cache_disables_native_ops(

@@ -30,7 +30,7 @@ def compiler(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("machine", "expected"),
     [
-        ("x86_64", {"avx512", "avx512+avx512_bf16", "avx2", "baseline"}),
+        ("x86_64", {"amx", "avx512", "avx512+avx512_bf16", "avx2", "baseline"}),
         ("aarch64", {"neon", "baseline"}),
     ],
 )
