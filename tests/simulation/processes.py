@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
 from quire.cluster.config.deployment import Deployment
+from quire.cluster.fleet.controller.commands import FleetCommand
 from quire.cluster.fleet.controller.demand import Demand
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import FleetState
@@ -104,22 +105,8 @@ class _Controller:
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         (await self._reach()).report(gateway_id, demand)
 
-    async def deploy(self, deployment: Deployment) -> None:
-        await (await self._reach()).deploy(deployment)
-
-    async def delete(self, model: str) -> None:
-        await (await self._reach()).delete(model)
-
-    async def drain(self, target: str) -> Sequence[str]:
-        return await (await self._reach()).drain(target)
-
-    async def undrain(self, target: str) -> str:
-        return (await self._reach()).undrain(target)
-
-    async def set_scale(
-        self, model: str, min_replicas: int | None, max_replicas: int | None
-    ) -> tuple[int, int]:
-        return await (await self._reach()).set_scale(model, min_replicas, max_replicas)
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
+        return await (await self._reach()).apply(command)
 
     async def _reach(self) -> Fleet:
         await self._network.call(self._gateway, "controller")

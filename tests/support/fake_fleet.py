@@ -6,13 +6,15 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
+from quire.cluster.fleet.controller.commands import FleetCommand
 from quire.cluster.fleet.controller.demand import Demand
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import FleetState, NodeEntry
@@ -254,22 +256,8 @@ class DirectController:
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         self._reachable_fleet().report(gateway_id, demand)
 
-    async def deploy(self, deployment: Deployment) -> None:
-        await self._reachable_fleet().deploy(deployment)
-
-    async def delete(self, model: str) -> None:
-        await self._reachable_fleet().delete(model)
-
-    async def drain(self, target: str) -> Sequence[str]:
-        return await self._reachable_fleet().drain(target)
-
-    async def undrain(self, target: str) -> str:
-        return self._reachable_fleet().undrain(target)
-
-    async def set_scale(
-        self, model: str, min_replicas: int | None, max_replicas: int | None
-    ) -> tuple[int, int]:
-        return await self._reachable_fleet().set_scale(model, min_replicas, max_replicas)
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
+        return await self._reachable_fleet().apply(command)
 
     def _reachable_fleet(self) -> Fleet:
         if self.fleet is None:

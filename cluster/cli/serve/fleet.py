@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from ...config.cluster_options import ClusterOptions
 from ...config.deployment import Deployment
 from ...config.server_options import ServerOptions
+from ...fleet.controller.commands import Deploy
 from ...fleet.controller.controller import find_or_start_controller
 from ...fleet.controller.controller_client import ControllerClient
 from ...fleet.ray.launch_target import DEFAULT_NAMESPACE
@@ -99,8 +100,8 @@ async def _serve(
     try:
         for deployment in deployments:
             _log.info("deploying %s; the fleet's controller checks the model first", deployment.name)
-            version = await sync.deploy(deployment)
-            _log.info("%s is deployed, version %s", deployment.name, version)
+            deployed = await sync.apply(Deploy(deployment))
+            _log.info("%s is deployed, version %s", deployment.name, deployed["version"])
         sync.start()
         await servers.start()
         _log.info("listening on %s; requests wait until a replica is ready", servers.addresses)

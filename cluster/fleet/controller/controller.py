@@ -19,9 +19,11 @@ import ray
 from ....proto.transport.network import CurveKeys
 from ...config.cluster_options import ClusterOptions
 from ...config.deployment import Deployment
+from ...config.model_source import pin_revision
 from ...config.resolve import resolve_deployment
 from ...os_utils.logs import log_to_stderr
 from ..ray.compat import HEAD_NODE_RESOURCE
+from .commands import Deploy, FleetCommand
 from .controller_client import ControllerClient
 from .demand import Demand
 from .fleet import Fleet
@@ -68,34 +70,11 @@ class FleetController:
         fleet = await asyncio.wrap_future(self._fleet)
         self._loop.call_soon_threadsafe(fleet.report, gateway_id, demand)
 
-    async def deploy(self, deployment_json: str) -> None:
-        """See `Fleet.deploy`."""
-        deployment = Deployment.from_json(deployment_json)
-        # Reject a model that cannot be served before anything is started for it.
-        await asyncio.to_thread(resolve_deployment, deployment, has_gpus=True)
-        await self._call(lambda fleet: fleet.deploy(deployment))
-
-    async def delete(self, model: str) -> None:
-        """See `Fleet.delete`."""
-        await self._call(lambda fleet: fleet.delete(model))
-
-    async def drain(self, target: str) -> tuple[str, ...]:
-        """See `Fleet.drain`."""
-        return await self._call(lambda fleet: fleet.drain(target))
-
-    async def undrain(self, target: str) -> str:
-        """See `Fleet.undrain`."""
-
-        async def undrain(fleet: Fleet) -> str:
-            return fleet.undrain(target)
-
-        return await self._call(undrain)
-
-    async def set_scale(
-        self, model: str, min_replicas: int | None, max_replicas: int | None
-    ) -> tuple[int, int]:
-        """See `Fleet.set_scale`."""
-        return await self._call(lambda fleet: fleet.set_scale(model, min_replicas, max_replicas))
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
+        """See `Fleet.apply`. A model that cannot be served is refused before anything is started for it."""
+        if isinstance(command, Deploy):
+            command = Deploy(await asyncio.to_thread(_pinned_and_checked, command.deployment))
+        return await self._call(lambda fleet: fleet.apply(command))
 
     async def pid(self) -> int:
         """Return the pid of the actor's process."""
@@ -119,6 +98,13 @@ class FleetController:
         await fleet.recover()
         self._fleet.set_result(fleet)
         await fleet.run()
+
+
+def _pinned_and_checked(deployment: Deployment) -> Deployment:
+    """Return the deployment with the commit of its model. Raises QuireError if the model cannot be served."""
+    pinned = pin_revision(deployment)
+    resolve_deployment(pinned, has_gpus=True)
+    return pinned
 
 
 def find_or_start_controller(namespace: str, options: ClusterOptions) -> ControllerClient:

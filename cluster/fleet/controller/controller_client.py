@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ray.exceptions import RayError
 
 from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.transport.network import CurveKeys
-from ...config.deployment import Deployment
 from ..ray.errors import unwrap
+from .commands import Deploy, FleetCommand
 from .demand import Demand
 from .fleet_state import FleetState
 
@@ -42,26 +43,12 @@ class Controller(Protocol):
         """See `Fleet.report`."""
         ...
 
-    async def deploy(self, deployment: Deployment) -> None:
-        """See `Fleet.deploy`."""
-        ...
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
+        """See `Fleet.apply`.
 
-    async def delete(self, model: str) -> None:
-        """See `Fleet.delete`."""
-        ...
-
-    async def drain(self, target: str) -> Sequence[str]:
-        """See `Fleet.drain`."""
-        ...
-
-    async def undrain(self, target: str) -> str:
-        """See `Fleet.undrain`."""
-        ...
-
-    async def set_scale(
-        self, model: str, min_replicas: int | None, max_replicas: int | None
-    ) -> tuple[int, int]:
-        """See `Fleet.set_scale`."""
+        Raises:
+            QuireError: the controller refused the command.
+        """
         ...
 
 
@@ -84,30 +71,12 @@ class ControllerClient:
         """See `Controller`."""
         await self._call("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
 
-    async def deploy(self, deployment: Deployment) -> None:
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
         """See `Controller`."""
-        await self._call(
-            "deploy", partial(self._actor.deploy.remote, deployment.to_json()), _DEPLOY_TIMEOUT_S
-        )
-
-    async def delete(self, model: str) -> None:
-        """See `Controller`."""
-        await self._call("delete", partial(self._actor.delete.remote, model))
-
-    async def drain(self, target: str) -> Sequence[str]:
-        """See `Controller`."""
-        return await self._call("drain", partial(self._actor.drain.remote, target))
-
-    async def undrain(self, target: str) -> str:
-        """See `Controller`."""
-        return await self._call("undrain", partial(self._actor.undrain.remote, target))
-
-    async def set_scale(
-        self, model: str, min_replicas: int | None, max_replicas: int | None
-    ) -> tuple[int, int]:
-        """See `Controller`."""
-        submit = partial(self._actor.set_scale.remote, model, min_replicas, max_replicas)
-        return await self._call("set_scale", submit)
+        timeout_s = _DEPLOY_TIMEOUT_S if isinstance(command, Deploy) else _CALL_TIMEOUT_S
+        submit = partial(self._actor.apply.remote, command)
+        name = re.sub("(?<!^)(?=[A-Z])", "_", type(command).__name__).lower()
+        return await self._call(name, submit, timeout_s)
 
     async def _call(
         self, name: str, submit: Callable[[], ObjectRef[T]], timeout_s: float = _CALL_TIMEOUT_S

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ....proto.errors import InvalidRequest, ModelNotFound
 from ...config.deployment import Deployment
@@ -20,6 +21,7 @@ from ...os_utils.backoff import Backoff
 from ...os_utils.change_notifier import ChangeNotifier
 from .autoscaler import Decision, ScalingState, decide
 from .blocking_calls import BlockingCalls
+from .commands import Delete, Deploy, Drain, FleetCommand, SetScale, Undrain
 from .demand import Demand
 from .fleet_snapshot import DemandCounter, take_snapshot
 from .fleet_state import DeploymentEntry, FleetState, ReplicaState
@@ -150,6 +152,27 @@ class Fleet:
             if replica.deployment.name not in self._models:
                 replica.drain("its model was deleted")
         self._drop_ended()
+
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
+        """Carry out an operator's command; return the fields of its response.
+
+        Raises:
+            ModelNotFound, InvalidRequest, ConfigError: as the method of the command does.
+        """
+        match command:
+            case Deploy(deployment):
+                await self.deploy(deployment)
+                return {"version": deployment.version}
+            case Delete(model):
+                await self.delete(model)
+                return {}
+            case Drain(target):
+                return {"replica_ids": await self.drain(target)}
+            case Undrain(target):
+                return {"replica_ids": [self.undrain(target)]}
+            case SetScale(model, min_replicas, max_replicas):
+                least, most = await self.set_scale(model, min_replicas, max_replicas)
+                return {"min_replicas": least, "max_replicas": most}
 
     async def deploy(self, deployment: Deployment) -> None:
         """Serve a model, or change its deployment."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from ....proto import admin_pb2, admin_pb2_grpc
 from ....proto.engine_command import Action, EngineCommand
@@ -13,6 +15,7 @@ from ....proto.stream import FlushCache
 from ...client.wire.deployment_messages import deployment_from_message
 from ...client.wire.engine_messages import mode_from_message
 from ...client.wire.status_messages import block_map_to_message
+from ...fleet.controller.commands import FleetCommand
 from ..admin.engine_control import control_replicas, sleep_command, update_command, wake_up_command
 from ..admin.fault_injection import inject_fault
 from ..admin.fleet_events import FleetEvents
@@ -29,6 +32,8 @@ BLOCK_MAP_TIMEOUT_S = 3.0
 
 class AdminService(admin_pb2_grpc.AdminServicer):
     """quire.v1.Admin, whose callers are operators: the interceptor has checked that.
+
+    The calls that change a fleet are added below, one for each FleetCommand.
 
     Args:
         services: without a fleet if the gateway has one replica of its own, which cannot be changed.
@@ -50,42 +55,6 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     ) -> admin_pb2.GetBlockMapResponse:
         blocks = await block_map(self._services, message.replica_id, BLOCK_MAP_TIMEOUT_S)
         return block_map_to_message(blocks)
-
-    @convert_errors
-    async def Deploy(
-        self, message: admin_pb2.DeployRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.DeployResponse:
-        fleet = self._writable_fleet()
-        deployment = deployment_from_message(message.deployment)
-        return admin_pb2.DeployResponse(version=await fleet.deploy(deployment))
-
-    @convert_errors
-    async def Delete(
-        self, message: admin_pb2.DeleteRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.DeleteResponse:
-        await self._writable_fleet().delete(message.model)
-        return admin_pb2.DeleteResponse()
-
-    @convert_errors
-    async def Drain(
-        self, message: admin_pb2.DrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.DrainResponse:
-        return admin_pb2.DrainResponse(replica_ids=await self._writable_fleet().drain(message.target))
-
-    @convert_errors
-    async def Undrain(
-        self, message: admin_pb2.UndrainRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.UndrainResponse:
-        return admin_pb2.UndrainResponse(replica_ids=[await self._writable_fleet().undrain(message.target)])
-
-    @convert_errors
-    async def SetScale(
-        self, message: admin_pb2.SetScaleRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.SetScaleResponse:
-        least = message.min_replicas if message.HasField("min_replicas") else None
-        most = message.max_replicas if message.HasField("max_replicas") else None
-        least, most = await self._writable_fleet().set_scale(message.model, least, most)
-        return admin_pb2.SetScaleResponse(min_replicas=least, max_replicas=most)
 
     @convert_errors
     async def FlushCache(
@@ -193,8 +162,39 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def _control(self, model: str, command: EngineCommand) -> None:
         await control_replicas(self._services.models.find(model).pool, command)
 
-    def _writable_fleet(self) -> Fleet:
-        """Raises ConfigError if there is no fleet."""
+    def writable_fleet(self) -> Fleet:
+        """Return the fleet that commands go to. Raises ConfigError if there is none."""
         if self._services.fleet is None:
             raise ConfigError("this server has one replica of its own; only a fleet can be changed")
         return self._services.fleet
+
+
+def _forwarding(kind: type[FleetCommand]) -> Any:
+    """Return the handler of the call that a command is named after: the fleet carries it out."""
+    call = admin_pb2.DESCRIPTOR.services_by_name["Admin"].methods_by_name[kind.__name__]
+    respond = GetMessageClass(call.output_type)
+
+    @convert_errors
+    async def handle(
+        service: AdminService, message: Message, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> Message:
+        fleet = service.writable_fleet()
+        return respond(**await fleet.apply(kind(**_values(message))))
+
+    return handle
+
+
+def _values(message: Message) -> dict[str, Any]:
+    """Return field |-> value of a request; None for an optional field that is not set."""
+    values: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, admin_pb2.Deployment):
+            values[field.name] = deployment_from_message(value)
+        else:
+            values[field.name] = None if field.has_presence and not message.HasField(field.name) else value
+    return values
+
+
+for _kind in get_args(FleetCommand):
+    setattr(AdminService, _kind.__name__, _forwarding(_kind))

@@ -6,9 +6,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ....proto import admin_pb2
 from ....proto.config import EngineConfig
@@ -16,9 +17,9 @@ from ....proto.errors import QuireError
 from ....proto.transport.network import CurveKeys
 from ...config.deployment import Deployment
 from ...config.engine_summary import engine_summary
-from ...config.model_source import pin_revision
 from ...config.resolve import resolve_deployment
 from ...config.step_limits import LARGE_GPU_BYTES
+from ...fleet.controller.commands import FleetCommand
 from ...fleet.controller.controller_client import Controller
 from ...fleet.controller.demand import Demand
 from ...fleet.controller.fleet_state import FleetState, ReplicaEntry, ReplicaState
@@ -91,29 +92,9 @@ class ControllerSync:
         await asyncio.gather(*(pool.close() for pool in self._retired))
         await self._models.close()
 
-    async def deploy(self, deployment: Deployment) -> str:
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
         """See `Fleet`."""
-        pinned = await asyncio.to_thread(pin_revision, deployment)
-        await self._controller.deploy(pinned)
-        return pinned.version
-
-    async def delete(self, model: str) -> None:
-        """See `Fleet`."""
-        await self._controller.delete(model)
-
-    async def drain(self, target: str) -> Sequence[str]:
-        """See `Fleet`."""
-        return await self._controller.drain(target)
-
-    async def undrain(self, target: str) -> str:
-        """See `admin.Fleet`."""
-        return await self._controller.undrain(target)
-
-    async def set_scale(
-        self, model: str, min_replicas: int | None, max_replicas: int | None
-    ) -> tuple[int, int]:
-        """See `admin.Fleet`."""
-        return await self._controller.set_scale(model, min_replicas, max_replicas)
+        return await self._controller.apply(command)
 
     def describe(self) -> admin_pb2.GetStatusResponse:
         """See `Fleet`."""

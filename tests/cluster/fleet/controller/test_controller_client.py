@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from quire.cluster.config.deployment import Deployment
+from quire.cluster.fleet.controller.commands import Delete, Deploy
 from quire.cluster.fleet.controller.controller_client import ControllerClient
 from quire.proto.errors import ReplicaUnavailable
 from tests.simulation.event_loop import Clock, run_simulated
@@ -36,7 +37,7 @@ class SlowActor:
         return SlowMethod(self.delay_s)
 
 
-def call(delay_s: float, method: Callable[[ControllerClient], Awaitable[None]]) -> float:
+def call(delay_s: float, method: Callable[[ControllerClient], Awaitable[object]]) -> float:
     """Call a slow controller; return the simulated time that it took."""
 
     async def main(clock: Clock, rng: Random) -> float:
@@ -49,9 +50,9 @@ def call(delay_s: float, method: Callable[[ControllerClient], Awaitable[None]]) 
 def test_deployment_may_take_minutes() -> None:
     """The controller checks the model's files, which may be on a slow disk."""
     deployment = Deployment.from_table({"model": "demo"})
-    assert call(300.0, lambda controller: controller.deploy(deployment)) == pytest.approx(300.0)
+    assert call(300.0, lambda controller: controller.apply(Deploy(deployment))) == pytest.approx(300.0)
 
 
 def test_other_calls_name_the_controller_that_does_not_answer() -> None:
     with pytest.raises(ReplicaUnavailable, match="did not answer 'delete' in 30 s"):
-        call(300.0, lambda controller: controller.delete("demo"))
+        call(300.0, lambda controller: controller.apply(Delete("demo")))
