@@ -17,6 +17,7 @@ from quire.cluster.fleet.controller.fleet_state import NodeEntry
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
 from quire.cluster.fleet.replica.record import ReplicaRecord
+from quire.cluster.fleet.replica.supervised_replica import LiveReplica
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from quire.proto.stream import GatewayMessage, ReplicaMessage
@@ -227,6 +228,9 @@ class SimulatedLauncher:
         if replica is None or replica.ended_at is not None:
             raise ReplicaUnavailable(f"{record.replica_id} does not run any more")
         return replica
+
+    def replace_scheduler(self, live: LiveReplica, number: int) -> SimulatedReplica:
+        raise ReplicaUnavailable(f"no rank of {live.record.replica_id} answers")
 
     def remove(self, replica_id: str) -> None:
         self._cluster.fail_some()

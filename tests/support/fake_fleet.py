@@ -18,10 +18,10 @@ from quire.cluster.fleet.controller.commands import FleetCommand
 from quire.cluster.fleet.controller.demand import Demand
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import FleetState, NodeEntry
-from quire.cluster.fleet.controller.interfaces import LiveReplica
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
 from quire.cluster.fleet.replica.record import ReplicaRecord
+from quire.cluster.fleet.replica.supervised_replica import LiveReplica
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.step import StepResult
 from quire.scheduler.core.scheduler import Scheduler
@@ -56,7 +56,7 @@ class SlowWorkers(FakeWorkerGroup):
 
 
 class FakeReplica:
-    """See `interfaces.LiveReplica`."""
+    """See `supervised_replica.LiveReplica`."""
 
     def __init__(self, record: ReplicaRecord, num_blocks: int) -> None:
         config = small_config(
@@ -108,6 +108,7 @@ class FakeLauncher:
     Attributes:
         room: replicas that fit; further launches report that they wait for room.
         problem: raised by launches; None if they succeed.
+        replaces_schedulers: a replica whose scheduler ended gets another one.
         may_place: launches wait for this event before they start anything.
         num_failing_removals: this many of the next removals raise.
         launched: replica_id |-> every replica that was launched.
@@ -120,6 +121,7 @@ class FakeLauncher:
     def __init__(self, room: int = 8, num_blocks: int = 64) -> None:
         self.room = room
         self.problem: QuireError | None = None
+        self.replaces_schedulers = False
         self.may_place = threading.Event()
         self.may_place.set()
         self.num_failing_removals = 0
@@ -167,6 +169,8 @@ class FakeLauncher:
 
     def replace_scheduler(self, live: LiveReplica, number: int) -> FakeReplica:
         """Start the replica again at another endpoint. Raises `problem` if it is set."""
+        if not self.replaces_schedulers:
+            raise ReplicaUnavailable("no rank answers")
         if self.problem is not None:
             raise self.problem
         assert isinstance(live, FakeReplica)

@@ -149,6 +149,7 @@ async def local_gateway(
     config: EngineConfig,
     replica: ReplicaClient,
     *,
+    is_only_replica: bool = True,
     security: Security | None = None,
     retention: RetentionLimits | None = None,
     http: bool = False,
@@ -160,6 +161,8 @@ async def local_gateway(
     replica.start()
     tokenizer = Tokenizer(config.model.path)
     models = serve_single_replica(config, tokenizer, replica)
+    if is_only_replica:
+        models.find("").pool.retire()
     services = GatewayServices.compose(
         models,
         security=security,

@@ -12,7 +12,6 @@ from fake_fleet import FakeLauncher, MemoryStore
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import ReplicaEntry, ReplicaState
-from quire.cluster.fleet.controller.replica_lifecycle import ReplaceScheduler
 
 TICK_S = 0.02
 DEADLINE_S = 60.0
@@ -25,18 +24,10 @@ def deployment(**options: Any) -> Deployment:
 class RunningFleet:
     """A running fleet."""
 
-    def __init__(
-        self, launcher: FakeLauncher, store: MemoryStore, replace_scheduler: ReplaceScheduler | None
-    ) -> None:
+    def __init__(self, launcher: FakeLauncher, store: MemoryStore) -> None:
         self.launcher = launcher
         self.store = store
-        self.fleet = Fleet(
-            launcher,
-            store,
-            tick_s=TICK_S,
-            canary_timeout_s=DEADLINE_S,
-            replace_scheduler=replace_scheduler,
-        )
+        self.fleet = Fleet(launcher, store, tick_s=TICK_S, canary_timeout_s=DEADLINE_S)
 
     def entries(self, *states: ReplicaState) -> list[ReplicaEntry]:
         return [entry for entry in self.fleet.state().replicas if not states or entry.state in states]
@@ -67,12 +58,8 @@ class RunningFleet:
 
 
 @asynccontextmanager
-async def running(
-    launcher: FakeLauncher,
-    store: MemoryStore | None = None,
-    replace_scheduler: ReplaceScheduler | None = None,
-) -> AsyncIterator[RunningFleet]:
-    fleet = RunningFleet(launcher, store or MemoryStore(), replace_scheduler)
+async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> AsyncIterator[RunningFleet]:
+    fleet = RunningFleet(launcher, store or MemoryStore())
     await fleet.fleet.recover()
     runner = asyncio.create_task(fleet.fleet.run())
     try:

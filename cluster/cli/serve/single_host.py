@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
 from ....proto.config import EngineConfig
-from ....proto.errors import ReplicaUnavailable
+from ....proto.errors import QuireError, ReplicaUnavailable
 from ...config.engine_options import EngineOptions
 from ...config.engine_summary import engine_summary
 from ...config.machine import Machine
@@ -19,10 +20,13 @@ from ...fleet.ray.local_cluster import LocalCluster
 from ...fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ...fleet.replica.fault_injection import RayFaultInjector
 from ...fleet.replica.launch import launch_replica
+from ...fleet.replica.record import ReplicaRecord
 from ...fleet.replica.replica import Replica, new_replica_id
 from ...fleet.replica.scheduler_start import replace_scheduler
+from ...fleet.replica.supervised_replica import ReplicaT, SupervisedReplica
 from ...gateway.access.security import Security
 from ...gateway.admin.services import GatewayServices
+from ...gateway.routing.replica_pool import ReplicaPool
 from ...gateway.routing.served_models import serve_single_replica
 from ...os_utils.event_loop import run_event_loop
 from ...os_utils.signals import (
@@ -39,7 +43,6 @@ from ...text.requests.observer import RequestObserver
 from ...text.requests.tokenizer import Tokenizer
 from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
-from .supervisor import ReplicaSupervisor
 
 CANARY_TIMEOUT_S = 60.0
 # Time for running streams to finish after a signal, and to receive the error after a failure.
@@ -108,11 +111,12 @@ async def _serve_replica(
     signaled = next_signal()
     config = replica.config
     _log.info("%s", engine_summary(config))
-    client = _connect(replica)
-    models = serve_single_replica(config, tokenizer, client, is_supervised=True)
+    connect = partial(_connect, config)
+    client = connect(replica.record)
+    client.start()
+    models = serve_single_replica(config, tokenizer, client)
     pool = models.find(config.model.name).pool
-    supervisor = ReplicaSupervisor(replica, client, pool, _connect, replace_scheduler)
-    failure = asyncio.create_task(supervisor.run())
+    failure = asyncio.create_task(keep_served(replica, pool, connect, replace_scheduler))
     services = GatewayServices.compose(
         models,
         security=security,
@@ -144,13 +148,52 @@ async def _serve_replica(
         return 0 if is_ready else 128 + signaled.result()
     finally:
         failure.cancel()
+        await asyncio.gather(failure, return_exceptions=True)
         await servers.stop(0)
         await models.close()
 
 
-def _connect(replica: Replica) -> ReplicaClient:
-    """Return a started client of the replica."""
-    silence_timeout_s = replica.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
-    client = ReplicaClient(replica.address, replica.replica_id, silence_timeout_s=silence_timeout_s)
-    client.start()
-    return client
+async def keep_served(
+    live: ReplicaT,
+    pool: ReplicaPool,
+    connect: Callable[[ReplicaRecord], ReplicaClient],
+    replace: Callable[[ReplicaT, int], ReplicaT],
+) -> QuireError:
+    """Replace the scheduler of a pool's only replica when it ends, until the replica is given up; return the error.
+
+    The pool's requests have ended with the error then.
+
+    Args:
+        connect, replace: as for SupervisedReplica; `replace` blocks for seconds.
+    """
+
+    async def replace_in_pool(ended: ReplicaT, number: int) -> ReplicaT:
+        pool.remove(ended.record.replica_id, "its scheduler is replaced")
+        return await asyncio.to_thread(replace, ended, number)
+
+    replica = SupervisedReplica(live, connect, replace_in_pool)
+    try:
+        while True:
+            error = await replica.wait_until_failed()
+            _fail_clients(pool, error)
+            try:
+                await replica.replace_scheduler(error)
+            except QuireError as given_up:
+                pool.retire()
+                _fail_clients(pool, given_up)
+                return given_up
+            client = connect(replica.live.record)
+            client.start()
+            pool.add(client)
+    finally:
+        await replica.close()
+
+
+def _fail_clients(pool: ReplicaPool, error: QuireError) -> None:
+    for client in pool.clients.values():
+        client.fail(str(error))
+
+
+def _connect(config: EngineConfig, record: ReplicaRecord) -> ReplicaClient:
+    silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+    return ReplicaClient(record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s)

@@ -94,7 +94,7 @@ class FleetController:
             os._exit(1)
 
     async def _run_fleet(self, launcher: RayLauncher, store: KeyValueStore) -> None:
-        fleet = Fleet(launcher, store, replace_scheduler=launcher.replace_scheduler)
+        fleet = Fleet(launcher, store)
         await fleet.recover()
         self._fleet.set_result(fleet)
         await fleet.run()

@@ -29,7 +29,7 @@ from .fleet_store import FleetStore
 from .interfaces import Launcher, Store
 from .nodes import TAKEOVER_TIMEOUT_S, NodeWatch
 from .reconcile import plan
-from .replica_lifecycle import LifecycleContext, ReplaceScheduler, ReplicaLifecycle
+from .replica_lifecycle import LifecycleContext, ReplicaLifecycle
 
 TICK_S = 1.0
 NODES_INTERVAL_S = 3.0
@@ -75,7 +75,6 @@ class Fleet:
         tick_s: longest time between two reconciliation steps.
         canary_timeout_s: how long the first token of a replica may take.
         blocking: threads for the launcher's and the store's calls.
-        replace_scheduler: see LifecycleContext.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Fleet:
         tick_s: float = TICK_S,
         canary_timeout_s: float = CANARY_TIMEOUT_S,
         blocking: BlockingCalls | None = None,
-        replace_scheduler: ReplaceScheduler | None = None,
     ) -> None:
         self._launcher = launcher
         self._store = FleetStore(store)
@@ -105,7 +103,6 @@ class Fleet:
             canary_timeout_s,
             on_state=self._on_replica_state,
             on_progress=self._notify_change,
-            replace_scheduler=replace_scheduler,
         )
         self._nodes_read_at = -math.inf
         self._epoch, self._version = secrets.token_hex(4), 0

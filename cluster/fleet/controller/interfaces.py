@@ -1,4 +1,4 @@
-"""Interfaces between the fleet and its cluster: Launcher, LiveReplica and Store. Implemented by Ray and by fakes."""
+"""Interfaces between the fleet and its cluster: Launcher and Store. Implemented by Ray and by fakes."""
 
 from __future__ import annotations
 
@@ -6,28 +6,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Protocol
 
-from ....proto.errors import QuireError
 from ...config.deployment import Deployment
 from ..replica.client import ReplicaClient
 from ..replica.launch_progress import OnProgress
 from ..replica.record import ReplicaRecord
+from ..replica.supervised_replica import LiveReplica
 from .fleet_state import NodeEntry
-
-
-class LiveReplica(Protocol):
-    """A replica whose processes run; implemented by `cluster.replica.Replica`.
-
-    Attributes:
-        failure: completes when the replica ends: with the error, or with None if it was closed.
-    """
-
-    @property
-    def record(self) -> ReplicaRecord: ...
-    @property
-    def failure(self) -> Future[QuireError | None]: ...
-    def close(self) -> None:
-        """End the replica's processes; blocks."""
-        ...
 
 
 class Launcher(Protocol):
@@ -43,6 +27,13 @@ class Launcher(Protocol):
 
     def adopt(self, record: ReplicaRecord) -> LiveReplica:
         """Return a replica that an earlier controller launched. Raises ReplicaUnavailable if it does not run."""
+        ...
+
+    def replace_scheduler(self, live: LiveReplica, number: int) -> LiveReplica:
+        """Start another scheduler for a replica whose scheduler ended, on its ranks. The number counts from 2.
+
+        Raises QuireError if a process could not be started, or the ranks do not answer.
+        """
         ...
 
     def remove(self, replica_id: str) -> None:

@@ -23,8 +23,8 @@ from ..replica.placement import ClusterView
 from ..replica.record import ReplicaRecord
 from ..replica.replica import Replica, adopt_replica, known_replicas, remove_replica
 from ..replica.scheduler_start import replace_scheduler
+from ..replica.supervised_replica import LiveReplica
 from .fleet_state import NodeEntry
-from .interfaces import LiveReplica
 from .spot import wait_for_notice
 
 # Value of the option `spot` |-> labels of the nodes, in the order of preference.
@@ -78,7 +78,6 @@ class RayLauncher:
         return adopt_replica(record, self._target)
 
     def replace_scheduler(self, live: LiveReplica, number: int) -> Replica:
-        """See `scheduler_start.replace_scheduler`."""
         assert isinstance(live, Replica), "it was launched or adopted by this launcher"
         return replace_scheduler(live, number)
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ....proto.errors import QuireError, RankFailed, ReplicaUnavailable
+from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.replica_status import ReplicaStatus
 from ....proto.stream import Drain
 from ...config.deployment import Deployment
@@ -25,11 +25,11 @@ from ..replica.canary import run_canary
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage
 from ..replica.record import ReplicaRecord
-from ..replica.replacement_limit import ReplacementLimit
+from ..replica.supervised_replica import LiveReplica, SupervisedReplica
 from .blocking_calls import CALL_TIMEOUT_S, BlockingCalls
 from .fleet_state import ReplicaEntry, ReplicaState
 from .fleet_store import FleetStore
-from .interfaces import Launcher, LiveReplica
+from .interfaces import Launcher
 from .reconcile import ReplicaView
 
 # Time beyond its grace period after which a draining replica is ended with the requests that it still has.
@@ -39,8 +39,6 @@ STABLE_AFTER_S = 60.0
 # Delays between attempts to remove a replica.
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-
-ReplaceScheduler = Callable[[LiveReplica, int], LiveReplica]
 
 _log = logging.getLogger(__name__)
 
@@ -54,8 +52,6 @@ class LifecycleContext:
         canary_timeout_s: how long the first token of a replica may take.
         on_state: called when a replica's state changed.
         on_progress: called when a starting replica's `reason` changed.
-        replace_scheduler: starts another scheduler for a replica whose scheduler ended; blocks for seconds. The
-            number counts from 2. None if a replica whose scheduler ends is replaced as a whole.
     """
 
     launcher: Launcher
@@ -65,7 +61,6 @@ class LifecycleContext:
     canary_timeout_s: float
     on_state: Callable[[ReplicaLifecycle], None]
     on_progress: Callable[[], None]
-    replace_scheduler: ReplaceScheduler | None = None
 
 
 class ReplicaLifecycle:
@@ -94,20 +89,17 @@ class ReplicaLifecycle:
         self._is_canceled = False
         self._must_drain = asyncio.Event()
         self._launching: Future[LiveReplica] | None = None  # the latest launch or replacement
-        self._live: LiveReplica | None = None
-        self._client: ReplicaClient | None = None
-        self._num_schedulers = 1
-        self._limit = ReplacementLimit(context.clock)
+        self._replica: SupervisedReplica[LiveReplica] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def status(self) -> ReplicaStatus | None:
         """The replica's latest status, or None before the first."""
-        return None if self._client is None else self._client.latest_status
+        return None if self._replica is None else self._replica.client.latest_status
 
     @property
     def node_ids(self) -> tuple[str, ...]:
-        return () if self._live is None else self._live.record.node_ids
+        return () if self._replica is None else self._replica.live.record.node_ids
 
     @property
     def has_ended(self) -> bool:
@@ -140,7 +132,7 @@ class ReplicaLifecycle:
             self.deployment.version,
             self.state,
             self.reason,
-            None if self._live is None else self._live.record,
+            None if self._replica is None else self._replica.live.record,
             self.drain_reason if self.state is ReplicaState.READY else "",
         )
 
@@ -194,8 +186,8 @@ class ReplicaLifecycle:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._client is not None:
-            await self._client.close()
+        if self._replica is not None:
+            await self._replica.close()
 
     def _begin(self, make: Callable[[], LiveReplica]) -> None:
         self._launching = self._context.blocking.launch(lambda: self._make_and_record(make))
@@ -231,77 +223,43 @@ class ReplicaLifecycle:
 
     async def _serve(self, launched: asyncio.Future[LiveReplica]) -> None:
         """From the launch until the replica has drained."""
-        client = self._connect(await launched)
-        if await self._is_draining_already(client):
+        replica = self._replica = SupervisedReplica(
+            await launched, self._connect, self._replace_scheduler, self._context.clock
+        )
+        if await self._is_draining_already(replica.client):
             self._set_state(ReplicaState.DRAINING, "the replica was draining when it was adopted")
         else:
             self._on_progress(LaunchProgress(LaunchStage.CANARY))
-            await run_canary(client, self._context.canary_timeout_s)
+            await run_canary(replica.client, self._context.canary_timeout_s)
             self.ready_at = self._context.clock()
             self._set_state(ReplicaState.READY, "")
-            client = await self._serve_until_drain(client)
-        await self._drain_requests(client)
+            while (error := await self._failure_before_drain(replica)) is not None:
+                await replica.replace_scheduler(error)
+                self._context.on_state(self)  # gateways connect to the new endpoint, and send canaries
+        await self._drain_requests(replica.client)
 
-    def _connect(self, live: LiveReplica) -> ReplicaClient:
+    def _connect(self, record: ReplicaRecord) -> ReplicaClient:
         silence_timeout_s = self.deployment.engine.step_timeout_s + SILENCE_MARGIN_S
-        client = self._context.launcher.connect(live.record, silence_timeout_s)
-        self._live, self._client = live, client
-        client.start()
-        client.fail_after(live.failure)
-        return client
+        return self._context.launcher.connect(record, silence_timeout_s)
 
-    async def _serve_until_drain(self, client: ReplicaClient) -> ReplicaClient:
-        """Return the present client once the replica must drain, replacing schedulers that end.
-
-        Raises:
-            QuireError: the replica failed, and cannot be repaired.
-        """
-        while True:
-            try:
-                await self._wait_for_drain(client)
-                return client
-            except ReplicaUnavailable as error:
-                client = await self._replace_scheduler(error)
-
-    async def _replace_scheduler(self, error: ReplicaUnavailable) -> ReplicaClient:
-        """Start another scheduler for the ranks, which keep their weights; return its client.
-
-        Raises:
-            QuireError: the replica's ranks failed, or its scheduler cannot be replaced.
-        """
-        live, start, failed = self._live, self._context.replace_scheduler, self._client
-        assert live is not None, "a replica that serves was launched"
-        assert failed is not None
-        has_failed_ranks = live.failure.done() and isinstance(live.failure.result(), RankFailed)
-        if start is None or has_failed_ranks:
-            raise error
-        self._limit.count(error)
-        self._num_schedulers += 1
-        _log.warning("replacing the scheduler of %s: %s", self.replica_id, error)
-        replacement = self._context.blocking.launch(
-            lambda: self._make_and_record(lambda: start(live, self._num_schedulers))
-        )
-        self._launching = replacement  # a removal waits for its end
-        try:
-            client = self._connect(await asyncio.wrap_future(replacement))
-        except QuireError as problem:
-            raise ReplicaUnavailable(f"{error}; it could not be repaired: {problem}") from problem
-        await failed.close()
-        self._context.on_state(self)  # gateways connect to the new endpoint, and send canaries of their own
-        return client
+    async def _replace_scheduler(self, live: LiveReplica, number: int) -> LiveReplica:
+        launcher = self._context.launcher
+        self._launching = self._context.blocking.launch(
+            lambda: self._make_and_record(lambda: launcher.replace_scheduler(live, number))
+        )  # a removal waits for its end
+        return await asyncio.wrap_future(self._launching)
 
     async def _is_draining_already(self, client: ReplicaClient) -> bool:
         """Return whether an adopted replica was draining when its last controller died."""
         return self.is_adopted and (await client.status(self._context.canary_timeout_s)).draining
 
-    async def _wait_for_drain(self, client: ReplicaClient) -> None:
-        """Return once the replica must drain. Raises ReplicaUnavailable if it fails before."""
-        failed = asyncio.ensure_future(client.wait_until_failed())
+    async def _failure_before_drain(self, replica: SupervisedReplica[LiveReplica]) -> QuireError | None:
+        """Wait until the replica fails, or must drain; return why it failed, or None if it must drain."""
+        failed = asyncio.ensure_future(replica.wait_until_failed())
         must_drain = asyncio.ensure_future(self._must_drain.wait())
         try:
             await asyncio.wait((failed, must_drain), return_when=asyncio.FIRST_COMPLETED)
-            if not must_drain.done():
-                raise ReplicaUnavailable(failed.result())
+            return None if must_drain.done() else failed.result()
         finally:
             failed.cancel()
             must_drain.cancel()
@@ -338,10 +296,9 @@ class ReplicaLifecycle:
 
     async def _remove(self) -> None:
         call, context, name = self._context.blocking.call, self._context, self.replica_id
-        if self._client is not None:
-            await self._client.close()
-        if self._live is not None:
-            await call(f"closing {name}", self._live.close)
+        if self._replica is not None:
+            await self._replica.close()
+            await call(f"closing {name}", self._replica.live.close)
         await call(f"removing {name}", context.launcher.remove, name)
         await self._wait_for_launch_end()
         await call(f"deleting the record of {name}", context.store.delete_replica, name)

@@ -45,14 +45,13 @@ class Probes:
     def check_alive(self) -> None:
         """Raises ReplicaUnavailable if a replica has failed, or has work and no steps; a restart may cure that.
 
-        Looks only at a gateway's own replica: the controller of a fleet replaces its replicas itself. A long prefill
-        is many steps, and a step has the deadline `step_timeout_s`, after which its replica fails by itself.
+        For a gateway's own replica: the controller of a fleet replaces its replicas itself. A long prefill is many
+        steps, and a step has the deadline `step_timeout_s`, after which its replica fails by itself.
         """
         for model in self._models:
-            if model.pool.is_own:
-                limit_s = model.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
-                for client in model.pool.clients.values():
-                    self._check_progress(client, limit_s)
+            limit_s = model.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+            for client in model.pool.clients.values():
+                self._check_progress(client, limit_s)
 
     async def check_ready(self) -> None:
         """Raises ReplicaUnavailable unless a request to each model would be served.

@@ -177,7 +177,6 @@ class ControllerSync:
         return ReplicaPool(
             name,
             config.cache.block_size,
-            is_fixed=False,
             max_waiting=config.scheduler.max_queue_len,
             on_demand=self._report_due.set,
             on_change=self._models.notify_change,

@@ -95,12 +95,11 @@ class _Member:
 class ReplicaPool:
     """Runs requests on the replicas that are added to it. For one event loop.
 
+    Requests wait for replicas, and resume at other replicas when theirs fails or drains.
+
     Args:
         model: name of the model that the replicas serve.
         block_size: tokens per KV block.
-        is_fixed: no replica will be added: a request without a ready replica fails at once, and a request fails with
-            its replica. Otherwise requests wait for replicas and resume at other replicas.
-        is_own: the gateway's own process replaces the replicas, and no fleet does.
         max_waiting: requests that may wait for a replica.
         max_wait_s: time that each request may wait for a replica.
         on_demand: called when a request begins to wait.
@@ -117,8 +116,6 @@ class ReplicaPool:
         model: str,
         block_size: int,
         *,
-        is_fixed: bool,
-        is_own: bool = False,
         max_waiting: int = 4096,
         max_wait_s: float = 600.0,
         on_demand: Callable[[], None] = lambda: None,
@@ -126,8 +123,6 @@ class ReplicaPool:
         explain_unavailable: Callable[[], str] = lambda: "",
     ) -> None:
         self.model = model
-        self.is_fixed = is_fixed
-        self.is_own = is_own
         self.max_waiting = max_waiting
         self.max_wait_s = max_wait_s
         self._block_size = block_size
@@ -142,6 +137,7 @@ class ReplicaPool:
         self._num_waiting = self._num_waiting_tokens = 0
         self._changes = ChangeNotifier()
         self._closing: set[asyncio.Task[None]] = set()
+        self._is_retired = False
 
     @property
     def is_ready(self) -> bool:
@@ -202,8 +198,8 @@ class ReplicaPool:
             self._notify_change()
 
     def retire(self) -> None:
-        """The model was deleted: no replica will be added any more."""
-        self.is_fixed = True
+        """No replica will be added any more: requests fail once none of the present ones can become ready."""
+        self._is_retired = True
         self._notify_change()
 
     def remove(self, replica_id: str, reason: str) -> None:
@@ -312,7 +308,7 @@ class ReplicaPool:
         statuses = self.statuses
         if statuses and all(status.sleep_level for status in statuses):
             raise ReplicaUnavailable(f"all replicas of {self.model} sleep; wake them up first")
-        if not self.is_fixed or any(member.may_become_ready for member in self._members.values()):
+        if not self._is_retired or any(member.may_become_ready for member in self._members.values()):
             return
         problems = [member.client.problem for member in self._members.values()]
         raise ReplicaUnavailable(

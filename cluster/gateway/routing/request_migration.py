@@ -37,13 +37,7 @@ def ignore_move(replica_id: str, cause: MoveCause) -> None:
 
 
 class ReplicaPicker(Protocol):
-    """Chooses replicas for requests.
-
-    Attributes:
-        is_fixed: no replica will be added; a request fails with its replica.
-    """
-
-    is_fixed: bool
+    """Chooses replicas for requests."""
 
     def drain(self, replica_id: str) -> None:
         """Stop choosing the replica: it drains."""
@@ -248,14 +242,11 @@ class MigratingRequest(UpdateQueue):
                 spent_s = now - output.since
                 spent = Timings(decode_s=spent_s) if output.token_ids else Timings(queued_s=spent_s)
                 output.unplace(now, spent)
-                if not self._picker.is_fixed:
-                    self._on_move(attempt.client.replica_id, MoveCause.FAILURE)
+                self._on_move(attempt.client.replica_id, MoveCause.FAILURE)
         self._num_failures += attempt.client.replica_id not in self._failed_replicas
         self._failed_replicas.add(attempt.client.replica_id)
         self._last_failure = error
-        if self._picker.is_fixed:
-            self.end(error)
-        elif self._num_failures >= MAX_FAILED_REPLICAS:
+        if self._num_failures >= MAX_FAILED_REPLICAS:
             reason = f"{self._num_failures} replicas failed while running this request; the last: {error}"
             self.end(ReplicaUnavailable(reason))
         else:

@@ -138,22 +138,10 @@ class ServedModels:
             model.grammar_workers.close()
 
 
-def serve_single_replica(
-    config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient, *, is_supervised: bool = False
-) -> ServedModels:
-    """Return one model with one replica, whose client has been started.
-
-    Args:
-        is_supervised: a replica that fails is replaced; requests wait for that.
-    """
+def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:
+    """Return one model with one replica, whose client has been started."""
     models = ServedModels()
-    pool = ReplicaPool(
-        config.model.name,
-        config.cache.block_size,
-        is_fixed=not is_supervised,
-        is_own=True,
-        on_change=models.notify_change,
-    )
+    pool = ReplicaPool(config.model.name, config.cache.block_size, on_change=models.notify_change)
     pool.add(replica)
     models.add(ServedModel.of(config, tokenizer, pool))
     return models

@@ -6,7 +6,7 @@ from fake_fleet import FakeLauncher
 from running_fleet import RunningFleet, run, running
 
 from quire.cluster.fleet.controller.fleet_state import ReplicaState
-from quire.cluster.fleet.replica.replacement_limit import MAX_REPLACEMENTS
+from quire.cluster.fleet.replica.supervised_replica import MAX_REPLACEMENTS
 from quire.proto.errors import RankFailed, ReplicaUnavailable
 
 
@@ -21,7 +21,8 @@ async def until_replaced(fleet: RunningFleet, replica_id: str, number: int) -> N
 
 def test_replica_keeps_its_name_and_place_with_another_scheduler() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher, replace_scheduler=launcher.replace_scheduler) as fleet:
+        launcher.replaces_schedulers = True
+        async with running(launcher) as fleet:
             (before,) = await fleet.serve()
             launcher.launched[before.replica_id].kill("its process died")
             await until_replaced(fleet, before.replica_id, 2)
@@ -40,7 +41,8 @@ def test_replica_keeps_its_name_and_place_with_another_scheduler() -> None:
 
 def test_replica_whose_ranks_failed_is_replaced_as_a_whole() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher, replace_scheduler=launcher.replace_scheduler) as fleet:
+        launcher.replaces_schedulers = True
+        async with running(launcher) as fleet:
             (before,) = await fleet.serve()
             launcher.launched[before.replica_id].group.error = RankFailed(0, "its GPU fell off")
             await fleet.until(lambda: before.replica_id in launcher.removed)
@@ -52,13 +54,14 @@ def test_replica_whose_ranks_failed_is_replaced_as_a_whole() -> None:
 
 def test_replica_fails_if_its_scheduler_cannot_be_replaced() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher, replace_scheduler=launcher.replace_scheduler) as fleet:
+        launcher.replaces_schedulers = True
+        async with running(launcher) as fleet:
             (before,) = await fleet.serve()
             launcher.problem = ReplicaUnavailable("no rank answers")
             launcher.launched[before.replica_id].kill("its process died")
             await fleet.until(lambda: bool(fleet.entries(ReplicaState.FAILED)))
             reason = fleet.entries(ReplicaState.FAILED)[0].reason
-            assert "its process died; it could not be repaired: no rank answers" in reason
+            assert "its process died; it could not be replaced: no rank answers" in reason
             launcher.problem = None
             await fleet.until(lambda: before.replica_id in launcher.removed)
 
@@ -67,7 +70,8 @@ def test_replica_fails_if_its_scheduler_cannot_be_replaced() -> None:
 
 def test_replica_whose_scheduler_fails_too_often_is_given_up() -> None:
     async def scenario(launcher: FakeLauncher) -> None:
-        async with running(launcher, replace_scheduler=launcher.replace_scheduler) as fleet:
+        launcher.replaces_schedulers = True
+        async with running(launcher) as fleet:
             (before,) = await fleet.serve()
             for number in range(2, MAX_REPLACEMENTS + 2):
                 launcher.launched[before.replica_id].kill("its process died")

@@ -35,7 +35,7 @@ def test_replica_with_work_and_without_steps_is_not_alive() -> None:
         activity=Activity.BUSY, is_paused=False, sleep_level=0,
     )  # fmt: skip
     client = SimpleNamespace(replica_id="replica-0", has_failed=False, problem="", latest_status=status)
-    pool = SimpleNamespace(is_own=True, clients={"replica-0": client})
+    pool = SimpleNamespace(clients={"replica-0": client})
     model: Any = SimpleNamespace(name="tiny", config=small_config(), pool=pool)
     models: Any = [model]
     probes = Probes(models, clock)

@@ -21,7 +21,6 @@ from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import DeploymentEntry, FleetState, ReplicaEntry, ReplicaState
-from quire.cluster.fleet.controller.replica_lifecycle import ReplaceScheduler
 from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.cluster.gateway.access.security import Security
 from quire.cluster.gateway.admin.services import GatewayServices
@@ -95,15 +94,8 @@ def serve(make_model: Callable[..., Path]) -> Callable[..., Any]:
         launcher: FakeLauncher,
         security: Security | None = None,
         token: str | None = None,
-        replace_scheduler: ReplaceScheduler | None = None,
     ) -> AsyncIterator[ServedFleet]:
-        fleet = Fleet(
-            launcher,
-            MemoryStore(),
-            tick_s=0.05,
-            canary_timeout_s=DEADLINE_S,
-            replace_scheduler=replace_scheduler,
-        )
+        fleet = Fleet(launcher, MemoryStore(), tick_s=0.05, canary_timeout_s=DEADLINE_S)
         await fleet.recover()
         runner = asyncio.create_task(fleet.run())
         controller, models = DirectController(fleet), ServedModels()
@@ -178,7 +170,8 @@ def test_two_models_are_served_by_name(serve: Callable[..., Any], caplog: pytest
 
 def test_requests_continue_on_the_ranks_of_a_scheduler_that_ended(serve: Callable[..., Any]) -> None:
     async def scenario(launcher: FakeLauncher) -> None:
-        async with serve(launcher, replace_scheduler=launcher.replace_scheduler) as served:
+        launcher.replaces_schedulers = True
+        async with serve(launcher) as served:
             await served.client.deploy(served.deployment())
             await served.until_ready(1)
             ((replica_id, replica),) = launcher.launched.items()

@@ -75,7 +75,7 @@ def test_request_keeps_its_adapter_when_it_moves_to_a_replica_that_joined_later(
     adapted: Adapted, replicas: list[LocalReplica]
 ) -> None:
     async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16, is_fixed=False)
+        pool = ReplicaPool("tiny", 16)
         pool.adapters.configure(replicas[0].config.lora)
         try:
             first, second = (connect(each, f"replica-{index}") for index, each in enumerate(replicas))
@@ -106,7 +106,7 @@ def test_second_gateway_learns_adapters_from_replicas(
     adapted: Adapted, replicas: list[LocalReplica], tmp_path: Path
 ) -> None:
     async def scenario() -> None:
-        pools = [ReplicaPool("tiny", 16, is_fixed=False) for _ in range(2)]
+        pools = [ReplicaPool("tiny", 16) for _ in range(2)]
         try:
             for pool in pools:
                 pool.adapters.configure(replicas[0].config.lora)

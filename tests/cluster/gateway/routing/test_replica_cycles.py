@@ -79,7 +79,6 @@ class Cycles:
     def __init__(self, gateway: LocalGateway, launcher: FakeLauncher, first: ReplicaClient) -> None:
         (self._model,) = gateway.services.models
         self._pool: ReplicaPool = self._model.pool
-        self._pool.is_fixed = False
         self._gateway = gateway
         self._launcher = launcher
         self._present = first
@@ -162,7 +161,7 @@ def connect(launcher: FakeLauncher, replica_id: str) -> ReplicaClient:
 def run_cycles(model: Path, launcher: FakeLauncher, count: int) -> None:
     async def scenario() -> None:
         first = connect(launcher, "replica-0")
-        async with local_gateway(local_config(model), first, http=True) as gateway:
+        async with local_gateway(local_config(model), first, http=True, is_only_replica=False) as gateway:
             cycles = Cycles(gateway, launcher, first)
             await cycles.run(NUM_WARM_UP)
             before = await cycles.held()

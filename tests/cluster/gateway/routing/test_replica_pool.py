@@ -45,7 +45,7 @@ class Fleet:
 
     def __init__(self, launcher: FakeLauncher, **options: Any) -> None:
         self._launcher = launcher
-        self.pool = ReplicaPool("fake", 16, **({"is_fixed": False} | options))
+        self.pool = ReplicaPool("fake", 16, **options)
         self.replicas: dict[str, FakeReplica] = {}
 
     def add(self, replica_id: str) -> None:
@@ -311,16 +311,17 @@ def test_output_stopped_between_replicas_finishes(launcher: FakeLauncher) -> Non
     run(launcher, scenario)
 
 
-def test_request_fails_with_a_fixed_replica(launcher: FakeLauncher) -> None:
+def test_request_fails_with_the_last_replica_of_a_retired_pool(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
+        fleet.pool.retire()
         running, _ = fleet.submit_at_slow_replica(request())
         with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
             await follow(running, after={3: lambda: fleet.replicas["a"].kill("rank 0 was killed")})
         with pytest.raises(ReplicaUnavailable, match="rank 0 was killed"):
             fleet.pool.submit(request())
 
-    run(launcher, scenario, is_fixed=True)
+    run(launcher, scenario)
 
 
 def test_waiting_request_fails_if_the_only_replica_fails_before_it_is_ready(
@@ -330,6 +331,7 @@ def test_waiting_request_fails_if_the_only_replica_fails_before_it_is_ready(
         client = ReplicaClient("ipc:///nowhere/at-all", "a")
         client.start()
         fleet.pool.add(client)
+        fleet.pool.retire()
         waiting = asyncio.ensure_future(follow(fleet.pool.submit(request())))
         await asyncio.sleep(0)
         assert fleet.pool.collect_demand().num_waiting == 1
@@ -337,7 +339,7 @@ def test_waiting_request_fails_if_the_only_replica_fails_before_it_is_ready(
         with pytest.raises(ReplicaUnavailable, match="a failed: its scheduler was killed"):
             await waiting
 
-    run(launcher, scenario, is_fixed=True)
+    run(launcher, scenario)
 
 
 def test_requests_with_a_common_prefix_use_the_same_replica(launcher: FakeLauncher) -> None:

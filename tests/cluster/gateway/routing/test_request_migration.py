@@ -57,8 +57,6 @@ class FakeClient:
 class FakeReplicaPicker:
     """Two replicas; chooses `a` until a replica drains, then `b`."""
 
-    is_fixed = False
-
     def __init__(self) -> None:
         self.a, self.b = FakeClient("a"), FakeClient("b")
         self.drained: list[str] = []

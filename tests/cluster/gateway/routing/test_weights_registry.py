@@ -67,7 +67,7 @@ def test_replica_that_starts_later_loads_the_latest_weights_first(
     expected = Reference(folders[1]).generate(PROMPT, NUM_TOKENS)
 
     async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16, is_fixed=False)
+        pool = ReplicaPool("tiny", 16)
         connect(pool, replicas[0], "replica-0")
         await until_ready(pool, "replica-0")
         await control_replicas(pool, update_command(str(folders[1]), "step-1", PauseMode.KEEP))
@@ -85,7 +85,7 @@ def test_gateway_learns_of_an_update_by_another_one(
     folders: tuple[Path, Path], replicas: list[LocalReplica]
 ) -> None:
     async def scenario() -> None:
-        pools = [ReplicaPool("tiny", 16, is_fixed=False) for _ in range(2)]
+        pools = [ReplicaPool("tiny", 16) for _ in range(2)]
         for pool in pools:
             connect(pool, replicas[0], "replica-0")
             await until_ready(pool, "replica-0")
@@ -104,7 +104,7 @@ def test_refused_update_leaves_the_weights_of_all_replicas(
     folders: tuple[Path, Path], replicas: list[LocalReplica]
 ) -> None:
     async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16, is_fixed=False)
+        pool = ReplicaPool("tiny", 16)
         for index, replica in enumerate(replicas):
             connect(pool, replica, f"replica-{index}")
         await until_ready(pool, "replica-0", "replica-1")

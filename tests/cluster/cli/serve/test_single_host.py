@@ -1,4 +1,4 @@
-"""The supervisor of a server's replica replaces its scheduler, and gives the replica up after bounded attempts."""
+"""A server's only replica gets another scheduler when one ends, and is given up after bounded attempts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from fake_fleet import FakeLauncher, FakeReplica
 from fakes import oracle
 
-from quire.cluster.cli.serve.supervisor import ReplicaSupervisor
+from quire.cluster.cli.serve.single_host import keep_served
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.fleet.replica.client import ReplicaClient
-from quire.cluster.fleet.replica.replacement_limit import MAX_REPLACEMENTS
+from quire.cluster.fleet.replica.supervised_replica import MAX_REPLACEMENTS
 from quire.cluster.gateway.routing.replica_pool import ReplicaPool
 from quire.cluster.gateway.routing.request_migration import MigratingRequest
 from quire.cluster.text.requests.request import Request
@@ -29,35 +28,34 @@ PARAMS = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True, seed=1
 
 
 class Server:
-    """A supervised replica.
+    """A pool with one replica.
 
     Attributes:
+        replica: with the present scheduler.
         problem: raised by the next replacement.
     """
 
     def __init__(self, launcher: FakeLauncher) -> None:
         self._launcher = launcher
         self.problem: QuireError | None = None
-        self.pool = ReplicaPool("fake", 16, is_fixed=False, is_own=True)
-        replica = self._launch(1)
-        client = self._connect(replica)
+        self.pool = ReplicaPool("fake", 16)
+        self.replica = self._launch(1)
+        client = launcher.connect(self.replica.record)
+        client.start()
         self.pool.add(client)
-        self.supervisor = ReplicaSupervisor(replica, client, self.pool, self._connect, self._replace)
-        self.given_up = asyncio.create_task(self.supervisor.run())
+        self.given_up = asyncio.create_task(
+            keep_served(self.replica, self.pool, launcher.connect, self._replace)
+        )
 
     def _launch(self, number: int) -> FakeReplica:
         deployment = Deployment.from_table({"model": "demo"})
         return self._launcher.launch(deployment, f"replica-{number}", lambda progress: None)
 
-    def _connect(self, replica: FakeReplica) -> ReplicaClient:
-        client = self._launcher.connect(replica.record)
-        client.start()
-        return client
-
     def _replace(self, replica: FakeReplica, number: int) -> FakeReplica:
         if self.problem is not None:
             raise self.problem
-        return self._launch(number)
+        self.replica = self._launch(number)
+        return self.replica
 
     def submit(self) -> MigratingRequest:
         return self.pool.submit(Request("mine", np.array(PROMPT, np.int32), PARAMS))
@@ -90,7 +88,7 @@ async def follow(running: MigratingRequest, on_tokens: Callable[[int], None]) ->
 
 def test_request_continues_after_its_scheduler_was_replaced() -> None:
     async def scenario(server: Server) -> None:
-        first = server.supervisor.replica
+        first = server.replica
         first.group.step_s = SLOW_STEP_S
 
         def kill(num_tokens: int) -> None:
@@ -98,7 +96,7 @@ def test_request_continues_after_its_scheduler_was_replaced() -> None:
                 first.kill("the scheduler's process died")
 
         assert await follow(server.submit(), kill) == oracle(PROMPT, 100, stops=())
-        assert server.supervisor.replica.replica_id == "replica-2"
+        assert server.replica.replica_id == "replica-2"
         assert not server.given_up.done()
 
     run(scenario)
@@ -106,9 +104,9 @@ def test_request_continues_after_its_scheduler_was_replaced() -> None:
 
 def test_replica_that_gave_up_on_a_rank_is_not_replaced() -> None:
     async def scenario(server: Server) -> None:
-        server.supervisor.replica.group.step_s = SLOW_STEP_S
+        server.replica.group.step_s = SLOW_STEP_S
         running = server.submit()
-        server.supervisor.replica.failure.set_result(RankFailed(1, "killed; given up"))
+        server.replica.failure.set_result(RankFailed(1, "killed; given up"))
         error = await server.given_up
         assert isinstance(error, RankFailed)
         with pytest.raises(ReplicaUnavailable, match="given up"):
@@ -120,7 +118,7 @@ def test_replica_that_gave_up_on_a_rank_is_not_replaced() -> None:
 def test_replica_is_given_up_if_it_cannot_be_replaced() -> None:
     async def scenario(server: Server) -> None:
         server.problem = ReplicaUnavailable("no memory")
-        server.supervisor.replica.failure.set_result(ReplicaUnavailable("its process died"))
+        server.replica.failure.set_result(ReplicaUnavailable("its process died"))
         assert str(await server.given_up) == "its process died; it could not be replaced: no memory"
 
     run(scenario)
@@ -129,9 +127,9 @@ def test_replica_is_given_up_if_it_cannot_be_replaced() -> None:
 def test_replacements_are_bounded() -> None:
     async def scenario(server: Server) -> None:
         for number in range(1, MAX_REPLACEMENTS + 2):
-            while server.supervisor.replica.replica_id != f"replica-{number}":
+            while server.replica.replica_id != f"replica-{number}":
                 await asyncio.sleep(0.001)
-            server.supervisor.replica.failure.set_result(ReplicaUnavailable("its process died"))
+            server.replica.failure.set_result(ReplicaUnavailable("its process died"))
         assert f"given up: its scheduler failed {MAX_REPLACEMENTS + 1} times" in str(await server.given_up)
 
     run(scenario)
