@@ -12,8 +12,8 @@ from typing import TypeVar
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.fleet.controller.blocking_calls import BlockingCalls
 from quire.cluster.fleet.controller.fleet_state import NodeEntry
+from quire.cluster.fleet.controller.interfaces import BlockingCalls
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
 from quire.cluster.fleet.replica.record import ReplicaRecord

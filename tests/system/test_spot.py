@@ -12,7 +12,7 @@ from ray.util.placement_group import remove_placement_group
 from ray_nodes import RayNodes
 
 from quire.cluster.fleet.ray.local_cluster import attach
-from quire.cluster.fleet.replica import reservation
+from quire.cluster.fleet.replica import placement
 from quire.cluster.fleet.replica.launch_progress import LaunchStage
 
 SPOT, ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 def test_replica_is_placed_on_demand_where_no_spot_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reservation, "PREFERENCE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(placement, "PREFERENCE_TIMEOUT_S", 1.0)
     stages: list[LaunchStage] = []
     target: Any = SimpleNamespace(
         namespace="test", is_detached=False, placement_timeout_s=120.0, autoscaling_config=None,
@@ -31,7 +31,7 @@ def test_replica_is_placed_on_demand_where_no_spot_machine_is(monkeypatch: pytes
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
             monkeypatch.setenv(name, nodes.environment[name])
         stack.enter_context(attach(nodes.address))
-        made = reservation.Reservation(
+        made = placement.Reservation(
             "replica-spot", [{"CPU": 1.0}] * 2, target, lambda stage, _: stages.append(stage)
         )
         placed = made.reserve()

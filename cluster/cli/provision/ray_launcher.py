@@ -8,7 +8,7 @@ from typing import Literal
 
 from ....proto.errors import ConfigError, ReplicaUnavailable
 from ...fleet.ray.compat import RAY_COMMAND
-from ...fleet.ray.token_file import restrict_token_file
+from ...fleet.ray.local_cluster import restrict_token_file
 from .cluster_file import ClusterFile
 
 # provider, which is also quire's extra that installs the module |-> module that Ray needs to reach the provider.

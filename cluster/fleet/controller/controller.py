@@ -1,4 +1,4 @@
-"""FleetController: the Fleet as a Ray actor, and the function that finds or starts it.
+"""FleetController: the Fleet as a Ray actor, on Ray's launcher and store, and the function that finds or starts it.
 
 The actor is detached, and Ray restarts it when it dies. Its state is in Ray's key-value store; replicas and gateways
 run on without it.
@@ -12,23 +12,47 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ....proto.errors import ReplicaUnavailable
 from ....proto.transport.network import CurveKeys
 from ...config.cluster_options import ClusterOptions
 from ...config.deployment import Deployment
+from ...config.gpu_types import smallest_gpu_of_nodes
 from ...config.model_source import pin_revision
 from ...config.resolve import resolve_deployment
 from ...os_utils.logs import log_to_stderr
+from ..ray import compat
 from ..ray.compat import HEAD_NODE_RESOURCE
+from ..ray.launch_target import FleetLaunchTarget
+from ..replica.client import ReplicaClient
+from ..replica.launch import launch_replica
+from ..replica.launch_progress import OnProgress
+from ..replica.placement import ClusterView
+from ..replica.record import ReplicaRecord
+from ..replica.replica import Replica, adopt_replica, known_replicas, remove_replica
+from ..replica.scheduler_start import replace_scheduler
+from ..replica.supervised_replica import LiveReplica
 from .commands import Deploy, FleetCommand
 from .controller_client import ControllerClient
-from .demand import Demand
 from .fleet import Fleet
-from .fleet_state import FleetState
-from .ray_launcher import KeyValueStore, RayLauncher
+from .fleet_state import Demand, FleetState, NodeEntry
+from .spot import wait_for_notice
+
+# Value of the option `spot` |-> labels of the nodes, in the order of preference.
+_SPOT, _ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
+_SPOT_SELECTORS: Mapping[str, tuple[Mapping[str, str], ...]] = {
+    "any": ({},),
+    "prefer": (_SPOT, _ON_DEMAND),
+    "only": (_SPOT,),
+    "never": (_ON_DEMAND,),
+}
+# Resources of a node that are shown to operators.
+_SHOWN_RESOURCES = ("CPU", "GPU", "memory")
 
 ACTOR_NAME = "quire/controller"
 # The controller runs on the head node, which lives as long as the cluster.
@@ -39,6 +63,110 @@ _MAX_CALLS = 1000
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class RayLauncher:
+    """See `interfaces.Launcher`. For a process that is connected to the cluster.
+
+    Args:
+        autoscaling_config: see `placement.ClusterView.read`.
+        spot_notices: the cloud whose notices the nodes watch for; None for no cloud.
+    """
+
+    def __init__(
+        self, keys: CurveKeys, namespace: str, autoscaling_config: str | None, spot_notices: str | None
+    ) -> None:
+        self._spot_notices = spot_notices
+        self._keys = keys
+        self._namespace = namespace
+        self._autoscaling_config = autoscaling_config
+        self._target = FleetLaunchTarget(keys, namespace, autoscaling_config=autoscaling_config)
+
+    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> Replica:
+        view = ClusterView.read(self._autoscaling_config)
+        nodes = [node.total for node in view.nodes] + [node_type.resources for node_type in view.node_types]
+        with_gpus = [resources for resources in nodes if resources.get("GPU", 0)]
+        # If the deployment names "GPU" in rank_resources, that resource only places ranks, for example on fake nodes:
+        # the ranks compute on CPUs.
+        rank_resources = dict(deployment.rank_resources)
+        has_gpus = bool(with_gpus) and "GPU" not in rank_resources
+        config = resolve_deployment(deployment, has_gpus, smallest_gpu_of_nodes(with_gpus))
+        launch_target = replace(
+            self._target,
+            resources_per_rank=rank_resources,
+            node_selectors=_SPOT_SELECTORS[deployment.spot],
+        )
+        return launch_replica(
+            config, replica_id, launch_target, version=deployment.version, on_progress=on_progress
+        )
+
+    def adopt(self, record: ReplicaRecord) -> Replica:
+        return adopt_replica(record, self._target)
+
+    def replace_scheduler(self, live: LiveReplica, number: int) -> Replica:
+        assert isinstance(live, Replica), "it was launched or adopted by this launcher"
+        return replace_scheduler(live, number)
+
+    def remove(self, replica_id: str) -> None:
+        remove_replica(replica_id, self._namespace)
+
+    def known(self) -> set[str]:
+        return known_replicas(self._namespace)
+
+    def nodes(self) -> tuple[NodeEntry, ...]:
+        draining = compat.draining_nodes()
+        return tuple(
+            NodeEntry(
+                node["NodeID"],
+                node["NodeManagerAddress"],
+                tuple(
+                    (name, node["Resources"][name]) for name in _SHOWN_RESOURCES if name in node["Resources"]
+                ),
+                is_draining=node["NodeID"] in draining,
+                gone_at=draining.get(node["NodeID"], 0) / 1000,
+            )
+            for node in ray.nodes()
+            if node["Alive"]
+        )
+
+    def cordon(self, node_id: str) -> None:
+        if problem := compat.drain_node(node_id, "quire drain"):
+            raise ReplicaUnavailable(f"Ray refused to drain node {node_id}: {problem}")
+
+    def connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
+        return ReplicaClient(
+            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, keys=self._keys
+        )
+
+    def notice(self, node_id: str) -> Future[float] | None:
+        if self._spot_notices is None:
+            return None
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        watch = ray.remote(wait_for_notice).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+        future: Future[float] = watch.remote(self._spot_notices).future()
+        return future
+
+
+class KeyValueStore:
+    """Ray's key-value store, held by its head node; see `interfaces.Store`."""
+
+    def __init__(self, namespace: str) -> None:
+        # Ray splits names at colons, and then finds none of the names that it lists.
+        self._namespace = f"quire-fleet-{namespace}".replace(":", "-").encode()
+
+    def read(self) -> Mapping[str, str]:
+        found = {}
+        for name in compat.kv_keys(self._namespace):
+            text = compat.kv_get(name, self._namespace)
+            if text is not None:  # deleted since it was listed
+                found[name.decode()] = text.decode()
+        return found
+
+    def write(self, name: str, text: str) -> None:
+        compat.kv_put(name.encode(), text.encode(), self._namespace)
+
+    def delete(self, name: str) -> None:
+        compat.kv_delete(name.encode(), self._namespace)
 
 
 class FleetController:

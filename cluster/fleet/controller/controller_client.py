@@ -14,8 +14,7 @@ from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.transport.network import CurveKeys
 from ..ray.errors import unwrap
 from .commands import Deploy, FleetCommand
-from .demand import Demand
-from .fleet_state import FleetState
+from .fleet_state import Demand, FleetState
 
 if TYPE_CHECKING:
     from ray import ObjectRef

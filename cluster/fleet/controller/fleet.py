@@ -19,14 +19,10 @@ from ....proto.errors import InvalidRequest, ModelNotFound
 from ...config.deployment import Deployment
 from ...os_utils.backoff import Backoff
 from ...os_utils.change_notifier import ChangeNotifier
-from .autoscaler import Decision, ScalingState, decide
-from .blocking_calls import BlockingCalls
+from .autoscaler import Decision, DemandCounter, ScalingState, decide, take_snapshot
 from .commands import Delete, Deploy, Drain, FleetCommand, SetScale, Undrain
-from .demand import Demand
-from .fleet_snapshot import DemandCounter, take_snapshot
-from .fleet_state import DeploymentEntry, FleetState, ReplicaState
-from .fleet_store import FleetStore
-from .interfaces import Launcher, Store
+from .fleet_state import Demand, DeploymentEntry, FleetState, ReplicaState
+from .interfaces import BlockingCalls, FleetStore, Launcher, Store
 from .nodes import TAKEOVER_TIMEOUT_S, NodeWatch
 from .reconcile import plan
 from .replica_lifecycle import LifecycleContext, ReplicaLifecycle

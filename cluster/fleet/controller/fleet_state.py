@@ -1,4 +1,4 @@
-"""FleetState: the controller's view of the fleet, for gateways and operators. Plain data."""
+"""What gateways and the controller tell each other: the FleetState, and the Demand of a gateway. Plain data."""
 
 from __future__ import annotations
 
@@ -86,3 +86,18 @@ class FleetState:
     def replicas_of(self, model: str) -> list[ReplicaEntry]:
         """Return the replicas of a model."""
         return [entry for entry in self.replicas if entry.model == model]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One gateway's requests for one model, and their prompt tokens, as input of the autoscaler.
+
+    Attributes:
+        num_requests, num_tokens: that arrived since the last report.
+        num_waiting, num_waiting_tokens: that wait for a replica now.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0

@@ -1,17 +1,33 @@
-"""Interfaces between the fleet and its cluster: Launcher and Store. Implemented by Ray and by fakes."""
+"""The fleet's interfaces to its cluster: Launcher and Store, as Ray and fakes implement them, and their threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from concurrent.futures import Future
-from typing import Protocol
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
 
+from ....proto.errors import QuireError, ReplicaUnavailable
 from ...config.deployment import Deployment
 from ..replica.client import ReplicaClient
 from ..replica.launch_progress import OnProgress
 from ..replica.record import ReplicaRecord
 from ..replica.supervised_replica import LiveReplica
 from .fleet_state import NodeEntry
+
+# Begins of the names in a FleetStore.
+_DEPLOYMENT = "deployment/"
+_REPLICA = "replica/"
+CALL_TIMEOUT_S = 60.0
+# Concurrent calls.
+MAX_CALLS = 32
+# Concurrent launches. Each occupies a thread while it waits for room; further launches wait for one to end.
+MAX_LAUNCHES = 512
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Launcher(Protocol):
@@ -71,3 +87,72 @@ class Store(Protocol):
     def read(self) -> Mapping[str, str]: ...
     def write(self, name: str, text: str) -> None: ...
     def delete(self, name: str) -> None: ...
+
+
+class FleetStore:
+    """Deployments by model name, and replicas by id, each with the deployment that it was started for. Blocks."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def read(self) -> tuple[list[Deployment], list[tuple[Deployment, ReplicaRecord]]]:
+        """Return (deployments, replicas). Entries that cannot be read are logged and skipped."""
+        deployments, replicas = [], []
+        for name, text in self._store.read().items():
+            try:
+                if name.startswith(_DEPLOYMENT):
+                    deployments.append(Deployment.from_json(text))
+                elif name.startswith(_REPLICA):
+                    deployment, _, record = text.partition("\n")
+                    replicas.append((Deployment.from_json(deployment), ReplicaRecord.from_json(record)))
+            except QuireError as error:
+                _log.error("%s cannot be read and is skipped: %s", name, error)
+        return deployments, replicas
+
+    def write_deployment(self, deployment: Deployment) -> None:
+        self._store.write(_DEPLOYMENT + deployment.name, deployment.to_json())
+
+    def delete_deployment(self, name: str) -> None:
+        self._store.delete(_DEPLOYMENT + name)
+
+    def write_replica(self, deployment: Deployment, record: ReplicaRecord) -> None:
+        self._store.write(_REPLICA + record.replica_id, f"{deployment.to_json()}\n{record.to_json()}")
+
+    def delete_replica(self, replica_id: str) -> None:
+        self._store.delete(_REPLICA + replica_id)
+
+
+class BlockingCalls:
+    """Threads for calls that would block the fleet's event loop, with a deadline.
+
+    Two pools: launches may wait for machines for a long time and must not delay other calls.
+    """
+
+    def __init__(self) -> None:
+        self._calls = ThreadPoolExecutor(MAX_CALLS, "fleet")
+        self._launches = ThreadPoolExecutor(MAX_LAUNCHES, "launch")
+
+    async def call(self, what: str, function: Callable[..., T], *arguments: object) -> T:
+        """Return the function's result. A call that has begun continues if its caller is canceled.
+
+        Args:
+            what: names the call in errors, as in ``reading the nodes``.
+
+        Raises:
+            ReplicaUnavailable: the call took more than CALL_TIMEOUT_S.
+        """
+        result = asyncio.wrap_future(self._calls.submit(function, *arguments))
+        await asyncio.wait((result,), timeout=CALL_TIMEOUT_S)
+        if not result.done():
+            result.cancel()
+            raise ReplicaUnavailable(f"{what} took more than {CALL_TIMEOUT_S:g} s")
+        return result.result()
+
+    def launch(self, function: Callable[[], T]) -> Future[T]:
+        """Begin a launch. Launches have deadlines of their own."""
+        return self._launches.submit(function)
+
+    def close(self) -> None:
+        """Cancel calls that have not begun, without waiting for the others."""
+        for pool in (self._calls, self._launches):
+            pool.shutdown(wait=False, cancel_futures=True)

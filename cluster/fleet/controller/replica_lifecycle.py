@@ -26,10 +26,8 @@ from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage
 from ..replica.record import ReplicaRecord
 from ..replica.supervised_replica import LiveReplica, SupervisedReplica
-from .blocking_calls import CALL_TIMEOUT_S, BlockingCalls
 from .fleet_state import ReplicaEntry, ReplicaState
-from .fleet_store import FleetStore
-from .interfaces import Launcher
+from .interfaces import CALL_TIMEOUT_S, BlockingCalls, FleetStore, Launcher
 from .reconcile import ReplicaView
 
 # Time beyond its grace period after which a draining replica is ended with the requests that it still has.

@@ -21,7 +21,6 @@ from ...os_utils.closing import Closing
 from ...os_utils.processes import ProcessTree, children
 from . import compat
 from .launch_target import DEFAULT_NAMESPACE
-from .token_file import has_token_file, restrict_token_file
 
 # Steps and tokens do not travel through Ray; its smallest object store is enough.
 _OBJECT_STORE_BYTES = 80 << 20
@@ -35,6 +34,9 @@ _MAX_LOG_LINES = 4
 PRELOADED_MODULE = "quire.cluster.fleet.ray.preload"
 # One per process: Ray's library keeps the first token that it reads, so a second cluster needs the same.
 _TOKEN = secrets.token_hex(32)
+# Holds a cluster's token, the shared secret of its nodes, which lets its holder run code on all of them.
+TOKEN_FILE = "~/.ray/auth_token"
+_OTHERS = 0o077
 
 _log = logging.getLogger(__name__)
 
@@ -227,3 +229,27 @@ def _end(processes: ProcessTree) -> None:
         if remaining := processes.wait(_EXIT_TIMEOUT_S):
             _log.warning("Ray's processes %s did not end in %g s", remaining, _EXIT_TIMEOUT_S)
     processes.close()
+
+
+def has_token_file() -> bool:
+    return _path().is_file()
+
+
+def restrict_token_file() -> None:
+    """Make Ray's token file readable for its owner alone. `ray get-auth-token --generate` lets everyone read it.
+
+    Does nothing if there is none, or if it belongs to somebody else.
+    """
+    path = _path()
+    try:
+        state = path.stat()
+        if state.st_uid != os.geteuid() or not state.st_mode & _OTHERS:
+            return
+        path.chmod(0o600)
+    except OSError:
+        return
+    _log.warning("other users could read %s, Ray's token; its mode is 600 now", path)
+
+
+def _path() -> Path:
+    return Path(TOKEN_FILE).expanduser()

@@ -10,8 +10,7 @@ from ray.exceptions import RayError
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
 from ....proto.faults import SIGNALS, Fault
 from ..ray.errors import await_all
-from .rank_lookup import find_rank
-from .replica_names import actor_name
+from .rank_lookup import actor_name, find_rank
 
 _ANSWER_TIMEOUT_S = 5.0
 

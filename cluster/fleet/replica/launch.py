@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ....proto.config import EngineConfig
 from ....worker.rank.actor import LoadReport, RankProcess
+from ....worker.rank.start_log import StartRecord
+from ...config.hub.snapshot import download_model
 from ...os_utils.stopwatch import Stopwatch, format_seconds
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget
 from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
-from .model_files import fetch_model
-from .placement import bundles_for
+from .placement import Reservation, bundles_for
 from .process_starter import ProcessStarter
-from .rank_logs import log_start
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
 from .replica import Replica, remove_replica
-from .reservation import Reservation
 from .scheduler_start import start_serving
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _PROFILE_TIMEOUT_S = 600.0
 _ANSWER_TIMEOUT_S = 5.0
+# A terabyte at 70 MB/s.
+_DOWNLOAD_TIMEOUT_S = 4 * 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +133,7 @@ class _Launch:
         model = self._config.model
         if model.hub_id and self._target.is_detached:
             self.report(LaunchStage.DOWNLOADING, model.hub_id)
-            self._config_on = fetch_model(self._config, self._node_ids[1:])
+            self._config_on = _download_on_nodes(self._config, self._node_ids[1:])
 
     def start_processes(self) -> None:
         """Start the scheduler's process and the ranks'."""
@@ -226,3 +229,51 @@ class _Launch:
 
 def _slowest_seconds(reports: Sequence[LoadReport]) -> str:
     return format_seconds(max(reports, key=lambda report: sum(report.seconds.values())).seconds)
+
+
+def log_start(replica_id: str, records: Sequence[Sequence[StartRecord]]) -> None:
+    """Log each record once, with the ranks that have logged it if these are not all.
+
+    Args:
+        records: by rank.
+    """
+    ranks: dict[StartRecord, list[str]] = {}
+    for rank, of_rank in enumerate(records):
+        for record in dict.fromkeys(of_rank):
+            ranks.setdefault(record, []).append(str(rank))
+    for record, own in ranks.items():
+        origin = replica_id
+        if len(own) < len(records):
+            origin += f", {'rank' if len(own) == 1 else 'ranks'} {', '.join(own)}"
+        logging.getLogger(record.logger).log(record.level, "%s: %s", origin, record.message)
+
+
+def _download_on_nodes(config: EngineConfig, node_ids: Iterable[str]) -> dict[str, EngineConfig]:
+    """Download the model once on each node, with the tokens and into the cache of the node's environment.
+
+    Args:
+        config: of a model on the hub, pinned to a commit.
+
+    Returns:
+        node id |-> the configuration with the path of the files on that node.
+
+    Raises:
+        ModelLoadError: a download failed.
+        ReplicaUnavailable: a node's process died, or did not finish in time; names the node.
+    """
+    nodes = list(dict.fromkeys(node_ids))
+    calls = {
+        f"node {node[:8]}": ray.remote(_download)
+        .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote(config.model.hub_id, config.model.commit)
+        for node in nodes
+    }  # fmt: skip
+    paths = await_all(calls, _DOWNLOAD_TIMEOUT_S, f"downloading {config.model.hub_id}")
+    return {
+        node: replace(config, model=replace(config.model, path=path))
+        for node, path in zip(nodes, paths, strict=True)
+    }
+
+
+def _download(hub_id: str, commit: str) -> str:
+    return str(download_model(hub_id, commit).path)

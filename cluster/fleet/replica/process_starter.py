@@ -1,15 +1,18 @@
-"""ProcessStarter: starts the processes of a replica in its placement group, at first and again after a failure."""
+"""ProcessStarter and StandbyProcess: start the processes of a replica, at first and again after a failure."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -18,7 +21,7 @@ from ....scheduler.service.actor import WATCH_GROUP, SchedulerActor
 from ....worker.rank.actor import WorkerActor
 from ..ray.spare_processes import SpareProcesses
 from .placement import Resources
-from .replica_names import STANDBY_ROLE, actor_name
+from .rank_lookup import STANDBY_ROLE, actor_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -26,6 +29,12 @@ if TYPE_CHECKING:
 # For Ray to free the name of a process that was killed.
 _FREED_TIMEOUT_S = 5.0
 _FREED_INTERVAL_S = 0.02
+# For a standby to start, in the background.
+_START_TIMEOUT_S = 120.0
+# For a started standby to become a rank.
+_ANSWER_TIMEOUT_S = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +110,66 @@ def _once_free(start: Callable[[], ActorHandle]) -> ActorHandle:
             if time.monotonic() > deadline:
                 raise
             threading.Event().wait(_FREED_INTERVAL_S)
+
+
+class StandbyProcess:
+    """At most one process that was started before a rank fails, and becomes that rank. On the scheduler's node.
+
+    Methods may be called on any thread.
+
+    A rank that it becomes waits for no process: Ray takes 0.3 to 0.8 s to make an actor of a spare one.
+    """
+
+    def __init__(self, starter: ProcessStarter) -> None:
+        self._starter = starter
+        self._lock = threading.Lock()
+        self._ready: ActorHandle | None = None
+        self._is_starting = False
+
+    def prepare(self, then: Callable[[], None]) -> None:
+        """Have a process started if there is none, and call `then`, on a thread; a failure is logged."""
+        with self._lock:
+            is_due = self._ready is None and not self._is_starting
+            self._is_starting = self._is_starting or is_due
+        threading.Thread(target=self._prepare, args=(is_due, then), name="standby", daemon=True).start()
+
+    def take(self, rank: int) -> ActorHandle | None:
+        """Return the process, which is the rank now; None if there is none, or the rank is on another node."""
+        starter = self._starter
+        if starter.node_ids[1 + rank] != starter.node_ids[0]:
+            return None
+        with self._lock:
+            process, self._ready = self._ready, None
+        if process is None:
+            return None
+        try:
+            ray.get(process.take_place.remote(starter.configs[rank], rank), timeout=_ANSWER_TIMEOUT_S)
+        except RayError as error:
+            _log.warning("the standby did not become rank %d: %s", rank, error)
+            _end(process)
+            return None
+        return process
+
+    def _prepare(self, is_due: bool, then: Callable[[], None]) -> None:
+        if is_due:
+            process = self._start()
+            with self._lock:
+                self._ready, self._is_starting = process, False
+        then()
+
+    def _start(self) -> ActorHandle | None:
+        process = None
+        try:
+            process = self._starter.start_standby()
+            ray.get(process.process.remote(), timeout=_START_TIMEOUT_S)
+        except Exception as error:  # any, of a cluster that is shutting down
+            _log.warning("no standby process was started: %s", error)
+            _end(process)
+            return None
+        return process
+
+
+def _end(process: ActorHandle | None) -> None:
+    if process is not None:
+        with suppress(RayError, ValueError):
+            ray.kill(process)

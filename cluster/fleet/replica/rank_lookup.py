@@ -1,4 +1,4 @@
-"""The actors of a replica's ranks, found by name by any process."""
+"""Names of a replica's actors and placement group, and its ranks, which any process finds by them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,26 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from .replica_names import STANDBY_ROLE, actor_name
-
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
+# Begin of the role of a process that was started before it was known which rank it becomes.
+STANDBY_ROLE = "standby-"
 # For a process that was started as a standby to name its rank.
 _ANSWER_TIMEOUT_S = 2.0
+
+
+def actor_name(replica_id: str, role: str) -> str:
+    """Return the name of a replica's actor; the role is ``scheduler``, ``rank-N`` or begins with STANDBY_ROLE."""
+    return f"quire/{replica_id}/{role}"
+
+
+def placement_name(replica_id: str, namespace: str) -> str:
+    """Return the name of a replica's placement group.
+
+    The name contains the namespace because Ray lists the groups of all namespaces together, without theirs.
+    """
+    return f"{namespace}:{actor_name(replica_id, 'place')}"
 
 
 def find_rank(replica_id: str, rank: int, namespace: str) -> ActorHandle:

@@ -23,10 +23,8 @@ from ....worker.rank.actor import RankProcess
 from ...os_utils.process_exit import ProcessExit, last_lines
 from ...os_utils.stopwatch import Stopwatch
 from ..ray.errors import await_all, describe
-from .kept_kv import KeptKv
-from .kept_weights import KeptWeights
-from .process_starter import ProcessStarter
-from .standby_process import StandbyProcess
+from .kept_memory import KeptKv, KeptWeights
+from .process_starter import ProcessStarter, StandbyProcess
 
 if TYPE_CHECKING:
     from ray import ObjectRef

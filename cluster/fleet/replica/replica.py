@@ -25,8 +25,8 @@ from ...os_utils.process_exit import ProcessExit
 from ..ray.errors import await_all, unwrap
 from ..ray.launch_target import LaunchTarget
 from .process_starter import ProcessStarter
+from .rank_lookup import actor_name, placement_name
 from .record import ReplicaRecord
-from .replica_names import actor_name, placement_name
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

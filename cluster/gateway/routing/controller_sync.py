@@ -21,8 +21,7 @@ from ...config.resolve import resolve_deployment
 from ...config.step_limits import LARGE_GPU_BYTES
 from ...fleet.controller.commands import FleetCommand
 from ...fleet.controller.controller_client import Controller
-from ...fleet.controller.demand import Demand
-from ...fleet.controller.fleet_state import FleetState, ReplicaEntry, ReplicaState
+from ...fleet.controller.fleet_state import Demand, FleetState, ReplicaEntry, ReplicaState
 from ...fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ...fleet.replica.record import ReplicaRecord
 from ...os_utils.background import run_in_background

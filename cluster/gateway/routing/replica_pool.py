@@ -15,7 +15,7 @@ from ....proto.digests import make_root, prefix_hashes
 from ....proto.errors import Overloaded, QuireError, ReplicaUnavailable
 from ....proto.replica_status import Activity, ReplicaStatus
 from ....proto.stream import CacheQuery, CacheReport, RecalledOutput, best_outputs
-from ...fleet.controller.demand import Demand
+from ...fleet.controller.fleet_state import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.background import run_in_background

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from quire.cluster.fleet.controller import blocking_calls
-from quire.cluster.fleet.controller.blocking_calls import BlockingCalls
+from quire.cluster.fleet.controller import interfaces
+from quire.cluster.fleet.controller.interfaces import BlockingCalls
 from quire.proto.errors import ReplicaUnavailable
 
 
@@ -19,7 +19,7 @@ def test_hanging_call_times_out_by_name_and_blocks_no_other(monkeypatch: pytest.
         blocking = BlockingCalls()
         try:
             with monkeypatch.context() as patch:
-                patch.setattr(blocking_calls, "CALL_TIMEOUT_S", 0.05)
+                patch.setattr(interfaces, "CALL_TIMEOUT_S", 0.05)
                 with pytest.raises(ReplicaUnavailable, match=r"looking at the nodes took more than 0.05 s"):
                     await blocking.call("looking at the nodes", may_end.wait, 60)
             assert await blocking.call("counting", len, "abc") == 3

@@ -8,9 +8,8 @@ import pytest
 from fake_fleet import FakeLauncher
 from running_fleet import deployment, run, running
 
-from quire.cluster.fleet.controller.blocking_calls import MAX_CALLS
-from quire.cluster.fleet.controller.demand import Demand
-from quire.cluster.fleet.controller.fleet_state import ReplicaState
+from quire.cluster.fleet.controller.fleet_state import Demand, ReplicaState
+from quire.cluster.fleet.controller.interfaces import MAX_CALLS
 from quire.proto.errors import ModelNotFound, ReplicaUnavailable
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.fleet.ray.token_file import has_token_file, restrict_token_file
+from quire.cluster.fleet.ray.local_cluster import has_token_file, restrict_token_file
 
 
 @pytest.fixture

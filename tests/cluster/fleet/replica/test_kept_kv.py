@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from quire.cluster.fleet.replica.kept_kv import KeptKv
+from quire.cluster.fleet.replica.kept_memory import KeptKv
 from quire.worker.memory.kv_segment import KvSegment
 from quire.worker.memory.shared_segment import SharedSegment
 

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from quire.cluster.fleet.replica.kept_weights import KeptWeights
+from quire.cluster.fleet.replica.kept_memory import KeptWeights
 from quire.worker.memory.shared_segment import SegmentAddress, SharedSegment
 
 

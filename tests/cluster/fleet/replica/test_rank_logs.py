@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.cluster.fleet.replica.rank_logs import log_start
+from quire.cluster.fleet.replica.launch import log_start
 from quire.worker.rank.start_log import StartRecord
 
 NAME = "quire.of_a_test"

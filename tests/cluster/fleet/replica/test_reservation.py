@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.fleet.replica import reservation as module
+from quire.cluster.fleet.replica import placement as module
 from quire.cluster.fleet.replica.launch_progress import LaunchStage
-from quire.cluster.fleet.replica.placement import ClusterView
-from quire.cluster.fleet.replica.reservation import Reservation
+from quire.cluster.fleet.replica.placement import ClusterView, Reservation
 from quire.proto.errors import ReplicaUnavailable
 
 BUNDLES = [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]

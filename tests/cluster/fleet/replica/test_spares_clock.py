@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.cluster.fleet.replica.spares_clock import BUSY_S, IDLE_S, SparesClock
+from quire.cluster.fleet.replica.channel_group import BUSY_S, IDLE_S, SparesClock
 
 
 def test_spares_wait_for_the_first_step() -> None:

@@ -11,7 +11,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from quire.cluster.fleet.replica.standby_process import StandbyProcess
+from quire.cluster.fleet.replica.process_starter import StandbyProcess
 
 DEADLINE_S = 60.0
 

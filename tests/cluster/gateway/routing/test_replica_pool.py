@@ -14,7 +14,7 @@ from fake_fleet import FakeLauncher, FakeReplica, SlowWorkers
 from fakes import beam_oracle, oracle
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.fleet.controller.demand import Demand
+from quire.cluster.fleet.controller.fleet_state import Demand
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.gateway.routing import replica_pool
 from quire.cluster.gateway.routing.replica_pool import ReplicaPool
