@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from quire.proto.config import LoraConfig, ModelConfig
 from quire.proto.lora import NO_SLOT
 from quire.proto.step import RowLogitsProcessors, RowSampling
 from quire.proto.structured_outputs import OutputConstraint
+from quire.scheduler.speculation.draft_switch import DraftSwitch
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
 
@@ -150,7 +152,7 @@ def run_random_load(engine: Any, make_sequence: Callable[..., Any], feature: str
 
 
 def run_scheduled(engine: Any, prompts: list[list[int]], rng: random.Random) -> None:
-    """Run sequences whose steps the scheduler plans, with as many drafts as it may plan."""
+    """Run sequences whose steps the scheduler plans, with as many drafts as it may plan, whatever they cost."""
     drafter = RankedDriver(engine.config.with_num_blocks(NUM_BLOCKS), engine.step)
     for index, prompt in enumerate(prompts):
         sampling: dict[str, Any] = {
@@ -160,7 +162,8 @@ def run_scheduled(engine: Any, prompts: list[list[int]], rng: random.Random) -> 
             "logprobs": rng.choice([None, 2]),
         }
         drafter.add(index, prompt, max_tokens=rng.randrange(1, 20), ignore_eos=True, **sampling)
-    drafter.run()
+    with patch.object(DraftSwitch, "is_on", lambda *_: True):
+        drafter.run()
     assert any(plan.draft_rows.size for plan in drafter.plans), "the scheduler planned no drafts"
 
 
