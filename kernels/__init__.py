@@ -1,1 +1,1 @@
-"""Ops on tensors: PyTorch twins here, Triton kernels in gpu/, C++ ops in native/. Imports nothing else of quire."""
+"""Ops on tensors: PyTorch references, Triton kernels in gpu/, C++ ops in native/. Imports nothing else of quire."""

@@ -60,7 +60,7 @@ class Peers:
 def all_reduce_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, peers: Peers) -> Tensor:
     """Add the sum of the ranks' x to `residual` in place and return the normalized sum, the same on each rank.
 
-    The ranks are summed in order of rank, in float32. The twin does not wait for the other ranks' buffers.
+    The ranks are summed in order of rank, in float32. The reference does not wait for the other ranks' buffers.
 
     Args:
         x, residual: [T, E]; at most peers.max_tokens tokens, the same number on every rank.

@@ -1,7 +1,7 @@
-"""Dispatch of an op to its Triton kernel on a GPU, and to its PyTorch twin everywhere else.
+"""Dispatch of an op to its Triton kernel on a GPU, and to its PyTorch reference everywhere else.
 
 A kernel is imported when its op first gets a tensor on a GPU: importing Triton is slow, and machines without Triton
-use the twins.
+use the references.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _COMPILATIONS = f"{__package__}.gpu.compilations"
 
 
 def on_gpu(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Dispatch a twin to its kernel, the function of the same name and signature in ``kernels.gpu.<module>``.
+    """Dispatch a reference to its kernel, the function of the same name and signature in ``kernels.gpu.<module>``.
 
     The first argument must be a tensor; its device selects the implementation.
     """
 
-    def decorate(twin: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(twin)
+    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(reference)
         def op(*args: P.args, **kwargs: P.kwargs) -> R:
             if not has_kernels(args[0]):
-                return twin(*args, **kwargs)
-            kernel: Callable[P, R] = getattr(_load(module), twin.__name__)
+                return reference(*args, **kwargs)
+            kernel: Callable[P, R] = getattr(_load(module), reference.__name__)
             return kernel(*args, **kwargs)
 
         return op
@@ -39,9 +39,9 @@ def on_gpu(module: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def twin_of(op: Callable[P, R]) -> Callable[P, R]:
-    """Return the PyTorch twin of an op, for arguments that its kernel does not support."""
-    twin: Callable[P, R] = cast(Any, op).__wrapped__
-    return twin
+    """Return the PyTorch reference of an op, for arguments that its kernel does not support."""
+    reference: Callable[P, R] = cast(Any, op).__wrapped__
+    return reference
 
 
 def has_kernels(tensor: object) -> bool:

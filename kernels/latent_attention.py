@@ -29,7 +29,7 @@ from .quantized_kv import dequantize
 
 # Expanded keys and values at a time, except that one head of one sequence is never divided.
 EXPANDED_BYTES = 512 << 20
-# Queries of a chunk per tile of the PyTorch twin.
+# Queries of a chunk per tile of the PyTorch reference.
 QUERY_TILE_LEN = 128
 
 

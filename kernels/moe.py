@@ -18,23 +18,23 @@ from .quantized_linear import PACKED, QuantizedWeight, dequantize
 
 
 class ExpertChoices(NamedTuple):
-    """The P = T * per_token choices of T tokens, sorted by expert.
+    """The P = T * top_k choices of T tokens, sorted by expert.
 
     With expert parallelism a rank has X of `num_experts` experts, and choices of other ranks' experts have no result
     on it.
 
     Attributes:
-        order: [P] int32, choices by expert, and by token within an expert; choice i is of token ``i // per_token``.
+        order: [P] int32, choices by expert, and by token within an expert; choice i is of token ``i // top_k``.
             Entries from ``starts[X]`` on are valid choices, but arbitrary ones.
         starts: [X + 1] int32, where the choices of each of the X experts start in `order`; the last is P, or fewer
             if there are other experts.
-        per_token: choices of each token.
+        top_k: choices of each token.
         num_experts: of all ranks.
     """
 
     order: Tensor
     starts: Tensor
-    per_token: int
+    top_k: int
     num_experts: int
 
     @property
@@ -75,7 +75,7 @@ class ExpertWeights:
 
 @on_gpu("moe")
 def sort_choices(expert_ids: Tensor, num_experts: int, own: range | None = None) -> ExpertChoices:
-    """Sort the choices [T, per_token] int64 of T tokens by expert; ties keep their order.
+    """Sort the choices [T, top_k] int64 of T tokens by expert; ties keep their order.
 
     Args:
         own: the experts that this rank has; None for all.
@@ -95,7 +95,7 @@ def scatter_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices) ->
 
     Rows of other ranks' experts have arbitrary numbers.
     """
-    return _multiply(x[choices.order.long() // choices.per_token], weights, choices)
+    return _multiply(x[choices.order.long() // choices.top_k], weights, choices)
 
 
 @on_gpu("moe")
@@ -105,7 +105,7 @@ def gather_linear(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, fac
     Rows of other ranks' experts add nothing.
 
     Args:
-        factors: [T, per_token] float32, multiply the experts' results.
+        factors: [T, top_k] float32, multiply the experts' results.
     """
     terms = _terms(x, weights, choices, factors)
     return terms.view(*factors.shape, -1).sum(dim=1).to(x.dtype)

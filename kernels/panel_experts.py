@@ -77,8 +77,8 @@ class PanelExperts:
 
         Args:
             x: [T, E] in float32 or bfloat16.
-            factors: [T, per_token] float32, of each token's experts.
-            expert_ids: [T, per_token] int64.
+            factors: [T, top_k] float32, of each token's experts.
+            expert_ids: [T, top_k] int64.
         """
         assert x.shape[1] == self._weights[0].gate_up.in_features
         assert factors.dtype == torch.float32

@@ -23,7 +23,7 @@ EPSILON = 1e-20
 # Numbers per vector of torch.sum, for each of the processors that PyTorch is built for.
 _SUM_LANES = 16, 8, 4
 # The op adds up fewer weights than this as PyTorch does.
-_MAX_PER_TOKEN = 64
+_MAX_TOP_K = 64
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Routing:
 
     Attributes:
         num_experts: X.
-        per_token: experts per token.
+        top_k: experts per token.
         num_groups, num_top_groups: a token's experts are chosen from its best `num_top_groups` of `num_groups` groups
             of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
         group_best: a group's score is the sum of its best `group_best` ones, 1 or 2.
@@ -43,7 +43,7 @@ class Routing:
     """
 
     num_experts: int
-    per_token: int
+    top_k: int
     num_groups: int = 1
     num_top_groups: int = 1
     group_best: int = 1
@@ -63,7 +63,7 @@ class Routing:
             correction: [X] float32, added to the scores to choose by, but not to the weights; None for none.
 
         Returns:
-            weights, float32, and expert ids, int64, both [T, per_token].
+            weights, float32, and expert ids, int64, both [T, top_k].
         """
         if scores.is_cpu and (sum_lanes := self._sum_lanes):
             return self._choose_natively(scores, correction, sum_lanes)
@@ -74,7 +74,7 @@ class Routing:
         by = scores if correction is None else scores + correction
         if self.num_groups > 1:
             by = self._mask_groups(by)
-        weights, expert_ids = by.topk(self.per_token, dim=-1)
+        weights, expert_ids = by.topk(self.top_k, dim=-1)
         if by is not scores:
             weights = scores.gather(-1, expert_ids)
         if self.normalized:
@@ -93,8 +93,8 @@ class Routing:
     def _choose_natively(
         self, scores: Tensor, correction: Tensor | None, sum_lanes: int
     ) -> tuple[Tensor, Tensor]:
-        return cpu.choose_experts(
-            scores.contiguous(), correction, self.per_token, (self.num_groups, self.num_top_groups, self.group_best),
+        return cpu.route_experts(
+            scores.contiguous(), correction, self.top_k, (self.num_groups, self.num_top_groups, self.group_best),
             sum_lanes if self.normalized else 0, EPSILON, self.scale,
         )  # fmt: skip
 
@@ -106,7 +106,7 @@ class Routing:
 @functools.cache
 def _find_sum_lanes(routing: Routing) -> int:
     """Return the numbers per vector of torch.sum with which the op equals PyTorch; 0 for PyTorch."""
-    if not is_available() or routing.is_topk or routing.per_token >= _MAX_PER_TOKEN:
+    if not is_available() or routing.is_topk or routing.top_k >= _MAX_TOP_K:
         return 0
     samples = [*_samples(routing.num_experts)]
     for lanes in _SUM_LANES:

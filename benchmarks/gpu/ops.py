@@ -241,14 +241,14 @@ def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
 
     And its second product alone as adapters of experts need it, whose terms are not added up.
     """
-    count, per_token = (64, 8) if sizes.device == "cuda" else (4, 2)
+    count, top_k = (64, 8) if sizes.device == "cuda" else (4, 2)
     hidden, inner = sizes.model.hidden_size // 2, sizes.model.intermediate_size // 8
     dtype = getattr(torch, sizes.dtype)
 
     def draw() -> tuple[Tensor, Tensor]:
-        """Return experts and factors [tokens, per_token]."""
-        expert_ids = torch.rand(tokens, count, device=sizes.device).topk(per_token).indices
-        return expert_ids, torch.rand(tokens, per_token, device=sizes.device)
+        """Return experts and factors [tokens, top_k]."""
+        expert_ids = torch.rand(tokens, count, device=sizes.device).topk(top_k).indices
+        return expert_ids, torch.rand(tokens, top_k, device=sizes.device)
 
     def make_weights(num_outputs: int, num_inputs: int) -> ExpertWeights:
         return ExpertWeights(random(sizes, count, num_outputs, num_inputs) * num_inputs**-0.5)
@@ -264,11 +264,11 @@ def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
         return forward
 
     def make_terms(index: int) -> Op:
-        rows, (expert_ids, factors) = random(sizes, tokens * per_token, inner), draw()
+        rows, (expert_ids, factors) = random(sizes, tokens * top_k, inner), draw()
         choices = sort_choices(expert_ids, count)
         return partial(gather_terms, rows, make_weights(hidden, inner), choices, factors)
 
-    num_read, num_products = min(count, tokens * per_token), tokens * per_token * hidden * inner
+    num_read, num_products = min(count, tokens * top_k), tokens * top_k * hidden * inner
     num_bytes = num_read * hidden * inner * dtype.itemsize
     yield OpCase(f"experts.{tokens}", sizes.device, 3 * num_bytes, 6 * num_products, make)
     yield OpCase(f"expert_terms.{tokens}", sizes.device, num_bytes, 2 * num_products, make_terms)

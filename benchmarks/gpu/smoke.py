@@ -1,4 +1,4 @@
-"""Stage `smoke`: every kernel once at serving shapes beside its twin, and a tiny model with graphs on and off."""
+"""Stage `smoke`: each kernel once at serving shapes beside its reference, a tiny model with graphs on and off."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from benchmarks.gpu.sizes import TINY, Sizes
 from quire.kernels import dispatch
 from quire.kernels.dispatch import num_compilations
 
-# Largest relative error, in the Frobenius norm, of a kernel in bfloat16 beside its twin.
+# Largest relative error, in the Frobenius norm, of a kernel in bfloat16 beside its reference.
 TOLERANCE = 1e-2
 NUM_TOKENS = 24
 _PROMPT_LENS = (5, 1, 70, 33)
@@ -41,12 +41,12 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
 
 
 def _compare_with_twin(record: Record, case: OpCase) -> None:
-    """Run an op on the device and its PyTorch twin on equal inputs there."""
+    """Run an op on the device and its PyTorch reference on equal inputs there."""
     found = _results(case, uses_twin=False)
     torch.accelerator.synchronize() if case.device == "cuda" else None
     expected = _results(case, uses_twin=True)
-    for index, (ours, twins) in enumerate(zip(found, expected, strict=True)):
-        error = _relative_error(ours, twins)
+    for index, (ours, references) in enumerate(zip(found, expected, strict=True)):
+        error = _relative_error(ours, references)
         assert error <= TOLERANCE, f"output {index} has the relative error {error:.3g}"
     record.notes.setdefault("passed", []).append(case.name)
 

@@ -1,6 +1,6 @@
 """Triton kernels, one op per file: kernels, and the wrapper that checks, allocates and launches.
 
-A wrapper has the name and the signature of its PyTorch twin in ``kernels``, which describes the op. Grids and
+A wrapper has the name and the signature of its PyTorch reference in ``kernels``, which describes the op. Grids and
 allocations depend only on the shapes of tensors, never on their values, so that every op can be captured in a CUDA
 graph and replayed with other values. Padding has sequence length 0 and negative slots.
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..logits import LogitsProcessors
 
-# Launch options of every kernel that reads logits: a fused multiply-add rounds once where the twin rounds twice, and
-# kernels compiled for different batches would fuse differently.
+# Launch options of every kernel that reads logits: a fused multiply-add rounds once where the reference rounds twice,
+# and kernels compiled for different batches would fuse differently.
 EXACT = {"enable_fp_fusion": False}
 
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
@@ -80,7 +80,7 @@ def load_logits(source, row, tile_start, columns, TILE_LEN: tl.constexpr):
 
 @triton.jit
 def load_values(source, member, row, tile_start, columns, TILE_LEN: tl.constexpr):
-    """As load_logits, divided by the temperature and rounded like the twin."""
+    """As load_logits, divided by the temperature and rounded like the reference."""
     values = load_logits(source, row, tile_start, columns, TILE_LEN)
     if source.temperature is not None:
         temperature = tl.load(source.temperature + member)

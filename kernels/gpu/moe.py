@@ -240,7 +240,7 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
         choices.starts, factors, out, num_tiles, num_experts, out_features, in_features, num_groups, group_len,
         x.stride(0),
         0 if weights.group_index is None else in_features,
-        PER_TOKEN=choices.per_token, NUMBERS_PER_BYTE=numbers_per_byte, IS_PER_OUTPUT=is_per_output,
+        PER_TOKEN=choices.top_k, NUMBERS_PER_BYTE=numbers_per_byte, IS_PER_OUTPUT=is_per_output,
         IS_FLOAT4=weights.codes.dtype == FLOAT4, TILES_PER_GROUP=TILES_PER_GROUP, BLOCK_T=tile.num_tokens,
         BLOCK_N=tile.num_outputs,
         BLOCK_K=tile.num_inputs, BLOCK_X=triton.next_power_of_2(num_experts), UPCAST=INTERPRETED,

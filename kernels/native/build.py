@@ -2,7 +2,7 @@
 
 There is one library per instruction set (instruction_sets.py), which takes 10 to 60 seconds to build. It is kept in
 the user's cache directory, under a name with a digest of its sources, flags and compiler. Without a compiler, or if
-the build fails, all ops run on the PyTorch twins, and a warning is logged.
+the build fails, all ops run on the PyTorch references, and a warning is logged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Wrappers of the C++ ops: each checks, allocates and calls. The PyTorch twins in `kernels` describe the ops."""
+"""Wrappers of the C++ ops: each checks, allocates and calls. The PyTorch references in `kernels` describe the ops."""
 
 from __future__ import annotations
 
@@ -349,10 +349,10 @@ def _mask_arguments(
     return slots.data_ptr(), words.data_ptr(), words.shape[1]
 
 
-def choose_experts(
+def route_experts(
     scores: Tensor,
     correction: Tensor | None,
-    per_token: int,
+    top_k: int,
     groups: tuple[int, int, int],
     sum_lanes: int,
     epsilon: float,
@@ -368,10 +368,10 @@ def choose_experts(
     assert scores.is_contiguous()
     assert correction is None or (correction.dtype == torch.float32 and correction.is_contiguous())
     num_tokens, num_experts = scores.shape
-    weights = torch.empty((num_tokens, per_token))
-    expert_ids = torch.empty((num_tokens, per_token), dtype=torch.int64)
+    weights = torch.empty((num_tokens, top_k))
+    expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int64)
     library().quire_choose_experts(
         scores.data_ptr(), address_of(correction), weights.data_ptr(), expert_ids.data_ptr(), num_tokens, num_experts,
-        per_token, *groups, sum_lanes, epsilon, scale, torch.get_num_threads(),
+        top_k, *groups, sum_lanes, epsilon, scale, torch.get_num_threads(),
     )  # fmt: skip
     return weights, expert_ids

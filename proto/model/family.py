@@ -26,7 +26,7 @@ class Family:
         expert_fields: fields of the configuration with the number of experts and their intermediate size; None for
             dense architectures.
         experts_flag: field of the configuration that tells whether there are experts; None if there always are.
-        per_token_field: field of the configuration with the number of experts per token.
+        top_k_field: field of the configuration with the number of experts per token.
         shared_count_field, shared_size_field: fields with the number of shared experts, of the size of the others, or
             with the size of one shared network.
         experts_normalized: the weights of a token's experts sum to 1; None to read ``norm_topk_prob``.
@@ -62,7 +62,7 @@ class Family:
     is_gemma: bool = False
     expert_fields: tuple[str, str] | None = None
     experts_flag: str | None = None
-    per_token_field: str = "num_experts_per_tok"
+    top_k_field: str = "num_experts_per_tok"
     shared_count_field: str = "n_shared_experts"
     shared_size_field: str | None = None
     experts_normalized: bool | None = None

@@ -20,18 +20,16 @@ def read_experts(model: ModelConfig, family: Family) -> Experts | None:
     count_field, size_field = family.expert_fields
     # Newer configurations have num_local_experts, which transformers maps to the older name.
     count = model.hf.get(count_field) or required(model, "num_local_experts")
-    per_token = uniform(model, family.per_token_field)
-    if not 0 < per_token <= count:
-        raise ConfigError(
-            f"{model.name}: {family.per_token_field} is {per_token}, but it has {count} experts"
-        )
+    top_k = uniform(model, family.top_k_field)
+    if not 0 < top_k <= count:
+        raise ConfigError(f"{model.name}: {family.top_k_field} is {top_k}, but it has {count} experts")
     if model.hf.get("clip_qkv") is not None:
         raise ConfigError(f"{model.name}: bounded queries, keys and values (clip_qkv) are not supported")
     normalized = family.experts_normalized
     size = required(model, size_field)
     experts = Experts(
         count,
-        per_token,
+        top_k,
         size,
         bool(model.hf.get("norm_topk_prob")) if normalized is None else normalized,
         shared_intermediate_size=size * (model.hf.get(family.shared_count_field) or 0)
@@ -70,9 +68,9 @@ def _check_groups(model: ModelConfig, experts: Experts) -> None:
         raise ConfigError(
             f"{model.name}: {count} experts cannot be chosen from {num_top} of {num_groups} equal groups"
         )
-    if experts.per_token > count // num_groups * num_top:
+    if experts.top_k > count // num_groups * num_top:
         raise ConfigError(
-            f"{model.name}: num_experts_per_tok is {experts.per_token}, but {num_top} groups have "
+            f"{model.name}: num_experts_per_tok is {experts.top_k}, but {num_top} groups have "
             f"{count // num_groups * num_top} experts"
         )
 
@@ -111,10 +109,8 @@ def _llama4_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
 
 def _sparsemixer_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     """Routing of Phi-MoE: the two best experts, each with a softmax of its own."""
-    if experts.per_token != 2:
-        raise ConfigError(
-            f"num_experts_per_tok is {experts.per_token}, must be 2 with the routing of Phi-MoE"
-        )
+    if experts.top_k != 2:
+        raise ConfigError(f"num_experts_per_tok is {experts.top_k}, must be 2 with the routing of Phi-MoE")
     return replace(experts, score="sparsemixer", jitter=float(hf.get("router_jitter_noise", 0.01)))
 
 

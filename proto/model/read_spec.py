@@ -19,8 +19,8 @@ from .spec import (
     AltUp,
     DecoderSpec,
     IndexerSpec,
-    LatentSpec,
     LayerSpec,
+    MlaSpec,
     PerLayerInputs,
     QueryTemperature,
 )
@@ -59,11 +59,11 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         )
     latent = _read_latent(model, family) if family.is_latent else None
     layers = _read_layers(model, family)
-    shared_dim = None if latent is None else latent.shared_dim
+    qk_rope_head_dim = None if latent is None else latent.qk_rope_head_dim
     ropes = _read_ropes(
         model,
         {
-            layer.rope: shared_dim or layer.head_dim or model.head_dim
+            layer.rope: qk_rope_head_dim or layer.head_dim or model.head_dim
             for layer in layers
             if layer.rope is not None
         },
@@ -160,22 +160,22 @@ def _attention_scale(model: ModelConfig) -> float:
     return float((model.hf.get("query_pre_attn_scalar") or model.head_dim) ** -0.5)
 
 
-def _read_latent(model: ModelConfig, family: Family) -> LatentSpec:
+def _read_latent(model: ModelConfig, family: Family) -> MlaSpec:
     hf = model.hf
     if hf.get("attention_bias"):
         raise ConfigError(f"{model.name}: biases of latent attention (attention_bias) are not supported")
-    latent = LatentSpec(
+    latent = MlaSpec(
         rank=required(model, "kv_lora_rank"),
         query_rank=hf.get("q_lora_rank"),
-        key_dim=required(model, "qk_nope_head_dim"),
-        shared_dim=required(model, "qk_rope_head_dim"),
-        value_dim=required(model, "v_head_dim"),
+        qk_nope_head_dim=required(model, "qk_nope_head_dim"),
+        qk_rope_head_dim=required(model, "qk_rope_head_dim"),
+        v_head_dim=required(model, "v_head_dim"),
         interleaved=bool(hf.get("rope_interleave", True)),
         indexer=_read_indexer(model, family) if family.has_indexers else None,
     )
-    if latent.value_dim > latent.qk_dim:
+    if latent.v_head_dim > latent.qk_dim:
         raise ConfigError(
-            f"{model.name}: v_head_dim is {latent.value_dim}, must be at most qk_nope_head_dim + qk_rope_head_dim, "
+            f"{model.name}: v_head_dim is {latent.v_head_dim}, must be at most qk_nope_head_dim + qk_rope_head_dim, "
             f"{latent.qk_dim}"
         )
     return latent
@@ -212,7 +212,7 @@ def _read_indexer_layers(model: ModelConfig, family: Family) -> list[bool]:
     return [kind == "full" for kind in kinds]
 
 
-def _latent_scale(model: ModelConfig, latent: LatentSpec) -> float:
+def _latent_scale(model: ModelConfig, latent: MlaSpec) -> float:
     """Return the scale of scores, which YaRN raises for all dimensions by the square of its own."""
     settings: dict[str, Any] = model.hf.get("rope_parameters") or model.hf.get("rope_scaling") or {}
     weight = settings.get("mscale_all_dim")

@@ -38,7 +38,7 @@ class Experts:
 
     Attributes:
         count: number of experts.
-        per_token: experts per token (top k of the router).
+        top_k: experts per token (top k of the router).
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
         score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` or
@@ -61,7 +61,7 @@ class Experts:
     """
 
     count: int
-    per_token: int
+    top_k: int
     intermediate_size: int
     normalized: bool
     score: str = "softmax"
@@ -103,34 +103,34 @@ class IndexerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentSpec:
+class MlaSpec:
     """Sizes of multi-head latent attention (DeepSeek-AI, *DeepSeek-V2*, 2024).
 
     Attributes:
         rank: C, numbers of the latent that a token's keys and values are computed from.
         query_rank: numbers of the latent that its queries are computed from; None if they have none.
-        key_dim, shared_dim, value_dim: N, R and V, numbers of a head's own part of a key, of the rotated part that
-            all heads share, and of a value.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V, numbers of a head's own part of a key, of the
+            rotated part that all heads share, and of a value.
         interleaved: numbers 2 i and 2 i + 1 of the rotated part are a pair.
         indexer: of sparse attention; None for attention to all tokens.
     """
 
     rank: int
     query_rank: int | None
-    key_dim: int
-    shared_dim: int
-    value_dim: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
     interleaved: bool
     indexer: IndexerSpec | None = None
 
     @property
     def qk_dim(self) -> int:
-        return self.key_dim + self.shared_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def attended_dim(self) -> int:
         """Numbers of a token that queries of all heads attend to; the key of an indexer is cached behind them."""
-        return self.rank + self.shared_dim
+        return self.rank + self.qk_rope_head_dim
 
     def expansion_is_cheaper(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Return whether chunks take less time with keys and values than with latents, by the number of products.
@@ -141,8 +141,8 @@ class LatentSpec:
         """
         lens = list(zip(query_lens, seq_lens, strict=True))
         num_pairs = sum(queries * keys for queries, keys in lens)
-        expanding = sum(seq_lens) * self.rank * (self.key_dim + self.value_dim)
-        expanded = expanding + num_pairs * (self.qk_dim + self.value_dim)
+        expanding = sum(seq_lens) * self.rank * (self.qk_nope_head_dim + self.v_head_dim)
+        expanded = expanding + num_pairs * (self.qk_dim + self.v_head_dim)
         absorbed: float = num_pairs * (self.attended_dim + self.rank)
         if self.indexer is not None:
             num_chosen = sum(queries * min(keys, self.indexer.top_k) for queries, keys in lens)
@@ -292,7 +292,7 @@ class DecoderSpec:
     experts: Experts | None = None
     tied_embeddings: bool = False
     draft_prefixes: tuple[str, ...] = ()
-    latent: LatentSpec | None = None
+    latent: MlaSpec | None = None
     names: Names = field(default_factory=Names)
     head_bias: bool = False
     query_temperature: QueryTemperature | None = None

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_twins import find_twin
+from kernel_references import find_reference
 from launched_kernels import ops_with_kernels
 
 from benchmarks.gpu import __main__ as command
@@ -111,7 +111,7 @@ def test_smoke_runs_every_op_that_has_a_kernel(monkeypatch: pytest.MonkeyPatch) 
 
         def __getattr__(self, name: str) -> Any:
             launched.add(name)
-            return find_twin(self._module, name)
+            return find_reference(self._module, name)
 
     monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
     monkeypatch.setattr(dispatch, "_load", Kernels)

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import all_reduce_norm as twin
+from quire.kernels import all_reduce_norm as reference
 from quire.kernels.all_reduce_norm import MAX_PROGRAMS, NUM_SIGNALS, Peers
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 EPS = 1e-5
 
 
-@pytest.fixture(params=["twin", "kernel"])
+@pytest.fixture(params=["reference", "kernel"])
 def op(request: pytest.FixtureRequest) -> ModuleType:
-    if request.param == "twin":
-        return twin
+    if request.param == "reference":
+        return reference
     pytest.importorskip("triton")
     from quire.kernels.gpu import all_reduce_norm
 
@@ -40,7 +40,7 @@ def test_rank_sums_the_buffers_of_all_ranks(
     op: ModuleType, device: str, rank: int, size: int, num_tokens: int, dtype: torch.dtype, two_shots: bool
 ) -> None:
     """The other ranks have signaled every barrier already, and summed their tokens of the first shot."""
-    on = "cpu" if op is twin else device
+    on = "cpu" if op is reference else device
     torch.manual_seed(0)
     inputs = [torch.randn(num_tokens, 40).to(on, dtype) for _ in range(size)]
     buffers = [torch.full((2, 40, 40), torch.nan).to(on, dtype) for _ in range(size)]
@@ -63,7 +63,7 @@ def test_rank_sums_the_buffers_of_all_ranks(
     close(residual, expected_residual)
     close(out, expected)
     assert torch.equal(buffers[rank][0, :num_tokens], inputs[rank])
-    if op is not twin:
+    if op is not reference:
         barriers = [0, 1, 2] if two_shots else [0, 2]
         for other in range(size):
             sent = signals[other].view(-1, 3, size)[:num_programs, barriers, rank]

@@ -1,4 +1,4 @@
-"""Dispatch between twins and kernels, and equality of their signatures."""
+"""Dispatch between references and kernels, and equality of their signatures."""
 
 from __future__ import annotations
 

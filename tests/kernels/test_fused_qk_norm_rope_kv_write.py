@@ -24,7 +24,7 @@ STORED = {torch.float32: 1e-5, torch.int8: 0.51 / 127, torch.float8_e4m3fn: 16.1
 SHAPES = [(64, 64), (64, 32), (80, 20), (32, 0), (128, 96), (24, 8)]
 
 
-@pytest.fixture(params=["native", "twin", pytest.param("triton", marks=DEVICE.marks)])
+@pytest.fixture(params=["native", "reference", pytest.param("triton", marks=DEVICE.marks)])
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     if request.param == "triton":
         pytest.importorskip("triton")
@@ -47,7 +47,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
             return out.cpu()
 
         return on_device
-    if request.param == "twin":
+    if request.param == "reference":
         monkeypatch.setattr(cpu, "supports", lambda x, length: False)
     return fused_qk_norm_rope_kv_write
 

@@ -1,4 +1,4 @@
-"""Kernels other than attention and sampling, against their PyTorch twins in float64."""
+"""Kernels other than attention and sampling, against their PyTorch references in float64."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_fused_qk_norm_rope_kv_write(device: str, head_dim: int, has_norm: bool,
     )  # fmt: skip
     q = fused(heads, cache, slots, cos, sin, q_norm, k_norm, 1e-6)
     close(q, expected_q)
-    # The twin writes padding to block 0; the kernel does not write it.
+    # The reference writes padding to block 0; the kernel does not write it.
     assert not cache[0].any()
     close(cache[1:], expected_cache[1:])
     assert torch.equal(cache[1:] != 0, (expected_cache[1:] != 0).to(device))

@@ -1,4 +1,4 @@
-"""Sampling kernels against their PyTorch twins, which sort, and sums against float64."""
+"""Sampling kernels against their PyTorch references, which sort, and sums against float64."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ def few_items(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_splits, "MIN_ITEM_LEN", 32)
 
 
-@pytest.fixture(params=["op", "twin", DEVICE])
+@pytest.fixture(params=["op", "reference", DEVICE])
 def ops(request: pytest.FixtureRequest) -> tuple[Op, Op, str]:
     """Return absorbed and expanded attention and their device: as dispatched on a CPU, in PyTorch, and in Triton."""
     if request.param == "op":
         return latent_decode_attention, latent_prefill_attention, "cpu"
-    if request.param == "twin":
+    if request.param == "reference":
         return _without_native(latent_decode_attention), _without_native(latent_prefill_attention), "cpu"
     pytest.importorskip("triton")
     from quire.kernels.gpu import latent_decode, latent_prefill

@@ -1,4 +1,4 @@
-"""Biases, penalties and masks: twin and kernels against float64 definitions, token by token."""
+"""Biases, penalties and masks: reference and kernels against float64 definitions, token by token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ENTRIES = [(0, 0, -math.inf), (0, 40, 2.0), (0, 100, -1.5), (2, 31, 0.5), (2, 31
 ENTRIES += [(2, 40, 3.0), (2, 40, -math.inf), (3, 5, -2.0), (3, 63, 1.0), (3, 64, 7.0), (3, 99, -0.125)]
 
 
-@pytest.fixture(params=["twin", pytest.param("kernel", marks=DEVICE.marks)])
+@pytest.fixture(params=["reference", pytest.param("kernel", marks=DEVICE.marks)])
 def adjust(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     """Return apply_logits_processors: [N, C] logits and LogitsProcessors -> [N, C]."""
-    if request.param == "twin":
+    if request.param == "reference":
         return apply_logits_processors
     pytest.importorskip("triton")
     from quire.kernels.gpu import topk_candidates

@@ -1,4 +1,4 @@
-"""Low-rank adapters: the C++ op, the Triton kernel and the twin against float64."""
+"""Low-rank adapters: the C++ op, the Triton kernel and the reference against float64."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_groups_of_device_are_those_of_host(device: str, num_rows: int, num_slot
     assert len(bounds) <= num_rows
 
 
-@pytest.mark.parametrize("way", ["op", "kernel", "twin"])
+@pytest.mark.parametrize("way", ["op", "kernel", "reference"])
 def test_rows_of_inputs_may_differ_from_those_of_outputs(device: str, way: str) -> None:
     """As those of experts, whose tokens have several rows of outputs each."""
     factors, slots = random_factors(PARTS[0], 64, torch.float32), random_slots(24)

@@ -1,4 +1,4 @@
-"""Linear layers of a mixture of experts: kernels and twins against float64."""
+"""Linear layers of a mixture of experts: kernels and references against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from random_weights import random_weight
 from torch import Tensor
 
-from quire.kernels import moe as twins
+from quire.kernels import moe as references
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.quantized_linear import QuantizedWeight
 
@@ -33,9 +33,9 @@ def random_experts(kind: str, out_features: int, in_features: int, dtype: torch.
     return ExpertWeights(codes, stack("scales"), stack("zeros"), stack("group_index"))
 
 
-def random_ids(num_tokens: int, per_token: int) -> Tensor:
+def random_ids(num_tokens: int, top_k: int) -> Tensor:
     """Return different experts for each token, none of them the third."""
-    ids = torch.rand(num_tokens, NUM_EXPERTS - 1).argsort(dim=1)[:, :per_token]
+    ids = torch.rand(num_tokens, NUM_EXPERTS - 1).argsort(dim=1)[:, :top_k]
     return torch.where(ids >= 2, ids + 1, ids)
 
 
@@ -52,21 +52,21 @@ def matrices(weights: ExpertWeights) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "per_token", "num_experts"), [(1, 1, 5), (7, 2, 5), (700, 3, 5), (3, 4, 40)], ids=str
+    ("num_tokens", "top_k", "num_experts"), [(1, 1, 5), (7, 2, 5), (700, 3, 5), (3, 4, 40)], ids=str
 )
-def test_choices_are_sorted_by_expert(device: str, num_tokens: int, per_token: int, num_experts: int) -> None:
+def test_choices_are_sorted_by_expert(device: str, num_tokens: int, top_k: int, num_experts: int) -> None:
     from quire.kernels.gpu.moe import sort_choices
 
-    ids = torch.randint(0, num_experts, (num_tokens, per_token))
+    ids = torch.randint(0, num_experts, (num_tokens, top_k))
     expected = [
         index for expert in range(num_experts) for index in (ids.flatten() == expert).nonzero().flatten()
     ]
     starts = [int((ids < expert).sum()) for expert in range(num_experts + 1)]
-    for choices in (sort_choices(ids.to(device), num_experts), twins.sort_choices(ids, num_experts)):
+    for choices in (sort_choices(ids.to(device), num_experts), references.sort_choices(ids, num_experts)):
         assert choices.order.tolist() == [int(index) for index in expected]
         assert choices.starts.tolist() == starts
         assert (choices.order.dtype, choices.starts.dtype) == (torch.int32, torch.int32)
-        assert choices.per_token == per_token
+        assert choices.top_k == top_k
 
 
 # Few and many tokens per expert for each dtype; each format of quantized weights once.
@@ -78,9 +78,9 @@ CASES += [
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize(("kind", "dtype", "num_tokens", "per_token"), CASES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "num_tokens", "top_k"), CASES, ids=str)
 def test_linears_match_float64(
-    device: str, kind: str, dtype: torch.dtype, num_tokens: int, per_token: int, has_bias: bool
+    device: str, kind: str, dtype: torch.dtype, num_tokens: int, top_k: int, has_bias: bool
 ) -> None:
     """Tokens to experts and back; the third expert has no tokens."""
     from quire.kernels.gpu import moe as kernels
@@ -89,12 +89,12 @@ def test_linears_match_float64(
     if has_bias:
         up, down = (replace(each, bias=torch.randn(each.codes.shape[:2]).to(dtype)) for each in (up, down))
     x = torch.randn(num_tokens, 99).to(dtype)[:, :96]
-    ids, factors = random_ids(num_tokens, per_token), torch.rand(num_tokens, per_token)
-    choices = twins.sort_choices(ids, NUM_EXPERTS)
+    ids, factors = random_ids(num_tokens, top_k), torch.rand(num_tokens, top_k)
+    choices = references.sort_choices(ids, NUM_EXPERTS)
     products = torch.einsum(
-        "tnk,tk->tn", matrices(up)[ids].flatten(0, 1), x.double().repeat_interleave(per_token, 0)
+        "tnk,tk->tn", matrices(up)[ids].flatten(0, 1), x.double().repeat_interleave(top_k, 0)
     )
-    rows = torch.randn(num_tokens * per_token, 96).to(dtype)
+    rows = torch.randn(num_tokens * top_k, 96).to(dtype)
     by_choice = torch.empty_like(rows)
     by_choice[choices.order.long()] = rows
     terms = torch.einsum("tnk,tk->tn", matrices(down)[ids].flatten(0, 1), by_choice.double())
@@ -103,16 +103,16 @@ def test_linears_match_float64(
         terms += down.bias[ids].flatten(0, 1).double()
     expected_up = products[choices.order.long()]
     terms *= factors.view(-1, 1)
-    expected_down = terms.view(num_tokens, per_token, -1).sum(dim=1)
+    expected_down = terms.view(num_tokens, top_k, -1).sum(dim=1)
 
     moved = choices._replace(order=choices.order.to(device), starts=choices.starts.to(device))
     found_up = kernels.scatter_linear(x.to(device), on(device, up), moved)
     found_down = kernels.gather_linear(rows.to(device), on(device, down), moved, factors.to(device))
     found_terms = kernels.gather_terms(rows.to(device), on(device, down), moved, factors.to(device))
     twin_up, twin_down, twin_terms = (
-        twins.scatter_linear(x, up, choices),
-        twins.gather_linear(rows, down, choices, factors),
-        twins.gather_terms(rows, down, choices, factors),
+        references.scatter_linear(x, up, choices),
+        references.gather_linear(rows, down, choices, factors),
+        references.gather_terms(rows, down, choices, factors),
     )
     tolerance = 2 * TOLERANCE[dtype]
     for found, expected in (
@@ -133,10 +133,12 @@ def test_results_of_ranks_with_some_experts_add_up(device: str, own: range) -> N
         random_experts("plain", 48, 34, torch.float32),
     )
     x, ids, factors = torch.randn(9, 48), random_ids(9, 2), torch.rand(9, 2)
-    everything = twins.sort_choices(ids, NUM_EXPERTS)
-    expected = twins.gather_linear(twins.scatter_linear(x, up, everything), down, everything, factors)
+    everything = references.sort_choices(ids, NUM_EXPERTS)
+    expected = references.gather_linear(
+        references.scatter_linear(x, up, everything), down, everything, factors
+    )
     assert not everything.is_partial
-    for ops in (kernels, twins):
+    for ops in (kernels, references):
         total = torch.zeros(9, 48)
         for part in (range(own.start), own, range(own.stop, NUM_EXPERTS)):
             if not part:

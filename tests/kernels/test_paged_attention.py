@@ -22,10 +22,10 @@ LENGTHS = [1, 15, 16, 17, 31, 33, 100, 257]
 STORED = {"as computed": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Select the CPU implementation: the C++ op, if it supports the shape, or PyTorch."""
-    if request.param == "twin":
+    if request.param == "reference":
         monkeypatch.setattr(cpu, "supports_attention", lambda q, kv_cache: False)
     elif not is_available():
         pytest.skip("there is no C++ compiler")

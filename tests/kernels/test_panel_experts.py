@@ -71,11 +71,11 @@ class Case:
         return out
 
 
-def random_step(num_tokens: int, per_token: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def random_step(num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return inputs, factors, and different experts for each token, none of them the third."""
-    ids = torch.rand(num_tokens, NUM_EXPERTS - 1).argsort(dim=1)[:, :per_token]
+    ids = torch.rand(num_tokens, NUM_EXPERTS - 1).argsort(dim=1)[:, :top_k]
     ids = torch.where(ids >= 2, ids + 1, ids)
-    return torch.randn(num_tokens, HIDDEN).to(dtype), torch.rand(num_tokens, per_token), ids
+    return torch.randn(num_tokens, HIDDEN).to(dtype), torch.rand(num_tokens, top_k), ids
 
 
 ACTIVATIONS = [SILU, GatedActivation("gelu_tanh"), GatedActivation("silu", (1.702, 1.0))]
@@ -83,12 +83,12 @@ ACTIVATIONS = [SILU, GatedActivation("gelu_tanh"), GatedActivation("silu", (1.70
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("num_tokens", "per_token", "inner"), [(1, 2, 32), (7, 3, 22), (90, 2, 64)])
+@pytest.mark.parametrize(("num_tokens", "top_k", "inner"), [(1, 2, 32), (7, 3, 22), (90, 2, 64)])
 def test_experts_match_float64(
-    num_tokens: int, per_token: int, inner: int, dtype: torch.dtype, activation: GatedActivation
+    num_tokens: int, top_k: int, inner: int, dtype: torch.dtype, activation: GatedActivation
 ) -> None:
     case = Case(dtype, inner, activation, has_bias=num_tokens == 7)
-    step = random_step(num_tokens, per_token, dtype)
+    step = random_step(num_tokens, top_k, dtype)
     found = case.experts().forward(*step)
     assert found.dtype == dtype
     torch.testing.assert_close(

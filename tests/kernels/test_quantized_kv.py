@@ -15,9 +15,9 @@ ERROR = {torch.int8: 0.51 / 127, torch.float8_e4m3fn: 16.1 / 448}
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
 
-@pytest.fixture(params=["native", "twin"])
+@pytest.fixture(params=["native", "reference"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "twin":
+    if request.param == "reference":
         monkeypatch.setattr(cpu, "supports", lambda x, length: False)
     elif not is_available():
         pytest.skip("there is no C++ compiler")

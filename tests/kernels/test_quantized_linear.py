@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights: twins against float64, kernels against twins."""
+"""Linear layers with quantized weights: references against float64, kernels against references."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from random_weights import random_weight
 from torch import Tensor
 
-from quire.kernels import quantized_linear as twins
+from quire.kernels import quantized_linear as references
 from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, dequantize
 
 # One rounding of the result; the interpreter truncates bfloat16, which is at most twice the error. Weights are
@@ -61,18 +61,20 @@ def test_dequantize_matches_definition(kind: str) -> None:
 def test_quantize_rounds_to_nearest(dtype: torch.dtype, step: float) -> None:
     weight = torch.randn(7, 40)
     weight[3] = 0
-    error = (dequantize(twins.quantize(weight, dtype)) - weight).abs()
+    error = (dequantize(references.quantize(weight, dtype)) - weight).abs()
     largest = weight.abs().amax(dim=1, keepdim=True)
     # The error of float8 is relative to each number, down to the smallest one.
     bound = largest * step if dtype == torch.int8 else (weight.abs() * step).maximum(largest * 2**-18)
     assert (error <= bound * 1.0001).all()
-    assert not dequantize(twins.quantize(weight, dtype))[3].any()
+    assert not dequantize(references.quantize(weight, dtype))[3].any()
 
 
 def test_slices_of_inputs_share_the_scales_of_the_whole() -> None:
     weight = torch.randn(6, 32)
-    whole = twins.quantize(weight, torch.int8)
-    parts = [twins.quantize(part, torch.int8, weight.abs().amax(dim=1)) for part in weight.split(8, dim=1)]
+    whole = references.quantize(weight, torch.int8)
+    parts = [
+        references.quantize(part, torch.int8, weight.abs().amax(dim=1)) for part in weight.split(8, dim=1)
+    ]
     assert torch.equal(torch.cat([part.codes for part in parts], dim=1), whole.codes)
     assert all(torch.equal(part.scales, whole.scales) for part in parts)
 
@@ -108,7 +110,7 @@ def test_quantize_tokens_matches_twin(device: str, dtype: torch.dtype) -> None:
     x = (100 * torch.randn(5, 77)).to(dtype)
     x[2] = 0
     codes, scales = quantize_tokens(x.to(device))
-    expected_codes, expected_scales = twins.quantize_tokens(x)
+    expected_codes, expected_scales = references.quantize_tokens(x)
     assert torch.equal(scales.cpu(), expected_scales)
     actual, expected = codes.cpu().float(), expected_codes.float()
     if device == "cpu":
@@ -125,10 +127,10 @@ def test_quantize_tokens_matches_twin(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_float8_linear_is_close_to_float64(device: str, dtype: torch.dtype, has_bias: bool) -> None:
     weight = random_weight("fp8", 64, 96).to(device)
-    if device == "cuda" and not twins.supports_float8_linear(weight):
+    if device == "cuda" and not references.supports_float8_linear(weight):
         pytest.skip("this GPU does not multiply float8")
     x, bias = torch.randn(9, 96).to(device, dtype), torch.randn(64).to(device, dtype)
-    y = twins.float8_linear(x, weight, bias if has_bias else None)
+    y = references.float8_linear(x, weight, bias if has_bias else None)
     expected = x.cpu().double() @ dequantize(weight.to("cpu")).double().t()
     expected += bias.cpu().double() if has_bias else 0
     assert y.dtype == dtype
@@ -138,4 +140,4 @@ def test_float8_linear_is_close_to_float64(device: str, dtype: torch.dtype, has_
 
 
 def test_cpu_does_not_support_float8_linear() -> None:
-    assert not twins.supports_float8_linear(random_weight("fp8", 64, 64))
+    assert not references.supports_float8_linear(random_weight("fp8", 64, 64))

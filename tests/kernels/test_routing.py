@@ -77,9 +77,9 @@ def test_special_numbers_are_chosen_as_torch_chooses_them(own: Routing) -> None:
     check(own, torch.zeros(4, own.num_experts))  # nothing to normalize by
 
 
-@pytest.mark.parametrize("per_token", [*range(1, 41), 62, 63])
-def test_weights_are_added_up_as_torch_adds_them(per_token: int) -> None:
-    own = Routing(64, per_token, normalized=True)
+@pytest.mark.parametrize("top_k", [*range(1, 41), 62, 63])
+def test_weights_are_added_up_as_torch_adds_them(top_k: int) -> None:
+    own = Routing(64, top_k, normalized=True)
     for num_tokens in (1, 200):
         check(own, torch.rand(num_tokens, 64).exp2())
 
@@ -103,12 +103,12 @@ def test_torch_chooses_if_the_op_differs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def choose_others(
-        scores: Tensor, correction: Tensor | None, per_token: int, *_: object
+        scores: Tensor, correction: Tensor | None, top_k: int, *_: object
     ) -> tuple[Tensor, Tensor]:
-        chosen, expert_ids = scores.topk(per_token, largest=False)
+        chosen, expert_ids = scores.topk(top_k, largest=False)
         return chosen, expert_ids
 
-    monkeypatch.setattr(ops, "choose_experts", choose_others)
+    monkeypatch.setattr(ops, "route_experts", choose_others)
     own = Routing(21, 4, normalized=True, scale=1.25)  # in no other test, because results are kept
     with caplog.at_level(logging.INFO, logger=routing.__name__):
         scores = torch.rand(5, 21)

@@ -28,10 +28,10 @@ TYPES = {
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
-@pytest.fixture(params=["op", "twin", DEVICE])
+@pytest.fixture(params=["op", "reference", DEVICE])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Implementation of the ops: as dispatched on a CPU, in PyTorch on a CPU, or in Triton."""
-    if request.param == "twin":
+    if request.param == "reference":
         without_native(monkeypatch)
     elif request.param != "op":
         pytest.importorskip("triton")
@@ -47,7 +47,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def implementation(op: Callable[..., Any], module: str, device: str) -> Callable[..., Any]:
     """Return an op as dispatched on a CPU, or its kernel."""
-    if device in ("op", "twin"):
+    if device in ("op", "reference"):
         return op
     import importlib
 
@@ -84,7 +84,7 @@ class Cached:
                 codes, scales[slots] = quantize(numbers, stored)
                 rows[slots] = codes
                 self.sequences.append(dequantize(codes, scales[slots], torch.float64))
-        on = "cpu" if device in ("op", "twin") else device
+        on = "cpu" if device in ("op", "reference") else device
         self.rows = rows.view(-1, 1, 1, BLOCK, width).to(on)
         self.scales = None if stored is None else scales.view(-1, 1, 1, BLOCK).to(on)
         self.tables = self.tables.to(on)
@@ -146,10 +146,10 @@ def test_twin_scores_tiles_of_queries_alike(monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(sparse_latent.index_scores(*inputs, rows, lens, 0), whole)
 
 
-@pytest.fixture(params=["op", "twin"])
+@pytest.fixture(params=["op", "reference"])
 def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of tokens in C++ or in PyTorch."""
-    if request.param == "twin":
+    if request.param == "reference":
         without_native(monkeypatch)
 
 
@@ -260,7 +260,7 @@ def test_dense_attention_reads_latents_in_wider_rows(device: str, stored: torch.
 
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_keys_of_indexer_are_written_behind_latents(device: str, stored: torch.dtype | None) -> None:
-    on, num_tokens = "cpu" if device in ("op", "twin") else device, 3
+    on, num_tokens = "cpu" if device in ("op", "reference") else device, 3
     write = implementation(fused_latent_norm_rope_write, "fused_latent_norm_rope_write", device)
     inputs = {
         "projected": torch.randn(num_tokens, ATTENDED),

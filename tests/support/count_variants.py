@@ -3,8 +3,8 @@
 The feature is one of FEATURES, or none.
 
 The whole worker runs on a stand-in GPU. Each launch binds and specializes its arguments as on a GPU of compute
-capability 9.0, and computes its result by the PyTorch twin; nothing is compiled. Prints the number of variants before
-the first step, and then each variant that a random load needs in addition.
+capability 9.0, and computes its result by the PyTorch reference; nothing is compiled. Prints the number of variants
+before the first step, and then each variant that a random load needs in addition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import triton
 from compile_kernels import StandInDriver
 from draft_heads import write_eagle3
-from kernel_twins import find_twin
+from kernel_references import find_reference
 from ranked_driver import RankedDriver
 from stand_in_gpu import installed
 from triton.runtime import driver
@@ -75,13 +75,13 @@ class Variants:
 
 
 def stand_in(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that binds the launches of a wrapper, and computes with its twin."""
+    """Return a function that binds the launches of a wrapper, and computes with its reference."""
     wrapper = getattr(importlib.import_module(f"quire.kernels.gpu.{module}"), name)
-    twin = find_twin(module, name)
+    reference = find_reference(module, name)
 
     def bind_and_compute(*args: Any, **kwargs: Any) -> Any:
         wrapper(*args, **kwargs)
-        return twin(*args, **kwargs)
+        return reference(*args, **kwargs)
 
     return bind_and_compute
 

@@ -174,11 +174,11 @@ def launch_adapters() -> None:
 
 
 def launch_expert_linears(num_tokens: int, weights: ExpertWeights, dtype: torch.dtype) -> None:
-    per_token, x = 2, torch.zeros(num_tokens, 512, dtype=dtype)
-    choices = moe.sort_choices(torch.zeros(num_tokens, per_token, dtype=torch.int64), len(weights.codes))
+    top_k, x = 2, torch.zeros(num_tokens, 512, dtype=dtype)
+    choices = moe.sort_choices(torch.zeros(num_tokens, top_k, dtype=torch.int64), len(weights.codes))
     moe.scatter_linear(x, weights, choices)
-    rows = x.repeat_interleave(per_token, dim=0)
-    moe.gather_linear(rows, weights, choices, torch.zeros(num_tokens, per_token))
+    rows = x.repeat_interleave(top_k, dim=0)
+    moe.gather_linear(rows, weights, choices, torch.zeros(num_tokens, top_k))
 
 
 def launch_attention(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels import quantized_linear as twins
+from quire.kernels import quantized_linear as references
 from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight
 
 
@@ -15,14 +15,14 @@ def random_weight(kind: str, out_features: int, in_features: int) -> QuantizedWe
     """
     if kind in ("int8", "fp8"):
         dtype = torch.int8 if kind == "int8" else FLOAT8
-        return twins.quantize(torch.randn(out_features, in_features) / in_features**0.5, dtype)
+        return references.quantize(torch.randn(out_features, in_features) / in_features**0.5, dtype)
     group_len = 24 if kind == "int4-groups-of-24" else 32
     num_groups = in_features // group_len
     scales = (torch.rand(num_groups, out_features) + 0.5) / (8 * in_features**0.5)
     if kind == "int8-groups":
         codes = torch.randint(-128, 128, (out_features, in_features)).to(torch.int8)
         return QuantizedWeight(codes, scales / 16)
-    codes = twins.pack_nibbles(torch.randint(0, 16, (out_features, in_features)))
+    codes = references.pack_nibbles(torch.randint(0, 16, (out_features, in_features)))
     if kind == "fp4":
         return QuantizedWeight(codes.view(FLOAT4), scales.log2().floor().exp2().bfloat16())
     zeros = torch.randint(0, 17, (num_groups, out_features)).to(torch.int16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton_device
 from fakes import small_config
-from kernel_twins import find_twin
+from kernel_references import find_reference
 from stand_in_gpu import (
     StandInGpu,
     Stream,
@@ -76,18 +76,22 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
     "settings",
     [
         {},
-        {"kind": "qwen3_moe", "stand_in": find_twin},
-        {"kind": "deepseek_v3", "stand_in": find_twin},
-        {"kind": "glm_moe_dsa", "stand_in": find_twin, "model": {"num_hidden_layers": 2, "index_topk": 5}},
-        {"kind": "gpt_oss", "stand_in": find_twin},
+        {"kind": "qwen3_moe", "stand_in": find_reference},
+        {"kind": "deepseek_v3", "stand_in": find_reference},
+        {
+            "kind": "glm_moe_dsa",
+            "stand_in": find_reference,
+            "model": {"num_hidden_layers": 2, "index_topk": 5},
+        },
+        {"kind": "gpt_oss", "stand_in": find_reference},
         pytest.param({"cuda_graphs": False}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
-        {"kind": "mixtral", "quantization": "int8", "stand_in": find_twin},
-        {"kind": "gemma2", "stand_in": find_twin, **GROUPS},
+        {"kind": "mixtral", "quantization": "int8", "stand_in": find_reference},
+        {"kind": "gemma2", "stand_in": find_reference, **GROUPS},
         pytest.param({"kind": "gemma2", **GROUPS}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: "-".join(
-        key if value is find_twin else f"{key}={value}"
+        key if value is find_reference else f"{key}={value}"
         for key, value in settings.items()
         if value is not TWO_LAYERS
     ),
@@ -148,7 +152,7 @@ def test_replayed_steps_split_no_decodes(
     monkeypatch.setattr(attention, "split_decodes", count)
     folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "cuda_graphs": cuda_graphs}
-    with installed(monkeypatch, stand_in=find_twin) as gpu:
+    with installed(monkeypatch, stand_in=find_reference) as gpu:
         engine = make_engine(folder, device="cuda", **settings)
         num_splits[0] = gpu.num_replays = 0
         engine.generate([planned([5, 17, 99, 3], 4, GREEDY)])
@@ -198,7 +202,7 @@ def test_truncated_sampling_of_two_ranks_does_not_wait(monkeypatch: pytest.Monke
     rows, lens = np.arange(4, dtype=np.int32), np.full(4, 7, dtype=np.int32)
     whole = Sampler(Shard(0, 1, 400), SingleRank(), torch.device("cpu"))
     expected, _ = whole.sample(torch.cat((local, local), dim=1), table, rows, lens)
-    with installed(monkeypatch, stand_in=find_twin) as gpu:
+    with installed(monkeypatch, stand_in=find_reference) as gpu:
         on_device = to_device(local.numpy(), DEVICE, torch.float32)
         gpu.num_syncs.clear()
         sharded = Sampler(Shard(0, 2, 400), Twice(), DEVICE)
@@ -291,11 +295,11 @@ def test_fault_of_the_worker_fails(
             return "no graph"
         return f"the host waits: {', '.join(sorted(gpu.num_syncs))}"
 
-    with installed(monkeypatch, stand_in=find_twin):
+    with installed(monkeypatch, stand_in=find_reference):
         assert find_problem() == "the host waits: event.synchronize"
     with monkeypatch.context() as patch:
         break_worker(patch)
-        with installed(monkeypatch, stand_in=find_twin):
+        with installed(monkeypatch, stand_in=find_reference):
             assert shown in find_problem()
 
 
@@ -337,7 +341,7 @@ def test_reset_rank_keeps_its_blocks_unless_another_one_is_new(
     """A new rank launches every kernel, in blocks of all ranks. Block 0 is scratch."""
     folder = make_model("llama", num_hidden_layers=1, num_key_value_heads=2)
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
-    with installed(monkeypatch, stand_in=find_twin):
+    with installed(monkeypatch, stand_in=find_reference):
         (runner,) = make_engine(folder, device="cuda", **settings).runners
         (layer,) = runner.memory.kv.cache.layers
         before = layer.blocks.fill_(7.0).cpu()[1:]

@@ -1,4 +1,4 @@
-"""A rank on the Triton kernels gives the same tokens as one on their PyTorch twins."""
+"""A rank on the Triton kernels gives the same tokens as one on their PyTorch references."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
 from quire.kernels.latent_attention import latent_prefill_attention
-from quire.proto.model.spec import LatentSpec
+from quire.proto.model.spec import MlaSpec
 from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
@@ -83,7 +83,7 @@ def test_triton_kernels_of_latents_give_tokens_of_twins(
     is_expanded: bool,
 ) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(LatentSpec, "expansion_is_cheaper", lambda *lens: is_expanded)
+    monkeypatch.setattr(MlaSpec, "expansion_is_cheaper", lambda *lens: is_expanded)
     folder = make_model(kind, num_hidden_layers=1, **sizes)
 
     def generate(device: str) -> list[list[int]]:
@@ -143,7 +143,7 @@ def sample_all(logits: torch.Tensor, device: str) -> tuple[list[int], SampledLog
 
 @pytest.mark.parametrize("device", [DEVICE])
 def test_logprobs_are_of_unprocessed_logits(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Kernels and twins apply the logits processors, but report log-probabilities without them."""
+    """Kernels and references apply the logits processors, but report log-probabilities without them."""
     pytest.importorskip("triton")
     logits = 2 * torch.randn(len(SAMPLING), 400, generator=torch.Generator().manual_seed(0))
     expected_ids, expected = sample_all(logits, "cpu")

@@ -48,7 +48,7 @@ class ChoiceAdapters:
         Args:
             x: [T, E].
         """
-        tokens = self._choices.order[self._groups.order] // self._choices.per_token
+        tokens = self._choices.order[self._groups.order] // self._choices.top_k
         self._gate_up.add_rows(y, x, replace(self._groups, inputs=tokens))
 
     def add_down(self, y: Tensor, x: Tensor) -> None:
@@ -64,7 +64,7 @@ class ChoiceAdapters:
         """As `add_down`, to outputs by choice that are multiplied by their factors.
 
         Args:
-            factors: [T, per_token] float32.
+            factors: [T, top_k] float32.
         """
         order, rows = self._choices.order, self._groups.order
         scaled = x * factors.view(-1, 1).index_select(0, order).to(x.dtype)
@@ -97,7 +97,7 @@ class ExpertAdapters:
         order, num_experts = choices.order, self._num_experts
         places = torch.arange(len(order), dtype=torch.int32, device=order.device)
         experts = torch.searchsorted(choices.starts[1:], places, right=True)
-        slots = token_slots[order // choices.per_token]
+        slots = token_slots[order // choices.top_k]
         has_adapter = (slots >= 0) & (experts < num_experts)
         rows = torch.where(has_adapter, slots * num_experts + experts, -1)
         groups = group_rows(rows, self._model.num_slots * num_experts)

@@ -78,7 +78,7 @@ class ChannelWorkerGroup:
         )
         if factory.is_takeover:
             self._ranks.replace(())
-        self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch=1)
+        self._life = _Epoch(self._ranks, self._address, self._join_timeout_s, epoch=1)
         self._command_step = 0  # of the latest command, which may change the weights
         self._ranks.keep_kv()
         self._ranks.keep_weights()
@@ -115,7 +115,7 @@ class ChannelWorkerGroup:
         has_new_ranks = self._rebuilt.has_new_ranks or attempt.has_new_ranks
         self._rebuilt = Rebuilt(has_new_ranks, self._rebuilt.kept & attempt.kept)
         self._check_open()
-        self._life = _Life(self._ranks, self._address, self._join_timeout_s, epoch)
+        self._life = _Epoch(self._ranks, self._address, self._join_timeout_s, epoch)
         self._clock = SparesClock()
         self._is_rebuilding = False
         self._ranks.keep_weights()
@@ -138,7 +138,7 @@ class ChannelWorkerGroup:
             raise ReplicaUnavailable("the replica is shutting down")
 
 
-class _Life:
+class _Epoch:
     """One life of the group.
 
     Attributes:

@@ -41,7 +41,7 @@ class PageFeed:
         self._making = asyncio.Lock()
         self._num_viewers = 0
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises Overloaded if MAX_VIEWERS look already."""
         if self._num_viewers >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} pages are open already; close one")

@@ -59,8 +59,8 @@ FILES_OF_MODELS = [
 ]
 # These do not depend on the set, and two of them start processes; "cpu" is Triton's interpreter.
 OTHERS = (
-    "ONE_DNN", "PLAIN", "twin", "triton", "[cpu-", "-cpu]", "workers_end_with_their_caller", "idle_workers_sleep",
-    "caller_that_moves",
+    "ONE_DNN", "PLAIN", "reference", "triton", "[cpu-", "-cpu]", "workers_end_with_their_caller",
+    "idle_workers_sleep", "caller_that_moves",
 )  # fmt: skip
 AVX2 = frozenset({"sse2", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}

@@ -69,13 +69,13 @@ def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:
 
 def draw_latent(rng: random.Random, kind: str) -> dict[str, Any]:
     """Return overrides of latent attention and of group-limited routing."""
-    num_groups, shared_dim = rng.choice((1, 2, 4)), rng.choice((8, 16))
+    num_groups, qk_rope_head_dim = rng.choice((1, 2, 4)), rng.choice((8, 16))
     fields: dict[str, Any] = {
         "kv_lora_rank": rng.choice((16, 40, 48)),
         "q_lora_rank": rng.choice((None, 24)),
         "qk_nope_head_dim": rng.choice((8, 16)),
-        "qk_rope_head_dim": shared_dim,
-        "head_dim": shared_dim,  # as transformers derives it
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "head_dim": qk_rope_head_dim,  # as transformers derives it
         "v_head_dim": rng.choice((8, 16)),
         "n_group": num_groups,
         "topk_group": rng.randint(1, num_groups),
@@ -85,7 +85,7 @@ def draw_latent(rng: random.Random, kind: str) -> dict[str, Any]:
     }
     if kind in SPARSE:
         fields |= {"q_lora_rank": 24, "index_topk": rng.choice((1, 7, 16, 64))}
-        fields |= {"index_head_dim": shared_dim + rng.choice((0, 8)), "indexer_types": None}
+        fields |= {"index_head_dim": qk_rope_head_dim + rng.choice((0, 8)), "indexer_types": None}
     if kind == "deepseek_v3":
         fields |= {"rope_interleave": rng.random() < 0.5, "norm_topk_prob": rng.random() < 0.5}
     return fields

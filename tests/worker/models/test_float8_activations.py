@@ -17,7 +17,7 @@ from quire.worker.weights import linear_weight
 def test_norm_quantizes_for_float8_linear_layer(
     kind: str, make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The PyTorch twins stand in for tensor cores; an MoE layer quantizes its own input."""
+    """The PyTorch references stand in for tensor cores; an MoE layer quantizes its own input."""
     monkeypatch.setattr(
         linear_weight,
         "supports_float8_linear",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_twins import find_twin
+from kernel_references import find_reference
 from stand_in_gpu import installed
 from torch import Tensor
 
@@ -84,6 +84,6 @@ def test_ready_rank_with_latents_logs_that_flash_attention_is_not_used(
     monkeypatch.setattr(rank_memory, "load_chunk_attention", lambda backend: FlashAttention(pytest.fail))
     folder = make_model("deepseek_v3", num_hidden_layers=1)
     settings = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "cuda_graphs": False}
-    with installed(monkeypatch, stand_in=find_twin), caplog.at_level(logging.INFO, logger="quire"):
+    with installed(monkeypatch, stand_in=find_reference), caplog.at_level(logging.INFO, logger="quire"):
         make_engine(folder, device="cuda", **settings)
     assert "FlashAttention 3 does not support latents" in caplog.text

@@ -15,7 +15,7 @@ from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
 from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Rotations
 from ..load_context import LoadContext
-from ..mla.latent_layer import LatentAttention
+from ..mla.latent_layer import MlaAttention
 from ..mlp import Mlp, UngatedMlp
 from ..moe.experts_beside_dense import ExpertsBesideDense
 from ..moe.moe import MixtureOfExperts, are_separate
@@ -286,10 +286,10 @@ def _layer_adapters(attention: Attention, mlp: Mlp) -> LayerAdapters | None:
 
 def _attention_of(
     spec: DecoderSpec, layer: LayerSpec
-) -> type[Attention] | type[LatentAttention] | type[SharedAttention]:
+) -> type[Attention] | type[MlaAttention] | type[SharedAttention]:
     if layer.kv_source is not None:
         return SharedAttention
-    return Attention if spec.latent is None else LatentAttention
+    return Attention if spec.latent is None else MlaAttention
 
 
 def read_norm(load: LoadContext, spec: DecoderSpec, name: str) -> Norm:

@@ -16,7 +16,7 @@ from ....kernels.sparse_latent import (
     index_scores,
     select_top_tokens,
 )
-from ....proto.model.spec import DecoderSpec, IndexerSpec, LatentSpec
+from ....proto.model.spec import DecoderSpec, IndexerSpec, MlaSpec
 from ...attention import TokenChoice
 from ...comm.shard import Shard
 from ..layers import ColumnParallelLinear, LayerNorm, Projection
@@ -107,7 +107,7 @@ class Indexer:
         apply_rope(x, cos, sin)
 
 
-def index_keys(latents: Tensor, sizes: LatentSpec) -> Tensor:
+def index_keys(latents: Tensor, sizes: MlaSpec) -> Tensor:
     """Return the part of a latent cache with the keys of indexers, [N, 1, 1, B, I]."""
     return latents[..., sizes.attended_dim :]
 

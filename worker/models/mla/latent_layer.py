@@ -1,4 +1,4 @@
-"""LatentAttention: multi-head latent attention of a decoder layer (DeepSeek-AI, *DeepSeek-V2*, 2024)."""
+"""MlaAttention: multi-head latent attention of a decoder layer (DeepSeek-AI, *DeepSeek-V2*, 2024)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .indexer import Indexer, index_keys
 _EPS = 1e-6
 
 
-class LatentAttention:
+class MlaAttention:
     """Self-attention over the paged cache of latents.
 
     All ranks have the same latents, and each computes its part of the heads. With data-parallel attention a rank has
@@ -71,13 +71,13 @@ class LatentAttention:
             assert sizes.indexer is not None
             self.indexer = Indexer(load, spec, sizes.indexer, f"{name}.indexer")
         self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank)
-        rows = load.head_shard(heads, sizes.key_dim + sizes.value_dim)
+        rows = load.head_shard(heads, sizes.qk_nope_head_dim + sizes.v_head_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
         # [Hq, N + V, C]. Quantized checkpoints are dequantized: parts of it are multiplied from both sides.
         expansion = load.keep(f"matrix {part}", lambda: load.matrix(part))
-        self.expansion = expansion.view(-1, sizes.key_dim + sizes.value_dim, sizes.rank)
+        self.expansion = expansion.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.rank)
         self.output = RowParallelLinear(
-            load, f"{name}.o_proj", heads * sizes.value_dim, hidden, bias=False, peers=peers
+            load, f"{name}.o_proj", heads * sizes.v_head_dim, hidden, bias=False, peers=peers
         )
 
     def forward(
@@ -174,7 +174,7 @@ class LatentAttention:
         num_heads, sizes = q.shape[1], self._sizes
         token_bytes = (2 * num_heads + selected.slots.shape[1]) * sizes.attended_dim * q.itemsize
         num_tile = max(1, EXPANDED_BYTES // token_bytes)
-        out = q.new_empty(len(q), num_heads, sizes.value_dim)
+        out = q.new_empty(len(q), num_heads, sizes.v_head_dim)
         for start in range(0, len(q), num_tile):
             own = slice(start, start + num_tile)
             sums = sparse_latent_attention(
@@ -190,14 +190,14 @@ class LatentAttention:
 
     def _absorb(self, q: Tensor) -> Tensor:
         """Return queries of latents, [T, Hq, N + R] -> [T, Hq, C + R]."""
-        key_dim = self._sizes.key_dim
-        keys = self.expansion[:, :key_dim]
-        absorbed = torch.bmm(q[..., :key_dim].transpose(0, 1), keys).transpose(0, 1)
-        return torch.cat((absorbed, q[..., key_dim:]), dim=-1)
+        qk_nope_head_dim = self._sizes.qk_nope_head_dim
+        keys = self.expansion[:, :qk_nope_head_dim]
+        absorbed = torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1), keys).transpose(0, 1)
+        return torch.cat((absorbed, q[..., qk_nope_head_dim:]), dim=-1)
 
     def _expand(self, sums: Tensor) -> Tensor:
         """Return sums of values from those of latents, [T, Hq, C] -> [T, Hq, V]."""
-        values = self.expansion[:, self._sizes.key_dim :]
+        values = self.expansion[:, self._sizes.qk_nope_head_dim :]
         return torch.bmm(sums.transpose(0, 1), values.mT).transpose(0, 1)
 
     def _attend(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:

@@ -50,17 +50,17 @@ class ExpertLayers:
 
         Args:
             x: [T, E].
-            factors, expert_ids: [T, per_token], of each token's experts, which may be those of other ranks.
+            factors, expert_ids: [T, top_k], of each token's experts, which may be those of other ranks.
         """
-        per_token = expert_ids.shape[1]
+        top_k = expert_ids.shape[1]
         factors, expert_ids = factors.to(x.dtype).view(-1, 1), expert_ids.flatten()
         counts = expert_ids.bincount(minlength=self.num_experts).tolist()
         y = torch.zeros_like(x)
-        # Choices sorted by expert; choice i was made by token i // per_token.
+        # Choices sorted by expert; choice i was made by token i // top_k.
         by_expert = expert_ids.argsort(stable=True).split_with_sizes(counts)
         for index, own in enumerate(by_expert[self.first_expert :][: len(self.down)]):
             if len(own):
-                tokens = own // per_token
+                tokens = own // top_k
                 y.index_add_(0, tokens, self._run_expert(index, x[tokens], factors[own]))
         return y
 
@@ -111,7 +111,7 @@ class AdaptedExperts:
         order = choices.order[: sum(counts)]
         if not len(order):
             return torch.zeros_like(x)
-        tokens = order // choices.per_token
+        tokens = order // choices.top_k
         inputs, by_expert = x[tokens], factors.to(x.dtype).view(-1, 1)[order]
         if layers.scaled_inputs:
             inputs *= by_expert

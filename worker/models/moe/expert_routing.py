@@ -49,7 +49,7 @@ class ExpertRouter:
             self.correction = self.correction.view(experts.count)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
+        """[T, E] -> weights, float32, and expert ids, int64, both [T, top_k]."""
         if self._in_float32:
             bias = None if self.bias is None else self.bias.float()
             logits = F.linear(x.float(), self.weight.float(), bias)
@@ -70,7 +70,7 @@ class ExpertChoice:
         if experts.score in ("softmax", "sigmoid"):
             self._routing = Routing(
                 experts.count,
-                experts.per_token,
+                experts.top_k,
                 experts.num_groups,
                 experts.num_top_groups,
                 1 if experts.group_score == "max" else 2,
@@ -78,7 +78,7 @@ class ExpertChoice:
                 experts.scale,
             )
         else:
-            self._routing = Routing(experts.count, experts.per_token)
+            self._routing = Routing(experts.count, experts.top_k)
 
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights.
@@ -88,7 +88,7 @@ class ExpertChoice:
             correction: [X] float32, see ExpertRouter.
 
         Returns:
-            weights, float32, and expert ids, int64, both [T, per_token].
+            weights, float32, and expert ids, int64, both [T, top_k].
         """
         experts = self._spec
         if experts.score == "sparsemixer":
@@ -109,7 +109,7 @@ def _sparsemixer(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     The weight of each is its softmax over the experts that are left whose logits are close to its own.
     """
     left, weights, expert_ids = logits, [], []
-    for _ in range(experts.per_token):
+    for _ in range(experts.top_k):
         best, chosen = left.max(dim=-1, keepdim=True)
         is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * experts.jitter
         weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, chosen))

@@ -24,7 +24,7 @@ class ScaledRouter:
         self._factors = load.replicated(f"{name}.per_expert_scale", experts.count).float()
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, E] -> weights, float32, and expert ids, int64, both [T, per_token]."""
+        """[T, E] -> weights, float32, and expert ids, int64, both [T, top_k]."""
         logits = F.linear(rms_norm(x, self._norm, self._eps), self.weight)
         weights, expert_ids = self._choice.choose(logits)
         return weights * self._factors[expert_ids], expert_ids

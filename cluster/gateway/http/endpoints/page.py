@@ -32,7 +32,7 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.get(EVENTS_PATH)
     async def events(replica: str = "") -> Response:
-        feed.check_room()
+        feed.check_capacity()
         headers = {"cache-control": "no-store"}
         return StreamingResponse(feed.events(replica), media_type="text/event-stream", headers=headers)
 

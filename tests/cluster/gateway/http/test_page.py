@@ -90,9 +90,9 @@ def test_too_many_viewers_are_refused(server: ThreadedServer, monkeypatch: pytes
         shown = cast(AsyncGenerator[bytes, None], feed.events(""))
         await anext(shown)
         with pytest.raises(Overloaded, match="1 pages are open already"):
-            feed.check_room()
+            feed.check_capacity()
         await shown.aclose()
-        feed.check_room()
+        feed.check_capacity()
 
     server.run(look())
 

@@ -20,7 +20,7 @@ from quire.proto.config import LoraConfig
 from quire.proto.errors import RankFailed
 from quire.proto.lora import LoraReference
 from quire.scheduler.kv.kv_tiers import KvTiers
-from quire.worker.models.mla.latent_layer import LatentAttention
+from quire.worker.models.mla.latent_layer import MlaAttention
 from quire.worker.rank.warm_up import warm_up_plans
 
 BLOCK_SIZE, MAX_TOKENS = 4, 24
@@ -224,13 +224,13 @@ def test_warm_up_reaches_the_attention_of_each_rank(ranks: Ranks, monkeypatch: p
     """On a GPU each rank launches every kernel before it is ready."""
     _, engine = ranks.driver()
     computed: list[int] = []
-    attend = LatentAttention._attend_all
+    attend = MlaAttention._attend_all
 
-    def record(attention: LatentAttention, *inputs: Any) -> Any:
+    def record(attention: MlaAttention, *inputs: Any) -> Any:
         computed.append(attention.comm.rank)
         return attend(attention, *inputs)
 
-    monkeypatch.setattr(LatentAttention, "_attend_all", record)
+    monkeypatch.setattr(MlaAttention, "_attend_all", record)
     for plan in warm_up_plans(engine.config, MANY):
         engine.step(plan)
     assert set(computed) == set(range(ranks.tp))
@@ -240,13 +240,13 @@ def test_warm_up_reaches_the_attention_of_each_rank(ranks: Ranks, monkeypatch: p
 def test_profile_run_has_all_tokens_on_each_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     _, engine = ranks.driver()
     num_tokens: list[int] = []
-    attend = LatentAttention._attend_all
+    attend = MlaAttention._attend_all
 
-    def record(attention: LatentAttention, x: Any, *rest: Any) -> Any:
+    def record(attention: MlaAttention, x: Any, *rest: Any) -> Any:
         num_tokens.append(len(x))
         return attend(attention, x, *rest)
 
-    monkeypatch.setattr(LatentAttention, "_attend_all", record)
+    monkeypatch.setattr(MlaAttention, "_attend_all", record)
     engine.on_all(lambda runner: runner.memory.run_largest_steps(), engine.runners)
     num_layers, num_decoded = engine.config.model.num_layers, engine.config.max_decode_tokens
     assert num_tokens.count(24) == num_tokens.count(num_decoded) == ranks.tp * num_layers

@@ -14,7 +14,7 @@ from quire.proto.model.read_experts import ROUTINGS
 from quire.proto.model.spec import Experts
 from quire.worker.models.moe.expert_routing import ExpertChoice
 
-EXPERTS = Experts(count=24, per_token=4, intermediate_size=8, normalized=False)
+EXPERTS = Experts(count=24, top_k=4, intermediate_size=8, normalized=False)
 GROUPS = {"n_group": 6, "topk_group": 3}
 
 
@@ -87,7 +87,7 @@ def test_sparsemixer_routing_equals_transformers() -> None:
     config = PhimoeConfig(hidden_size=32, num_local_experts=24, router_jitter_noise=0.2)
     router = PhimoeTopKRouter(config).eval()
     torch.nn.init.normal_(router.weight)
-    experts = replace(EXPERTS, per_token=2, score="sparsemixer", jitter=0.2)
+    experts = replace(EXPERTS, top_k=2, score="sparsemixer", jitter=0.2)
     route(router, None, torch.randn(50, 32), experts)
 
 

@@ -1,4 +1,4 @@
-"""The PyTorch twin of each kernel's wrapper."""
+"""The PyTorch reference of each kernel's wrapper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.kernels.dispatch import twin_of
 
-# Module of a wrapper |-> that of its twin, where their names differ.
+# Module of a wrapper |-> that of its reference, where their names differ.
 _MODULES = {
     "index_scores": "sparse_latent",
     "latent_decode": "latent_attention",
@@ -23,8 +23,8 @@ _MODULES = {
 }
 
 
-def find_twin(module: str, name: str) -> Callable[..., Any]:
-    """Return the twin of a wrapper of kernels.gpu, for `stand_in_gpu.installed`."""
+def find_reference(module: str, name: str) -> Callable[..., Any]:
+    """Return the reference of a wrapper of kernels.gpu, for `stand_in_gpu.installed`."""
     op: Callable[..., Any] = getattr(
         importlib.import_module(f"quire.kernels.{_MODULES.get(module, module)}"), name
     )
