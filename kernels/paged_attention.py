@@ -1,8 +1,8 @@
 """Attention over a paged KV cache: decoding sequences with one query each, and ragged chunks of prompts.
 
 The PyTorch references gather blocks into contiguous keys and values, dequantize them to the dtype of the queries, and
-run softmax attention on the result. Slots without a token of the sequence may hold NaN. Blocks that lie wholly before the
-window or the chunk are not read.
+run softmax attention on the result. Slots without a token of the sequence may hold NaN. Blocks that lie wholly before
+the window or the chunk are not read.
 """
 
 from __future__ import annotations

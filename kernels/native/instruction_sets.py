@@ -42,7 +42,7 @@ _AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _AMX_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 
 # The fastest first.
-ALL_SETS = (
+ALL_SETS: tuple[InstructionSet, ...] = (
     InstructionSet("amx", _X86, _AMX, _AMX_FLAGS),
     InstructionSet("avx512", _X86, _AVX512, _AVX512_FLAGS, (("avx512_bf16", "-mavx512bf16"),)),
     InstructionSet("avx2", _X86, _AVX2, _AVX2_FLAGS),
@@ -149,7 +149,7 @@ def _may_use_tiles() -> bool:
     Linux refuses before version 5.16, in some sandboxes, and if a thread's stack for signals is too small for them.
     """
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def parse_features(text: str) -> frozenset[str]:

@@ -115,7 +115,7 @@ def test_compiler_that_does_not_know_tile_registers_builds_another_set(
     tiles = {"amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
     features = frozenset(tiles | {"avx2", "fma", "f16c", "bmi1", "bmi2"})
     monkeypatch.setattr(instruction_sets, "processor_features", lambda: features)
-    monkeypatch.setattr(instruction_sets.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.delenv(instruction_sets.VARIABLE, raising=False)
     with caplog.at_level(logging.WARNING):
         assert native.load_library.__wrapped__() is not None
