@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+
+from .codec import sent_if_set
 
 # Loading the weights of a large model from a slow disk.
 COMMAND_TIMEOUT_S = 1800.0
@@ -67,18 +68,4 @@ class EngineCommand:
     path: str = ""
     version: str = ""
     stamp: str = ""
-    tags: tuple[SleepTag, ...] = ()
-
-    def pack(self) -> tuple[Any, ...]:
-        """Return the command as msgpack values. Schedulers of the release before do not know tags."""
-        values = self.action, self.mode, self.level, self.path, self.version, self.stamp
-        return (*values, self.tags) if self.tags else values
-
-    @staticmethod
-    def unpack(value: Any) -> EngineCommand | None:
-        """Return the command of msgpack values; None for None."""
-        if value is None:
-            return None
-        action, mode, level, path, version, stamp, *later = value
-        tags = tuple(SleepTag(tag) for tag in (later[0] if later else ()))
-        return EngineCommand(Action(action), PauseMode(mode), level, path, version, stamp, tags)
+    tags: tuple[SleepTag, ...] = sent_if_set(())

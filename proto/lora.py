@@ -32,6 +32,10 @@ class LoraReference:
     path: str
     version: str = ""
 
+    def __post_init__(self) -> None:
+        if not all(isinstance(value, str) for value in (self.name, self.path, self.version)):
+            raise ValueError("an adapter's name, path and version are text")
+
     @property
     def cache_key(self) -> str:
         """The part of prefix-cache roots that separates the adapter's KV from all other."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .block_tables import IntArray
-from .codec import FloatArray, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
+from .codec import FloatArray
 from .errors import InvalidRequest
 
 # Far above the width of any model.
@@ -49,11 +48,6 @@ class PoolingParams:
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("pooling.truncate_prompt_tokens", "is 0, must be -1 or at least 1")
 
-    @staticmethod
-    def unpack(value: Any) -> PoolingParams | None:
-        """Return the params of msgpack values; None for None."""
-        return None if value is None else PoolingParams(*value)
-
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
@@ -69,6 +63,10 @@ class Pooled:
     lens: IntArray
     values: FloatArray
 
+    def __post_init__(self) -> None:
+        if self.owners.size != self.lens.size or self.lens.sum() != self.values.size:
+            raise ValueError(f"{self.values.size} values for vectors of {self.lens.tolist()} numbers")
+
     def __iter__(self) -> Iterator[tuple[int, FloatArray]]:
         """Yield each owner with its vector."""
         parts = np.split(self.values, np.cumsum(self.lens)[:-1])
@@ -79,26 +77,6 @@ class Pooled:
         if not mask.any():
             return None
         return Pooled(owners, self.lens[mask], self.values[np.repeat(mask, self.lens)])
-
-    def pack(self) -> tuple[Any, ...]:
-        """Return the fields as msgpack values."""
-        return pack_ints(self.owners), pack_ints(self.lens), pack_floats(self.values)
-
-    @staticmethod
-    def unpack(value: Any) -> Pooled | None:
-        """Return the vectors of msgpack values; None for None."""
-        if value is None:
-            return None
-        owners, lens, values = value
-        pooled = Pooled(unpack_ints(owners), unpack_ints(lens), unpack_floats(values))
-        if pooled.owners.size != pooled.lens.size or pooled.lens.sum() != pooled.values.size:
-            raise ValueError(f"{pooled.values.size} values for vectors of {pooled.lens.tolist()} numbers")
-        return pooled
-
-
-def pack_params(params: PoolingParams | None) -> tuple[Any, ...] | None:
-    """Return the fields as msgpack values; None for None."""
-    return None if params is None else field_values(params)
 
 
 def _check_count(field: str, value: int | None, least: int) -> None:

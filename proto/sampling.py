@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from . import coerce as plain
+from .codec import sent_if_set
 from .coerce import BadWord
 from .errors import InvalidRequest
 from .structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
@@ -155,10 +156,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
-    structured_outputs: StructuredOutputsParams | None = None
-    thinking_token_budget: int | None = None
-    repetition_detection: RepetitionDetectionParams | None = None
-    extra_args: Mapping[str, Any] | tuple[tuple[str, str], ...] = ()
+    structured_outputs: StructuredOutputsParams | None = sent_if_set(None)
+    thinking_token_budget: int | None = sent_if_set(None)
+    repetition_detection: RepetitionDetectionParams | None = sent_if_set(None)
+    extra_args: Mapping[str, Any] | tuple[tuple[str, str], ...] = sent_if_set(())
 
     def __post_init__(self) -> None:
         for field, convert in _CONVERTERS.items():

@@ -29,17 +29,22 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_tables import IntArray, RowArray
-from .codec import FloatArray, FrameCodec, field_values, pack_floats, pack_ints, unpack_floats, unpack_ints
+from .codec import (
+    NO_INTS,
+    NO_PAIRS,
+    FloatArray,
+    FrameCodec,
+    PairArray,
+    sent_if_set,
+    unpack_floats,
+    unpack_ints,
+)
 from .engine_command import EngineCommand
 from .lora import NO_SLOT, LoraLoad, LoraReport
-from .pooling import Pooled, PoolingParams, pack_params
+from .pooling import Pooled, PoolingParams
 from .structured_outputs import OutputConstraint
 
-VERSION = 4
-NO_INTS = unpack_ints(b"")
-NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
-
-_codec = FrameCodec("step", VERSION)
+VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,22 +74,6 @@ class RowLogitsProcessors:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    @staticmethod
-    def unpack(value: Any) -> RowLogitsProcessors:
-        prompt_len, repetition, frequency, presence, bias, words, allowed, min_len, stops, extra = value
-        return RowLogitsProcessors(
-            prompt_len,
-            repetition,
-            frequency,
-            presence,
-            tuple((token_id, number) for token_id, number in bias),
-            tuple(map(tuple, words)),
-            None if allowed is None else tuple(allowed),
-            min_len,
-            tuple(stops),
-            tuple((name, arguments) for name, arguments in extra),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +115,6 @@ class RowSampling:
     constraint: OutputConstraint | None = None
     reports_allowed: bool = False
 
-    def pack(self) -> tuple[Any, ...]:
-        """Return the fields as msgpack values."""
-        *settings, processors, scoring, constraint, reports_allowed = field_values(self)
-        parts = (None if part is None else field_values(part) for part in (processors, scoring, constraint))
-        return *settings, *parts, reports_allowed
-
-    @staticmethod
-    def unpack(value: Any) -> RowSampling:
-        *settings, processors, scoring, constraint, reports_allowed = value
-        return replace(
-            RowSampling(*settings),
-            logits_processors=None if processors is None else RowLogitsProcessors.unpack(processors),
-            scoring=None if scoring is None else PromptScoring(*scoring),
-            constraint=OutputConstraint.unpack(constraint),
-            reports_allowed=reports_allowed,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
@@ -166,14 +138,16 @@ class NewSequence:
     num_computed_tokens: int
     block_ids: IntArray
     sampling: RowSampling
-    lora_slot: int = NO_SLOT
-    pooling: PoolingParams | None = None
-    constraint_row: int | None = None
+    lora_slot: int = sent_if_set(NO_SLOT)
+    pooling: PoolingParams | None = sent_if_set(None)
+    constraint_row: int | None = sent_if_set(None)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of every rank. All arrays are int32; the module's docstring gives the order of application.
+
+    The fields that most steps set come first: those behind the last one that is set are not sent.
 
     Attributes:
         step_id: counts the steps of an epoch from 1.
@@ -195,67 +169,35 @@ class StepPlan:
     step_id: int
     epoch: int
     digest: int
-    released_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    new: tuple[NewSequence, ...] = ()
-    trimmed_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    trimmed_lens: IntArray = field(default_factory=lambda: NO_INTS)
-    appended_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    appended_ids: IntArray = field(default_factory=lambda: NO_INTS)
-    copies: IntArray = field(default_factory=lambda: NO_PAIRS)
-    swap_out: IntArray = field(default_factory=lambda: NO_PAIRS)
-    swap_in: IntArray = field(default_factory=lambda: NO_PAIRS)
-    chosen_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    chosen_ids: IntArray = field(default_factory=lambda: NO_INTS)
-    held_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    chunk_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    chunk_lens: IntArray = field(default_factory=lambda: NO_INTS)
-    draft_rows: IntArray = field(default_factory=lambda: NO_INTS)
-    draft_lens: IntArray = field(default_factory=lambda: NO_INTS)
-    lora_loads: tuple[LoraLoad, ...] = ()
-    lora_drops: IntArray = field(default_factory=lambda: NO_INTS)
-    lora_slots: IntArray = field(default_factory=lambda: NO_PAIRS)
-    command: EngineCommand | None = None
-    keeps_states: bool = True
+    appended_rows: IntArray = sent_if_set(NO_INTS)
+    appended_ids: IntArray = sent_if_set(NO_INTS)
+    draft_rows: IntArray = sent_if_set(NO_INTS)
+    draft_lens: IntArray = sent_if_set(NO_INTS)
+    keeps_states: bool = sent_if_set(True)
+    chunk_rows: IntArray = sent_if_set(NO_INTS)
+    chunk_lens: IntArray = sent_if_set(NO_INTS)
+    new: tuple[NewSequence, ...] = sent_if_set(())
+    released_rows: IntArray = sent_if_set(NO_INTS)
+    trimmed_rows: IntArray = sent_if_set(NO_INTS)
+    trimmed_lens: IntArray = sent_if_set(NO_INTS)
+    held_rows: IntArray = sent_if_set(NO_INTS)
+    copies: PairArray = sent_if_set(NO_PAIRS)
+    chosen_rows: IntArray = sent_if_set(NO_INTS)
+    chosen_ids: IntArray = sent_if_set(NO_INTS)
+    swap_out: PairArray = sent_if_set(NO_PAIRS)
+    swap_in: PairArray = sent_if_set(NO_PAIRS)
+    lora_slots: PairArray = sent_if_set(NO_PAIRS)
+    lora_loads: tuple[LoraLoad, ...] = sent_if_set(())
+    lora_drops: IntArray = sent_if_set(NO_INTS)
+    command: EngineCommand | None = sent_if_set(None)
 
     def encode(self) -> bytes:
-        return _codec.encode(
-            (
-                self.step_id,
-                self.epoch,
-                self.digest,
-                pack_ints(self.released_rows),
-                [_encode_new(sequence) for sequence in self.new],
-                pack_ints(self.trimmed_rows),
-                pack_ints(self.trimmed_lens),
-                pack_ints(self.appended_rows),
-                pack_ints(self.appended_ids),
-                pack_ints(self.copies),
-                pack_ints(self.swap_out),
-                pack_ints(self.swap_in),
-                pack_ints(self.chosen_rows),
-                pack_ints(self.chosen_ids),
-                pack_ints(self.held_rows),
-                pack_ints(self.chunk_rows),
-                pack_ints(self.chunk_lens),
-                pack_ints(self.draft_rows),
-                pack_ints(self.draft_lens),
-                *self._pack_orders(),
-            )
-        )
-
-    def _pack_orders(self) -> tuple[Any, ...]:
-        """Return the command, and what the plan orders for adapters and draft heads; nothing in most plans."""
-        has_lora = self.lora_loads or self.lora_drops.size or self.lora_slots.size
-        if not has_lora and self.command is None and self.keeps_states:
-            return ()
-        loads = [field_values(load) for load in self.lora_loads]
-        command = None if self.command is None else self.command.pack()
-        return loads, pack_ints(self.lora_drops), pack_ints(self.lora_slots), command, self.keeps_states
+        return _plans.encode(self)
 
     @staticmethod
     def decode(frame: bytes) -> StepPlan:
         """Return the plan of a frame; raise ProtocolError if the version or the shape is unknown."""
-        return _codec.decode(frame, _decode_plan)
+        return _plans.decode(frame)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +236,8 @@ class Logprobs:
         )
 
     def pack(self) -> tuple[Any, ...]:
-        """Return the fields as msgpack values."""
-        of_chosen = pack_ints(self.index), pack_floats(self.chosen), pack_ints(self.ranks)
-        return *of_chosen, self.top_ids.shape[1], pack_ints(self.top_ids), pack_floats(self.top)
+        """Return the values to send, of which one is the width of the arrays [n, k]."""
+        return self.index, self.chosen, self.ranks, self.top_ids.shape[1], self.top_ids, self.top
 
     @staticmethod
     def unpack(value: Any) -> Logprobs:
@@ -328,15 +269,6 @@ class PromptLogprobs:
     def select(self, mask: npt.NDArray[np.bool_], owners: IntArray) -> PromptLogprobs | None:
         """Return the entries under `mask` with `owners` as their owners; None if there are none."""
         return PromptLogprobs(owners, self.logprobs.rows(mask)) if mask.any() else None
-
-    def pack(self) -> tuple[Any, ...]:
-        """Return the fields as msgpack values."""
-        return pack_ints(self.owners), self.logprobs.pack()
-
-    @staticmethod
-    def unpack(value: Any) -> PromptLogprobs:
-        owners, logprobs = value
-        return PromptLogprobs(unpack_ints(owners), Logprobs.unpack(logprobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,28 +309,20 @@ class StepResult:
     step_id: int
     epoch: int
     rank: int
-    token_ids: IntArray = field(default_factory=lambda: NO_INTS)
-    logprobs: Logprobs | None = None
+    token_ids: IntArray = sent_if_set(NO_INTS)
+    logprobs: Logprobs | None = sent_if_set(None)
     stage_times: dict[str, float] = field(default_factory=dict)
-    prompt_logprobs: PromptLogprobs | None = None
-    num_compilations: int = 0
-    token_counts: IntArray = field(default_factory=lambda: NO_INTS)
-    num_drafted: IntArray = field(default_factory=lambda: NO_INTS)
-    lora_reports: tuple[LoraReport, ...] = ()
-    pooled: Pooled | None = None
-    command_error: str = ""
-    failed_rows: tuple[FailedRow, ...] = ()
+    prompt_logprobs: PromptLogprobs | None = sent_if_set(None)
+    num_compilations: int = sent_if_set(0)
+    token_counts: IntArray = sent_if_set(NO_INTS)
+    num_drafted: IntArray = sent_if_set(NO_INTS)
+    lora_reports: tuple[LoraReport, ...] = sent_if_set(())
+    pooled: Pooled | None = sent_if_set(None)
+    command_error: str = sent_if_set("")
+    failed_rows: tuple[FailedRow, ...] = sent_if_set(())
 
     def encode(self) -> bytes:
-        logprobs = None if self.logprobs is None else self.logprobs.pack()
-        of_prompts = None if self.prompt_logprobs is None else self.prompt_logprobs.pack()
-        step = self.step_id, self.epoch, self.rank
-        tokens = pack_ints(self.token_ids), pack_ints(self.token_counts), pack_ints(self.num_drafted)
-        reports = [field_values(report) for report in self.lora_reports]
-        pooled = None if self.pooled is None else self.pooled.pack()
-        others = logprobs, self.stage_times, of_prompts, self.num_compilations, reports, pooled
-        failed = [field_values(row) for row in self.failed_rows]
-        return _codec.encode(("ok", *step, *tokens, *others, self.command_error, failed))
+        return _replies.encode(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,104 +342,13 @@ class StepFailure:
     reason: str
 
     def encode(self) -> bytes:
-        return _codec.encode(("failed", self.step_id, self.epoch, self.rank, self.stage, self.reason))
+        return _replies.encode(self)
+
+
+_plans = FrameCodec("step", VERSION, {"plan": StepPlan})
+_replies = FrameCodec[StepResult | StepFailure]("step", VERSION, {"ok": StepResult, "failed": StepFailure})
 
 
 def decode_reply(frame: bytes) -> StepResult | StepFailure:
     """Return the reply of a frame; raise ProtocolError if the version or the shape is unknown."""
-    return _codec.decode(frame, _decode_reply)
-
-
-def _encode_new(sequence: NewSequence) -> tuple[Any, ...]:
-    return (
-        sequence.row,
-        sequence.seq_id,
-        pack_ints(sequence.token_ids),
-        sequence.num_computed_tokens,
-        pack_ints(sequence.block_ids),
-        sequence.sampling.pack(),
-        sequence.lora_slot,
-        pack_params(sequence.pooling),
-        sequence.constraint_row,
-    )
-
-
-def _decode_new(value: Any) -> NewSequence:
-    row, seq_id, token_ids, num_computed_tokens, block_ids, sampling, lora_slot, pooling, source = value
-    return NewSequence(
-        row,
-        seq_id,
-        unpack_ints(token_ids),
-        num_computed_tokens,
-        unpack_ints(block_ids),
-        RowSampling.unpack(sampling),
-        lora_slot,
-        PoolingParams.unpack(pooling),
-        source,
-    )
-
-
-def _decode_plan(fields: Any) -> StepPlan:
-    step_id, epoch, digest, released, new, *others = fields
-    num_arrays = 14
-    arrays = map(unpack_ints, others[:num_arrays])
-    trimmed_rows, trimmed_lens, rows, ids, copies, swap_out, swap_in, *more = arrays
-    chosen_rows, chosen_ids, held, chunk_rows, chunk_lens, draft_rows, draft_lens = more
-    loads, drops, slots, command, *keeps_states = others[num_arrays:] or ((), b"", b"", None)
-    return StepPlan(
-        step_id=step_id,
-        epoch=epoch,
-        digest=digest,
-        released_rows=unpack_ints(released),
-        new=tuple(_decode_new(value) for value in new),
-        trimmed_rows=trimmed_rows,
-        trimmed_lens=trimmed_lens,
-        appended_rows=rows,
-        appended_ids=ids,
-        copies=_pairs(copies),
-        swap_out=_pairs(swap_out),
-        swap_in=_pairs(swap_in),
-        chosen_rows=chosen_rows,
-        chosen_ids=chosen_ids,
-        held_rows=held,
-        chunk_rows=chunk_rows,
-        chunk_lens=chunk_lens,
-        draft_rows=draft_rows,
-        draft_lens=draft_lens,
-        lora_loads=tuple(LoraLoad(*load) for load in loads),
-        lora_drops=unpack_ints(drops),
-        lora_slots=_pairs(unpack_ints(slots)),
-        command=EngineCommand.unpack(command),
-        keeps_states=all(keeps_states),
-    )
-
-
-def _pairs(values: IntArray) -> IntArray:
-    """Return the array as [n, 2]."""
-    return values.reshape(-1, 2) if values.size else NO_PAIRS
-
-
-def _decode_reply(fields: Any) -> StepResult | StepFailure:
-    kind, *rest = fields
-    if kind == "failed":
-        return StepFailure(*rest)
-    if kind != "ok":
-        raise ValueError(f"unknown kind {kind!r}")
-    step_id, epoch, rank, token_ids, token_counts, num_drafted, *others = rest
-    logprobs, stage_times, of_prompts, num_compilations, reports, pooled, command_error, failed = others
-    return StepResult(
-        step_id,
-        epoch,
-        rank,
-        unpack_ints(token_ids),
-        None if logprobs is None else Logprobs.unpack(logprobs),
-        stage_times,
-        None if of_prompts is None else PromptLogprobs.unpack(of_prompts),
-        num_compilations,
-        unpack_ints(token_counts),
-        unpack_ints(num_drafted),
-        tuple(LoraReport(*report) for report in reports),
-        Pooled.unpack(pooled),
-        command_error,
-        tuple(FailedRow(*row) for row in failed),
-    )
+    return _replies.decode(frame)

@@ -1,4 +1,4 @@
-"""Messages between gateways and a replica's scheduler, over a ZeroMQ DEALER and ROUTER; see stream_codec for frames.
+"""Messages between gateways and a replica's scheduler, over a ZeroMQ DEALER and ROUTER, and their frames.
 
 A gateway numbers its sequences with *handles*. The scheduler sends one TokenBatch per step and gateway, never one
 message per request.
@@ -9,8 +9,8 @@ message per request.
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
 default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
-for is either done or refused, so a later field is sent only if it is set, and a replica that does not know it refuses
-the request. Every other change needs a new VERSION.
+for is either done or refused, so a later field is sent only if it is set (`codec.sent_if_set`), and a replica that does
+not know it refuses the request. Every other change needs a new VERSION.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from .block_map import BlockMap
 from .block_tables import IntArray
+from .codec import NO_INTS, FrameCodec, num_always_sent, sent_if_set
 from .engine_command import EngineCommand
-from .errors import QuireError, from_reason
+from .errors import ProtocolError, QuireError, from_reason
 from .lora import LoraReference
 from .pooling import Pooled, PoolingParams
 from .replica_status import ReplicaStatus
 from .sampling import SamplingParams
-from .step import NO_INTS, Logprobs, PromptLogprobs
+from .step import Logprobs, PromptLogprobs
 from .structured_outputs import OutputConstraint
 
 VERSION = 4
@@ -40,6 +42,10 @@ class Submit:
     Attributes:
         handle: the gateway's number for the sequence, unique among its running sequences.
         request_id: the client's name for the request, for logs and errors.
+        generated_token_ids: tokens that the sequence has generated on another replica. The output continues after
+            them exactly as it would have there: limits, seeds and usage count from the sequence's start, and only
+            new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
+            ``seed`` + i.
         sampling: validated by the gateway, with its seed set, so that any replica can run the sequence again.
             The gateway itself matches stop strings. With ``n`` outputs, output i has the handle ``handle + i``.
         tenant: the request's tenant, for the fair policy.
@@ -47,10 +53,6 @@ class Submit:
         timeout_s: seconds left to the deadline; None for no deadline.
         salt: prefixes are shared only between equal salts.
         prefix_pool: prefixes are shared with the other tenants of this pool; empty for the tenant's own alone.
-        generated_token_ids: tokens that the sequence has generated on another replica. The output continues after
-            them exactly as it would have there: limits, seeds and usage count from the sequence's start, and only
-            new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
-            ``seed`` + i.
         constraint: the compiled form of the sampling's constraints; None if the output may have any form.
         lora: the adapter; None for the model alone.
         pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
@@ -59,16 +61,16 @@ class Submit:
     handle: int
     request_id: str
     prompt_token_ids: IntArray
+    generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS, kw_only=True)
     sampling: SamplingParams
     tenant: str = ""
     priority: int = 0
     timeout_s: float | None = None
     salt: bytes = b""
     prefix_pool: str = ""
-    generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
-    constraint: OutputConstraint | None = None
-    lora: LoraReference | None = None
-    pooling: PoolingParams | None = None
+    constraint: OutputConstraint | None = sent_if_set(None)
+    lora: LoraReference | None = sent_if_set(None)
+    pooling: PoolingParams | None = sent_if_set(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +345,54 @@ GatewayMessage = (
 ReplicaMessage = (
     TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded | EngineControlled | Recalled
 )
+
+
+_codec = FrameCodec[GatewayMessage | ReplicaMessage](
+    "stream",
+    VERSION,
+    {
+        "submit": Submit,
+        "abort": Abort,
+        "stop": Stop,
+        "status?": StatusQuery,
+        "cache?": CacheQuery,
+        "blocks?": BlockMapQuery,
+        "drain": Drain,
+        "flush": FlushCache,
+        "load lora": LoadLora,
+        "lora": LoraLoaded,
+        "control": ControlEngine,
+        "controlled": EngineControlled,
+        "recall": Recall,
+        "recalled": Recalled,
+        "tokens": TokenBatch,
+        "status": ReplicaStatus,
+        "cache": CacheReport,
+        "blocks": BlockMap,
+    },
+    exact=(Submit,),
+)
+encode, decode = _codec.encode, _codec.decode
+
+
+def refusal_of(frame: bytes) -> TokenBatch | None:
+    """Return the answer to a Submit that `decode` refused, for its gateway not to wait; None for other frames."""
+    try:
+        return _codec.read(frame, _refuse_submit)
+    except ProtocolError:
+        return None
+
+
+def _refuse_submit(values: list[Any]) -> TokenBatch:
+    tag, handle, request_id, _, _, sampling, *_ = values
+    if tag != "submit":
+        raise ValueError(f"no answer is due to {tag!r}")
+    problem = (
+        f"request {request_id}: the replica runs an earlier release, which lacks what the request asks for"
+    )
+    num_sequences = SamplingParams(*sampling[: num_always_sent(SamplingParams)]).num_sequences
+    ends = (
+        Finish(each, FinishReason.ERROR, grpc_status="UNAVAILABLE", error=problem)
+        for each in range(handle, handle + num_sequences)
+    )
+    return TokenBatch(0, finished=tuple(ends))

@@ -159,14 +159,6 @@ class OutputConstraint:
     thinking_token_budget: int | None = None
     forced_end_ids: tuple[int, ...] = ()
 
-    @staticmethod
-    def unpack(value: Any) -> OutputConstraint | None:
-        """Return the constraint from its field values; None from None."""
-        if value is None:
-            return None
-        num_prompt_tokens, grammar, starts, ends, budget, forced = value
-        return OutputConstraint(num_prompt_tokens, grammar, tuple(starts), tuple(ends), budget, tuple(forced))
-
 
 def _text(field: str, given: Any) -> str:
     if not isinstance(given, str):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from ...proto.step import NO_PAIRS
+from ...proto.codec import NO_PAIRS
 from .block_pool import BlockPool
 from .host_tier import HostTier
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import zmq
 
-from ...proto import stream_codec
+from ...proto import stream
 from ...proto.errors import ProtocolError
 from ...proto.stream import GatewayMessage, ReplicaMessage
 from ...proto.transport.network import CurveGuard, CurveKeys, bind
@@ -67,10 +67,10 @@ class ZmqMailbox:
             gateway, *frames = self._router.recv_multipart()
             frame = frames[-1] if frames else b""
             try:
-                message = stream_codec.decode(frame)
+                message = stream.decode(frame)
             except ProtocolError as error:
                 _log.warning("ignored a message of gateway %s: %s", gateway.hex(), error)
-                if (refusal := stream_codec.refusal_of(frame)) is not None:
+                if (refusal := stream.refusal_of(frame)) is not None:
                     self.send(gateway, refusal)
                 continue
             if isinstance(message, GatewayMessage):
@@ -79,7 +79,7 @@ class ZmqMailbox:
 
     def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
         try:
-            self._router.send_multipart((gateway, stream_codec.encode(message)), flags=zmq.NOBLOCK)
+            self._router.send_multipart((gateway, stream.encode(message)), flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

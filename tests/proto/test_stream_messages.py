@@ -41,8 +41,10 @@ from quire.proto.stream import (
     Submit,
     Timings,
     TokenBatch,
+    decode,
+    encode,
+    refusal_of,
 )
-from quire.proto.stream_codec import decode, encode, refusal_of
 
 # Fields of SamplingParams when VERSION became 4.
 NUM_SAMPLING_FIELDS = 27
@@ -159,7 +161,18 @@ def test_block_map_round_trips() -> None:
 )  # fmt: skip
 def test_submit_round_trip(sampling: SamplingParams) -> None:
     prompt, generated = np.array([0, 5, 3071], np.int32), np.array([7, 8], np.int32)
-    sent = Submit(2**31 - 1, "naïve id", prompt, sampling, "tenant", 2, 1.5, b"salt", "pool", generated)
+    sent = Submit(
+        2**31 - 1,
+        "naïve id",
+        prompt,
+        sampling,
+        "tenant",
+        2,
+        1.5,
+        b"salt",
+        "pool",
+        generated_token_ids=generated,
+    )
     received = decode(encode(sent))
     assert isinstance(received, Submit)
     assert (received.handle, received.request_id, received.sampling) == (
@@ -364,6 +377,8 @@ def test_batch_of_a_release_without_vectors_is_read() -> None:
 
 
 def test_vectors_of_wrong_lengths_are_a_protocol_error() -> None:
-    wrong = Pooled(np.array([4], np.int32), np.array([2], np.int32), np.array([0.5], np.float32))
+    right = Pooled(np.array([4], np.int32), np.array([1], np.int32), np.array([0.5], np.float32))
+    one, two = (np.array([count], "<i4").tobytes() for count in (1, 2))
+    frame = encode(TokenBatch(3, pooled=right))
     with pytest.raises(ProtocolError, match="1 values for vectors of"):
-        decode(encode(TokenBatch(3, pooled=wrong)))
+        decode(frame.replace(one, two))

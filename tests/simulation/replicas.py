@@ -20,8 +20,7 @@ from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.cluster.fleet.replica.supervised_replica import LiveReplica
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
-from quire.proto.stream import GatewayMessage, ReplicaMessage
-from quire.proto.stream_codec import decode, encode
+from quire.proto.stream import GatewayMessage, ReplicaMessage, decode, encode
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import IDLE_CHECK_S, StepLoop
 

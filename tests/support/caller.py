@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from quire.cluster.os_utils.closing import Closing
-from quire.proto.stream import Finish, GatewayMessage, ReplicaMessage, TokenBatch
-from quire.proto.stream_codec import decode, encode
+from quire.proto.stream import Finish, GatewayMessage, ReplicaMessage, TokenBatch, decode, encode
 from quire.proto.transport.network import CurveKeys, connect
 
 

@@ -13,8 +13,9 @@ from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch
 from quire.kernels.latent_attention import latent_prefill_attention
+from quire.proto.codec import NO_INTS
 from quire.proto.model.spec import MlaSpec
-from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
+from quire.proto.step import NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
 from quire.worker.sampling.sampler import SampledLogprobs, Sampler

@@ -41,8 +41,9 @@ from ....proto.stream import (
     StatusQuery,
     Stop,
     TokenBatch,
+    decode,
+    encode,
 )
-from ....proto.stream_codec import decode, encode
 from ....proto.transport.network import CurveKeys
 from ...os_utils.background import run_in_background
 from ...text.requests.request import Request

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ....proto.block_tables import IntArray
+from ....proto.codec import NO_INTS
 from ....proto.coerce import BadWord
 from ....proto.config import EngineConfig, PoolingConfig
 from ....proto.digests import content_digest
@@ -17,7 +18,6 @@ from ....proto.errors import InvalidRequest
 from ....proto.lora import LoraReference
 from ....proto.pooling import PoolingParams
 from ....proto.sampling import RANDOM_SEED, SamplingParams
-from ....proto.step import NO_INTS
 from ....proto.stream import Recall, Submit
 from ....proto.structured_outputs import OutputConstraint, StructuredOutputsParams
 from ..chat_format.chat_format import OpenReasoning

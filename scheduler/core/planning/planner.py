@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
+from ....proto.codec import NO_INTS, NO_PAIRS
 from ....proto.errors import DeadlineExpired
 from ....proto.lora import NO_SLOT
-from ....proto.step import NO_INTS, NO_PAIRS, NewSequence, StepPlan
+from ....proto.step import NewSequence, StepPlan
 from ...kv.prefix_lookup import Prefix
 from ...sequences.sequence import Sequence
 from ...speculation.draft_switch import ends_repeated

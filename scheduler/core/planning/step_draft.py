@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ....proto.block_tables import IntArray, RowArray
-from ....proto.step import NO_INTS, NewSequence
+from ....proto.codec import NO_INTS
+from ....proto.step import NewSequence
 from ..state.in_flight import NO_ROWS
 
 

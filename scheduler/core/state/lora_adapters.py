@@ -19,10 +19,10 @@ from enum import Enum, auto
 import numpy as np
 
 from ....proto.block_tables import IntArray
+from ....proto.codec import NO_INTS, NO_PAIRS
 from ....proto.config import LoraConfig
 from ....proto.errors import LoraLoadError
 from ....proto.lora import LoraLoad, LoraReference, LoraReport, merge_references
-from ....proto.step import NO_INTS, NO_PAIRS
 from ....proto.stream import LoraLoaded
 from ...sequences.sequence import Sequence
 from ..waiting.policy import by_precedence

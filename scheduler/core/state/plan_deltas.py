@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
-from ....proto.step import NO_INTS
+from ....proto.codec import NO_INTS
 from ...sequences.sequence import Sequence
 
 

@@ -9,7 +9,7 @@ import zmq
 from fakes import FakeWorkerGroup, oracle, small_config, submit
 from narrowing import instance_of, not_none
 
-from quire.proto import stream_codec
+from quire.proto import stream
 from quire.proto.block_map import BlockMap
 from quire.proto.digests import make_root, prefix_hashes
 from quire.proto.errors import RankFailed
@@ -269,15 +269,15 @@ def test_loop_serves_over_a_socket_until_stopped(endpoint: str) -> None:
     thread.start()
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         socket.send(b"no such message")
-        socket.send(stream_codec.encode(submit(3, [5, 6], max_tokens=6)))
+        socket.send(stream.encode(submit(3, [5, 6], max_tokens=6)))
         token_ids: list[int] = []
         finished: tuple[Finish, ...] = ()
         while not finished:
-            batch = instance_of(TokenBatch, stream_codec.decode(socket.recv()))
+            batch = instance_of(TokenBatch, stream.decode(socket.recv()))
             token_ids += batch.token_ids.tolist()
             finished = batch.finished
         assert token_ids == oracle([5, 6], 6)
-        socket.send(stream_codec.encode(submit(4, [5, 6], max_tokens=10**6)))
+        socket.send(stream.encode(submit(4, [5, 6], max_tokens=10**6)))
         loop.stop()
         thread.join(60)
         assert not thread.is_alive()
@@ -289,11 +289,11 @@ def test_loop_serves_over_a_socket_until_stopped(endpoint: str) -> None:
 def test_zmq_mailbox_send_fails_for_unknown_gateway(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
-        socket.send(stream_codec.encode(Abort(1)))
+        socket.send(stream.encode(Abort(1)))
         ((gateway, message),) = mailbox.receive(60.0)
         assert message == Abort(1)
         assert mailbox.send(gateway, TokenBatch(1, np.array([1], np.int32), np.array([2], np.int32)))
-        assert instance_of(TokenBatch, stream_codec.decode(socket.recv())).token_ids.tolist() == [2]
+        assert instance_of(TokenBatch, stream.decode(socket.recv())).token_ids.tolist() == [2]
     assert not mailbox.send(b"unknown", TokenBatch(1))
     mailbox.close()
 
@@ -302,7 +302,7 @@ def test_zmq_mailbox_bounds_the_messages_per_receive(endpoint: str) -> None:
     mailbox = ZmqMailbox(endpoint)
     with zmq.Context() as context, dealer(context, endpoint) as socket:
         for handle in range(MAX_MESSAGES_AT_ONCE + 5):
-            socket.send(b"no such message" if handle % 2 else stream_codec.encode(Abort(handle)))
+            socket.send(b"no such message" if handle % 2 else stream.encode(Abort(handle)))
         taken: list[int] = []
         most = 0
         while len(taken) < MAX_MESSAGES_AT_ONCE // 2 + 3:
@@ -332,8 +332,8 @@ def test_zmq_mailbox_over_tcp_ignores_foreign_keys() -> None:
         for socket, own in ((friend, keys), (stranger, CurveKeys.generate())):
             socket.setsockopt(zmq.LINGER, 0)
             connect(socket, mailbox.endpoint, own)
-        stranger.send(stream_codec.encode(Abort(1)))
-        friend.send(stream_codec.encode(Abort(2)))
+        stranger.send(stream.encode(Abort(1)))
+        friend.send(stream.encode(Abort(2)))
         assert [message for _, message in mailbox.receive(60.0)] == [Abort(2)]
         assert mailbox.receive(0.3) == []
     mailbox.close()

@@ -14,9 +14,10 @@ from adapters import ATTENTION, MLP, VOCABULARY, load_plan, merge, put_adapters,
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
+from quire.proto.codec import NO_PAIRS
 from quire.proto.config import LoraConfig
 from quire.proto.lora import NO_SLOT, LoraLoad, LoraReference, LoraReport
-from quire.proto.step import NO_PAIRS, RowSampling, StepPlan
+from quire.proto.step import RowSampling, StepPlan
 from quire.worker.lora.adapters import RankAdapters
 
 GREEDY = RowSampling(temperature=0.0)

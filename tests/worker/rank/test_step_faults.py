@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from quire.proto.codec import NO_INTS
 from quire.proto.errors import InvalidRequest
 from quire.proto.faults import Fault, FaultKind
-from quire.proto.step import NO_INTS, NewSequence, RowSampling, StepPlan
+from quire.proto.step import NewSequence, RowSampling, StepPlan
 from quire.worker.rank.step_faults import InjectedFault, StepFaults
 
 

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from quire.kernels.logits import apply_logits_processors
-from quire.proto.step import NO_INTS, NewSequence, RowLogitsProcessors, RowSampling
+from quire.proto.codec import NO_INTS
+from quire.proto.step import NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
 from quire.worker.sampling.sampler import Sampler

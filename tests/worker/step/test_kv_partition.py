@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.proto.step import NO_PAIRS, StepPlan
+from quire.proto.codec import NO_PAIRS
+from quire.proto.step import StepPlan
 from quire.worker.memory.kv_memory import KvPartition
 
 

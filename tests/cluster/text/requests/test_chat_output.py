@@ -30,10 +30,10 @@ from quire.cluster.text.requests.prompt_encoder import LocalPromptEncoder
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.proto.codec import NO_INTS
 from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import NO_INTS
 from quire.proto.stream import Finish, FinishReason
 
 TEMPLATE = """

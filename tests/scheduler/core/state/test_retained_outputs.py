@@ -10,8 +10,16 @@ from fakes import oracle, random_prompt, small_config, submit
 
 from quire.proto.digests import content_digest
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import Finish, FinishReason, Recall, RecalledOutput, Submit, best_outputs
-from quire.proto.stream_codec import decode, encode
+from quire.proto.stream import (
+    Finish,
+    FinishReason,
+    Recall,
+    RecalledOutput,
+    Submit,
+    best_outputs,
+    decode,
+    encode,
+)
 from quire.scheduler.core.state.retained_outputs import RETENTION_S, RetainedOutputs
 
 PROMPT = random_prompt(6)
