@@ -9,8 +9,8 @@ message per request.
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
 default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
-for is either done or refused, so a later field is sent only if it is set (`codec.sent_if_set`), and a replica that does
-not know it refuses the request. Every other change needs a new VERSION.
+for is either done or refused, so a later field is sent only if it is set (`codec.sent_if_set`), and a replica that
+does not know it refuses the request. Every other change needs a new VERSION.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict, TypeVar, Unpack
 
@@ -23,6 +24,7 @@ from .call import Call, ResumableCall, Servers, split_target
 from .waiting import stream, unary
 from .wire.deployment_messages import deployment_to_message
 from .wire.engine_messages import mode_to_message, read_tags
+from .wire.message_fields import from_message
 from .wire.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from .wire.response_messages import event_from_message, output_from_message
 from .wire.status import (
@@ -35,14 +37,7 @@ from .wire.status import (
     ReplicaInfo,
     ServerInfo,
 )
-from .wire.status_messages import (
-    block_map_from_message,
-    fleet_from_message,
-    load_from_message,
-    model_from_message,
-    server_info_from_message,
-)
-from .wire.status_messages import event_from_message as fleet_event_from_message
+from .wire.status_messages import fleet_event_from_message
 from .wire.tokens import bearer
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -225,7 +220,7 @@ class Methods:
         return self._call(
             self._inference.ListModels,
             inference_pb2.ListModelsRequest(),
-            lambda response: [model_from_message(model) for model in response.models],
+            lambda response: [from_message(ModelInfo, model) for model in response.models],
         )
 
     @unary
@@ -234,7 +229,7 @@ class Methods:
         return self._call(
             self._admin.GetStatus,
             admin_pb2.GetStatusRequest(),
-            lambda response: list(fleet_from_message(response).replicas),
+            lambda response: list(from_message(FleetInfo, response).replicas),
         )
 
     @unary
@@ -245,13 +240,13 @@ class Methods:
             cached: return the latest known state of each replica at once instead of asking the replicas.
         """
         request = admin_pb2.GetStatusRequest(cached=cached)
-        return self._call(self._admin.GetStatus, request, fleet_from_message, timeout_s)
+        return self._call(self._admin.GetStatus, request, partial(from_message, FleetInfo), timeout_s)
 
     @unary
     def block_map(self, replica_id: str, *, timeout_s: float | None = None) -> Call[BlockMapInfo]:
         """Return which sequences hold the KV blocks of a replica."""
         request = admin_pb2.GetBlockMapRequest(replica_id=replica_id)
-        return self._call(self._admin.GetBlockMap, request, block_map_from_message, timeout_s)
+        return self._call(self._admin.GetBlockMap, request, partial(from_message, BlockMapInfo), timeout_s)
 
     @unary
     def deploy(self, deployment: Deployment) -> Call[str]:
@@ -431,7 +426,7 @@ class Methods:
         return self._call(
             self._admin.GetLoad,
             admin_pb2.GetLoadRequest(),
-            lambda response: [load_from_message(model) for model in response.models],
+            lambda response: [from_message(ModelLoad, model) for model in response.models],
         )
 
     @stream
@@ -445,7 +440,7 @@ class Methods:
     def server_info(self) -> Call[ServerInfo]:
         """Return the version, the models and the limits of the server."""
         request = inference_pb2.GetServerInfoRequest()
-        return self._call(self._inference.GetServerInfo, request, server_info_from_message)
+        return self._call(self._inference.GetServerInfo, request, partial(from_message, ServerInfo))
 
     @unary
     def tokenize(

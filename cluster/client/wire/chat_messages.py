@@ -11,11 +11,9 @@ from google.protobuf import struct_pb2
 from ....proto import inference_pb2
 from ....proto.errors import InvalidRequest, ProtocolError
 from ...text.chat_format.deltas import (
-    AssistantMessage,
     ChatDelta,
     ContentDelta,
     ReasoningDelta,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -24,6 +22,7 @@ from ...text.requests.chat_messages import Message
 from ...text.requests.json_size import JsonSize
 from ...text.requests.json_values import MAX_VALUES
 from ...text.requests.tool_choice import allowed_tools, is_allowed_tools
+from .message_fields import from_message, to_message
 
 # Content parts and tool calls of a conversation, which are counted before any is converted.
 MAX_TOTAL_PARTS = 16384
@@ -81,25 +80,6 @@ def deltas_to_message(deltas: Iterable[ChatDelta]) -> inference_pb2.ChatUpdate:
 def deltas_from_message(message: inference_pb2.ChatUpdate) -> tuple[ChatDelta, ...]:
     """Raises ProtocolError for a delta that only later versions of quire have."""
     return tuple(map(_delta_from_message, message.deltas))
-
-
-def assistant_to_message(assistant: AssistantMessage) -> inference_pb2.AssistantMessage:
-    return inference_pb2.AssistantMessage(
-        content=assistant.content,
-        reasoning_content=assistant.reasoning_content,
-        tool_calls=[
-            inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
-            for call in assistant.tool_calls
-        ],
-    )
-
-
-def assistant_from_message(message: inference_pb2.AssistantMessage) -> AssistantMessage:
-    return AssistantMessage(
-        content=message.content if message.HasField("content") else None,
-        reasoning_content=message.reasoning_content if message.HasField("reasoning_content") else None,
-        tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls),
-    )
 
 
 def _message_to_proto(message: Message) -> inference_pb2.ChatMessage:
@@ -218,10 +198,8 @@ def _delta_to_message(delta: ChatDelta) -> inference_pb2.ChatDelta:
     if isinstance(delta, ReasoningDelta):
         return inference_pb2.ChatDelta(reasoning_content=delta.text)
     if isinstance(delta, ToolCallStart):
-        start = inference_pb2.ToolCallStart(index=delta.index, id=delta.id, name=delta.name)
-        return inference_pb2.ChatDelta(tool_call=start)
-    arguments = inference_pb2.ToolCallArguments(index=delta.index, text=delta.text)
-    return inference_pb2.ChatDelta(arguments=arguments)
+        return inference_pb2.ChatDelta(tool_call=to_message(inference_pb2.ToolCallStart, delta))
+    return inference_pb2.ChatDelta(arguments=to_message(inference_pb2.ToolCallArguments, delta))
 
 
 def _delta_from_message(message: inference_pb2.ChatDelta) -> ChatDelta:
@@ -231,8 +209,7 @@ def _delta_from_message(message: inference_pb2.ChatDelta) -> ChatDelta:
     if kind == "reasoning_content":
         return ReasoningDelta(message.reasoning_content)
     if kind == "tool_call":
-        start = message.tool_call
-        return ToolCallStart(start.index, start.id, start.name)
+        return from_message(ToolCallStart, message.tool_call)
     if kind == "arguments":
-        return ToolCallArguments(message.arguments.index, message.arguments.text)
+        return from_message(ToolCallArguments, message.arguments)
     raise ProtocolError("the server sent a delta of a chat that this version of the client does not support")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 
 from ....proto import inference_pb2
 from ....proto.errors import ProtocolError
 from ....proto.sampling import SamplingParams
-from ....proto.stream import Timings
+from ...text.chat_format.deltas import AssistantMessage
 from ...text.requests.outputs import (
     CompletionDelta,
     CompletionFinished,
@@ -17,16 +18,11 @@ from ...text.requests.outputs import (
     RequestOutput,
     RequestStarted,
     StreamEvent,
-    Usage,
     most_likely,
     position_logprobs,
 )
-from .chat_messages import (
-    assistant_from_message,
-    assistant_to_message,
-    deltas_from_message,
-    deltas_to_message,
-)
+from .chat_messages import deltas_from_message, deltas_to_message
+from .message_fields import from_message, to_message
 
 _FINISH_REASONS = {
     "stop": inference_pb2.FINISH_REASON_STOP,
@@ -34,6 +30,7 @@ _FINISH_REASONS = {
     "tool_calls": inference_pb2.FINISH_REASON_TOOL_CALLS,
     "repetition": inference_pb2.FINISH_REASON_REPETITION,
 }
+_OF_FINISHED = tuple(each.name for each in fields(CompletionFinished))
 _FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()}
 
 
@@ -49,10 +46,7 @@ def event_to_message(event: StreamEvent, sampling: SamplingParams) -> inference_
         )
         return inference_pb2.GenerateEvent(prompt_logprobs=message)
     assert isinstance(event, RequestStarted), "a pooled request is no stream"
-    started = inference_pb2.Started(
-        request_id=event.request_id, model=event.model, prompt_tokens=event.prompt_tokens
-    )
-    return inference_pb2.GenerateEvent(started=started)
+    return inference_pb2.GenerateEvent(started=to_message(inference_pb2.Started, event))
 
 
 def event_from_message(message: inference_pb2.GenerateEvent) -> StreamEvent:
@@ -69,8 +63,7 @@ def event_from_message(message: inference_pb2.GenerateEvent) -> StreamEvent:
             entries.start, token_ids, _logprobs_from_messages(token_ids, entries.logprobs)
         )
     if kind == "started":
-        started = message.started
-        return RequestStarted(started.request_id, started.model, started.prompt_tokens)
+        return from_message(RequestStarted, message.started)
     raise ProtocolError("the server sent an event that this version of the client does not support")
 
 
@@ -118,25 +111,20 @@ def _completion_to_message(output: CompletionOutput, num_top: int | None) -> inf
         token_ids=output.token_ids,
         logprobs=_logprobs_to_messages(output.token_ids, output.logprobs or (), num_top),
         finished=_finished_to_message(output),
-        message=None if output.message is None else assistant_to_message(output.message),
+        message=None
+        if output.message is None
+        else to_message(inference_pb2.AssistantMessage, output.message),
     )
 
 
 def _completion_from_message(message: inference_pb2.Output) -> CompletionOutput:
     token_ids, finished = list(message.token_ids), _finished_from_message(message.finished)
     return CompletionOutput(
-        index=message.index,
         text=message.text,
         token_ids=token_ids,
-        finish_reason=finished.finish_reason,
-        stop_reason=finished.stop_reason,
         logprobs=_logprobs_from_messages(token_ids, message.logprobs) or None,
-        cumulative_logprob=finished.cumulative_logprob,
-        score=finished.score,
-        usage=finished.usage,
-        timings=finished.timings,
-        weights_version=finished.weights_version,
-        message=assistant_from_message(message.message) if message.HasField("message") else None,
+        message=from_message(AssistantMessage, message.message) if message.HasField("message") else None,
+        **{name: getattr(finished, name) for name in _OF_FINISHED},
     )
 
 
@@ -202,31 +190,13 @@ def _logprobs_from_messages(
 
 
 def _finished_to_message(finished: CompletionFinished | CompletionOutput) -> inference_pb2.Finished:
-    usage, timings, stop_reason = finished.usage, finished.timings, finished.stop_reason
-    return inference_pb2.Finished(
-        index=finished.index,
+    stop_reason = finished.stop_reason
+    return to_message(
+        inference_pb2.Finished,
+        finished,
         reason=_FINISH_REASONS[finished.finish_reason],
         stop_string=stop_reason if isinstance(stop_reason, str) else None,
         stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
-        usage=inference_pb2.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-        ),
-        timings=inference_pb2.Timings(
-            queued_s=timings.queued_s,
-            prefill_s=timings.prefill_s,
-            decode_s=timings.decode_s,
-            preempted_s=timings.preempted_s,
-            recomputed_tokens=timings.recomputed_tokens,
-            num_moves=timings.num_moves,
-            num_recoveries=timings.num_recoveries,
-            recovered_s=timings.recovered_s,
-        ),
-        cumulative_logprob=finished.cumulative_logprob,
-        score=finished.score,
-        weights_version=finished.weights_version,
     )
 
 
@@ -237,25 +207,5 @@ def _finished_from_message(message: inference_pb2.Finished) -> CompletionFinishe
             f"the server sent finish reason {message.reason}, which this version of the client does not support"
         )
     stopped_by = message.WhichOneof("stopped_by")
-    usage, timings = message.usage, message.timings
-    return CompletionFinished(
-        index=message.index,
-        finish_reason=finish_reason,
-        stop_reason=None if stopped_by is None else getattr(message, stopped_by),
-        usage=Usage(
-            usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens
-        ),
-        timings=Timings(
-            timings.queued_s,
-            timings.prefill_s,
-            timings.decode_s,
-            timings.preempted_s,
-            timings.recomputed_tokens,
-            timings.num_moves,
-            timings.num_recoveries,
-            timings.recovered_s,
-        ),
-        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
-        score=message.score if message.HasField("score") else None,
-        weights_version=message.weights_version,
-    )
+    stop_reason = None if stopped_by is None else getattr(message, stopped_by)
+    return from_message(CompletionFinished, message, finish_reason=finish_reason, stop_reason=stop_reason)

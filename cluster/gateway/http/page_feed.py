@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ....proto.errors import Overloaded, QuireError
-from ...client.wire.status_messages import fleet_from_message
+from ...client.wire.message_fields import from_message
+from ...client.wire.status import FleetInfo
 from ..admin.services import GatewayServices
 from ..admin.status import block_map, latest_status
 from ..grpc.version import server_version
@@ -78,7 +79,7 @@ class PageFeed:
         self._frames = {key: frame for key, frame in self._frames.items() if frame.made_at > oldest}
 
     async def _content(self, replica_id: str) -> dict[str, Any]:
-        fleet = fleet_from_message(latest_status(self._services))
+        fleet = from_message(FleetInfo, latest_status(self._services))
         blocks = await self._blocks(replica_id) if replica_id else None
         return {"version": server_version(), "fleet": asdict(fleet), "blocks": blocks}
 

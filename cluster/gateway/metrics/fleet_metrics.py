@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from ....proto import admin_pb2
-from ...client.wire.status_messages import fleet_from_message
+from ...client.wire.message_fields import from_message
+from ...client.wire.status import FleetInfo
 from . import of_fleet
 from .samples import Samples
 
@@ -27,7 +28,7 @@ OTHER = "other"
 
 def collect_fleet(samples: Samples, state: admin_pb2.GetStatusResponse) -> None:
     """Add the samples of a fleet's state."""
-    fleet = fleet_from_message(state)
+    fleet = from_message(FleetInfo, state)
     samples.add(of_fleet.STALE, (), bool(fleet.problem))
     for deployment in fleet.deployments:
         labels = (deployment.model,)

@@ -9,13 +9,13 @@ from chat_outputs import WEATHER, parse
 
 from quire.cluster.client.wire.chat_messages import (
     MAX_TOTAL_PARTS,
-    assistant_from_message,
-    assistant_to_message,
     chat_from_message,
     chat_to_message,
     deltas_from_message,
     deltas_to_message,
 )
+from quire.cluster.client.wire.message_fields import from_message, to_message
+from quire.cluster.text.chat_format.deltas import AssistantMessage
 from quire.cluster.text.requests.chat import Chat
 from quire.proto import inference_pb2
 from quire.proto.errors import InvalidRequest
@@ -150,7 +150,7 @@ def test_parsed_output_survives_the_way_over_protobuf() -> None:
     )
     assert len(deltas) == 4
     assert list(deltas_from_message(deltas_to_message(deltas))) == deltas
-    assert assistant_from_message(assistant_to_message(message)) == message
+    assert from_message(AssistantMessage, to_message(inference_pb2.AssistantMessage, message)) == message
 
 
 @pytest.mark.parametrize("name", ["tools", "documents"])

@@ -18,13 +18,9 @@ from quire import (
     RankStatus,
     ReplicaInfo,
 )
+from quire.cluster.client.wire.message_fields import from_message
 from quire.cluster.client.wire.status import BlockMapInfo, LatencyInfo, TrafficInfo
-from quire.cluster.client.wire.status_messages import (
-    block_map_from_message,
-    block_map_to_message,
-    fleet_from_message,
-    model_from_message,
-)
+from quire.cluster.client.wire.status_messages import block_map_to_message
 from quire.proto import admin_pb2, inference_pb2
 from quire.proto.block_map import BlockMap, MappedSequence
 
@@ -71,7 +67,7 @@ def test_fleet_is_converted_whole() -> None:
         nodes=[admin_pb2.Node(node_id="a", address="10.0.0.1", draining=True, resources={"CPU": 4.0})],
         problem="stale",
     )
-    fleet = fleet_from_message(message)
+    fleet = from_message(FleetInfo, message)
     first, second = fleet.replicas
     assert first == ReplicaInfo(
         "replica-1",
@@ -94,7 +90,7 @@ def test_fleet_is_converted_whole() -> None:
 
 def test_model_is_converted() -> None:
     message = inference_pb2.Model(name="tiny", architecture="Llama", max_model_len=64, vocab_size=100)
-    assert model_from_message(message) == ModelInfo("tiny", "Llama", 64, 100)
+    assert from_message(ModelInfo, message) == ModelInfo("tiny", "Llama", 64, 100)
 
 
 def test_traffic_without_observations_has_no_quantiles() -> None:
@@ -105,7 +101,7 @@ def test_traffic_without_observations_has_no_quantiles() -> None:
         inter_token=admin_pb2.LatencyQuantiles(),
         generated_tokens_per_s_history=[1.0, 2.0],
     )
-    fleet = fleet_from_message(admin_pb2.GetStatusResponse(traffic=[traffic]))
+    fleet = from_message(FleetInfo, admin_pb2.GetStatusResponse(traffic=[traffic]))
     assert fleet.traffic == (
         TrafficInfo(
             "tiny",
@@ -119,6 +115,6 @@ def test_traffic_without_observations_has_no_quantiles() -> None:
 def test_block_map_is_converted_whole() -> None:
     sequences = (MappedSequence(2, "r", 1, 9, 5),)
     sent = BlockMap(1, 3, 1, bytes((3, 1, 0)), np.array([2, -1, -1], np.int32), sequences)
-    assert block_map_from_message(block_map_to_message(sent)) == BlockMapInfo(
+    assert from_message(BlockMapInfo, block_map_to_message(sent)) == BlockMapInfo(
         3, 1, bytes((3, 1, 0)), (2, -1, -1), sequences
     )
