@@ -27,13 +27,11 @@ if TYPE_CHECKING:
         DeploymentInfo,
         FleetEvent,
         FleetInfo,
-        KvCacheInfo,
         LatencyInfo,
         LoraInfo,
         ModelInfo,
         ModelLoad,
         NodeInfo,
-        QueueInfo,
         ReplicaInfo,
         ServerInfo,
         TrafficInfo,
@@ -78,7 +76,7 @@ if TYPE_CHECKING:
     )
     from .proto import errors
     from .proto.pooling import PoolingParams
-    from .proto.replica_status import RankStatus
+    from .proto.replica_status import KvCacheInfo, QueueInfo, RankStatus
     from .proto.sampling import SamplingParams
     from .proto.stream import Timings
     from .proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
@@ -88,6 +86,7 @@ _DELTAS = ".cluster.text.chat_format.deltas"
 _OUTPUTS = ".cluster.text.requests.outputs"
 _POOLING_OUTPUTS = ".cluster.text.requests.pooling_outputs"
 _PROMPTS = ".cluster.offline.prompts"
+_REPLICA_STATUS = ".proto.replica_status"
 _STATUS = ".cluster.client.wire.status"
 # exported name |-> module that defines it
 _MODULES = {
@@ -115,7 +114,7 @@ _MODULES = {
     "EngineOptions": ".cluster.config.engine_options",
     "FleetEvent": _STATUS,
     "FleetInfo": _STATUS,
-    "KvCacheInfo": _STATUS,
+    "KvCacheInfo": _REPLICA_STATUS,
     "LatencyInfo": _STATUS,
     "LoRARequest": ".cluster.text.requests.lora_request",
     "LoraInfo": _STATUS,
@@ -125,8 +124,8 @@ _MODULES = {
     "NodeInfo": _STATUS,
     "PoolingParams": ".proto.pooling",
     "PromptLogprobsDelta": _OUTPUTS,
-    "QueueInfo": _STATUS,
-    "RankStatus": ".proto.replica_status",
+    "QueueInfo": _REPLICA_STATUS,
+    "RankStatus": _REPLICA_STATUS,
     "ReasoningDelta": _DELTAS,
     "RepetitionDetectionParams": ".proto.structured_outputs",
     "ReplicaInfo": _STATUS,

@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -231,16 +231,7 @@ def on_message(mailbox: ZmqMailbox, gateway: bytes, message: object, running: di
 
 
 def status(query_id: int) -> ReplicaStatus:
-    counts = {field.name: 0 for field in fields(ReplicaStatus) if field.default is MISSING}
-    texts = {
-        "replica_id": "replica-0",
-        "model": "demo",
-        "problem": "",
-        "ranks": (),
-        "draining": False,
-        "num_accepted_tokens": (),
-    }
-    return ReplicaStatus(**{**counts, **texts, "query_id": query_id, "block_size": 16, "num_blocks": 64})  # type: ignore[arg-type]
+    return ReplicaStatus("replica-0", "demo", query_id=query_id, block_size=16, num_blocks=64)
 
 
 async def run_gateway(address: str, listen: str, reuse: bool) -> None:

@@ -7,8 +7,8 @@ little-endian bytes. Nothing else describes a message: `FrameCodec` reads the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, field, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from operator import attrgetter
@@ -52,7 +52,8 @@ class FrameCodec(Generic[Message]):
     Args:
         protocol: its name in errors, for example ``step``.
         version: a frame of another version is refused.
-        kinds: tag |-> dataclass of the message. A class has its own form if it has the methods `pack` and `unpack`.
+        kinds: tag |-> dataclass of the message. A class with an attribute SENT_ORDER, names of all its fields, is
+            sent in that order. A class has its own form if it has the methods `pack` and `unpack`.
         exact: messages that are refused if they, or a part of them, have fields of a later release, which are
             ignored in all others.
     """
@@ -113,7 +114,7 @@ def unpack_floats(raw: bytes) -> FloatArray:
 
 def num_always_sent(kind: Any) -> int:
     """Return the number of a dataclass's leading fields that every sender of this version sends."""
-    always = [index for index, each in enumerate(fields(kind), 1) if _SENT_IF_SET not in each.metadata]
+    always = [index for index, each in enumerate(_members(kind), 1) if _SENT_IF_SET not in each.metadata]
     return always[-1] if always else 0
 
 
@@ -134,6 +135,14 @@ def _plain(value: Any) -> Any:
     return np.ascontiguousarray(value, _FLOAT if value.dtype.kind == "f" else _INT).tobytes()
 
 
+def _members(kind: Any) -> Sequence[Field[Any]]:
+    """Return the fields of a dataclass in the order in which they are sent."""
+    declared = {each.name: each for each in fields(kind)}
+    order = getattr(kind, "SENT_ORDER", tuple(declared))
+    assert sorted(order) == sorted(declared), f"{kind.__name__}.SENT_ORDER and the fields differ"
+    return [declared[name] for name in order]
+
+
 @cache
 def _packer(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     """Return the function that lists the fields of a dataclass which are sent."""
@@ -142,7 +151,7 @@ def _packer(kind: Any) -> Callable[[Any], tuple[Any, ...]]:
     if hasattr(kind, "pack"):
         pack: Callable[[Any], tuple[Any, ...]] = kind.pack
         return pack
-    members, num_always = fields(kind), num_always_sent(kind)
+    members, num_always = _members(kind), num_always_sent(kind)
     values_of = _attributes(tuple(each.name for each in members))
     if num_always == len(members):
         return values_of
@@ -188,13 +197,14 @@ def _constructor(kind: type, num_values: int, is_exact: bool) -> Callable[..., A
     It is compiled from source, as a dataclass's own methods are: a TokenBatch takes 1.0 us, with a loop over
     converters 2.2 us.
     """
-    members, hints = fields(kind), get_type_hints(kind, include_extras=True)
+    members, hints = _members(kind), get_type_hints(kind, include_extras=True)
     if is_exact and num_values > len(members):
         raise ValueError(f"{kind.__name__} has fields of a later release")
     source = _ConverterSource(is_exact)
+    by_name = any(each.kw_only for each in members)
     arguments = [
-        f"{each.name + '=' if each.kw_only else ''}{source.of(hints[each.name], each.name)}"
-        for each in sorted(members[:num_values], key=lambda each: each.kw_only is True)
+        f"{each.name + '=' if by_name else ''}{source.of(hints[each.name], each.name)}"
+        for each in members[:num_values]
     ]
     names = [each.name for each in members[:num_values]]
     code = f"lambda {', '.join((*names, '*_later'))}: {source.name_of(kind)}({', '.join(arguments)})"

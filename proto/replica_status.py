@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
 from .lora import LoraReference
 
@@ -34,91 +35,156 @@ class RankStatus:
     stage: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaStatus:
-    """A replica's state in numbers; admin.proto documents the fields that are not listed here.
+@dataclass(frozen=True)
+class KvCacheInfo:
+    """KV cache of a replica.
+
+    Attributes:
+        num_cached_blocks: blocks in the prefix cache that no sequence holds.
+        num_used_tokens: tokens in the used blocks.
+        mean_kv_fragmentation: share of allocated KV slots that hold no token, mean over all steps.
+        prefix_query_tokens: prompt tokens that were looked up in the prefix cache.
+        prefix_hit_tokens: prompt tokens that were found there.
+        num_host_blocks: blocks of host memory, in addition to num_blocks; 0 if there is no host tier.
+        num_used_host_blocks: host blocks of preempted sequences.
+        num_cached_host_blocks: host blocks evicted from the device, kept for the prefix cache.
+        num_swapped_blocks: blocks copied between device and host memory so far, in both directions.
+        num_fenced_blocks: freed blocks that a step in flight may still read.
+        fullest_kv_use: share of the blocks that sequences hold, of the fullest partition: with data-parallel
+            attention, the KV blocks of one rank.
+    """
+
+    block_size: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    peak_used_blocks: int = 0
+    num_used_tokens: int = 0
+    mean_kv_fragmentation: float = 0.0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
+    num_swapped_blocks: int = 0
+    num_fenced_blocks: int = 0
+    fullest_kv_use: float = 0.0
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether a partition is fuller than all blocks together; only with data-parallel attention."""
+        return bool(self.num_blocks) and self.fullest_kv_use > self.num_used_blocks / self.num_blocks + 0.005
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the looked-up prompt tokens that were found; 0 if none was looked up."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class QueueInfo:
+    """Sequences of a replica. `num_finished` and `num_preemptions` are totals since its start."""
+
+    num_waiting: int = 0
+    num_running: int = 0
+    num_finished: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaFigures:
+    """Figures of a replica, as it sends them to its gateways and as they report them.
+
+    Attributes:
+        problem: why the replica gets no requests, or why it drains; empty otherwise.
+        num_computed_tokens, busy_s: tokens that its steps computed, and the time in which at least one step was
+            computed.
+        mean_plan_wait_s: mean time that its ranks wait for the next plan after a step; idle time is excluded.
+        queued_tokens: prompt tokens that are not planned yet, of waiting and running sequences.
+        oldest_wait_s: longest time that a sequence has waited for its first row.
+        tokens_per_s: prompt and sampled tokens per busy second, recent seconds weighted most; 0 before the first.
+        num_compilations: kernel variants that rank 0 has compiled since it was ready, each of which delayed a step;
+            0 is expected.
+        activity_s: how long the replica has done what it does.
+        num_recoveries: times that its ranks were rebuilt after a failure.
+        weights_version: name of its weights; empty for those that it started with.
+        sleep_level: of the present sleep; 0 while it is awake.
+    """
+
+    replica_id: str = field(kw_only=False)
+    model: str = field(kw_only=False)
+    problem: str = ""
+    ranks: tuple[RankStatus, ...] = ()
+    num_steps: int = 0
+    uptime_s: float = 0.0
+    mean_plan_wait_s: float = 0.0
+    num_computed_tokens: int = 0
+    busy_s: float = 0.0
+    queued_tokens: int = 0
+    oldest_wait_s: float = 0.0
+    tokens_per_s: float = 0.0
+    num_compilations: int = 0
+    activity_s: float = 0.0
+    num_recoveries: int = 0
+    weights_version: str = ""
+    sleep_level: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
+    """A replica's state in numbers: its figures, its queue and its KV cache, and what only its gateways need.
 
     Attributes:
         draining: the replica takes no new requests.
-        queued_tokens: prompt tokens not planned yet, of waiting and running sequences.
         kv_use: share of the blocks that running sequences hold.
-        oldest_wait_s: longest time that a sequence without a row has waited for its first one.
-        tokens_per_s: tokens computed (prompt and sampled) per busy second, recent seconds weighted most; 0 before
-            the first token.
         cache_version: version of the prefix cache, as in CacheReport.
-        mean_plan_wait_s: mean time that the ranks waited for a plan after finishing a step, idle times left out.
-        num_fenced_blocks: freed blocks that a step in flight may still use.
-        num_computed_tokens: tokens that steps computed since the start.
-        busy_s: time since the start in which at least one step was computed.
-        activity: what the replica does, and `activity_s`: for how long.
-        num_recoveries: times that the worker group was rebuilt after a failure.
         num_plan_waits, plan_wait_s: steps that followed another one without idle time between, and how long rank 0
             waited for their plans.
         max_num_seqs: sequences that may run at once.
-        num_compilations: kernel variants that rank 0 has compiled since it was ready; each delays a step.
         num_drafts, num_draft_tokens: verified drafts, and their tokens: of speculative decoding, and of text that
             grammars force.
         num_accepted_tokens: drafts of which the first, the second, ... token was accepted.
+        activity: what the replica does.
         generates: the model generates text; False if it only pools prompts.
         loras: the replica's registry of adapters.
-        weights_version, weights_path, weights_stamp: of the latest UPDATE_WEIGHTS; empty before the first.
+        weights_path, weights_stamp: of the latest UPDATE_WEIGHTS; empty before the first.
         is_paused: no step is planned until an operator resumes the replica.
-        sleep_level: of the present sleep; 0 while it is awake.
         num_kept_tokens: computed tokens of sequences whose KV survived failures of the ranks.
-        fullest_kv_use: share of its blocks that running sequences hold, of the fullest partition of the KV pool; 0
-            from earlier releases.
     """
 
+    # A later field is added at the end.
+    SENT_ORDER: ClassVar = (
+        "query_id", "replica_id", "model", "problem", "ranks", "block_size", "num_blocks",
+        "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens",
+        "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks",
+        "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_waiting",
+        "num_running", "num_finished", "num_preemptions", "num_steps", "uptime_s", "draining",
+        "queued_tokens", "kv_use", "oldest_wait_s", "tokens_per_s", "cache_version", "mean_plan_wait_s",
+        "num_fenced_blocks", "num_computed_tokens", "busy_s", "num_plan_waits", "plan_wait_s",
+        "max_num_seqs", "num_compilations", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
+        "activity", "activity_s", "num_recoveries", "generates", "loras", "weights_version", "weights_path",
+        "weights_stamp", "is_paused", "sleep_level", "num_kept_tokens", "fullest_kv_use",
+    )  # fmt: skip
+
     query_id: int
-    replica_id: str
-    model: str
-    problem: str
-    ranks: tuple[RankStatus, ...]
-    block_size: int
-    num_blocks: int
-    num_used_blocks: int
-    num_cached_blocks: int
-    peak_used_blocks: int
-    num_used_tokens: int
-    mean_kv_fragmentation: float
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    num_host_blocks: int
-    num_used_host_blocks: int
-    num_cached_host_blocks: int
-    num_swapped_blocks: int
-    num_waiting: int
-    num_running: int
-    num_finished: int
-    num_preemptions: int
-    num_steps: int
-    uptime_s: float
-    draining: bool
-    queued_tokens: int
-    kv_use: float
-    oldest_wait_s: float
-    tokens_per_s: float
-    cache_version: int
-    mean_plan_wait_s: float = 0.0
-    num_fenced_blocks: int = 0
-    num_computed_tokens: int = 0
-    busy_s: float = 0.0
+    draining: bool = False
+    kv_use: float = 0.0
+    cache_version: int = 0
     num_plan_waits: int = 0
     plan_wait_s: float = 0.0
     max_num_seqs: int = 64
-    num_compilations: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: tuple[int, ...] = ()
     activity: Activity = Activity.IDLE
-    activity_s: float = 0.0
-    num_recoveries: int = 0
     generates: bool = True
     loras: tuple[LoraReference, ...] = ()
-    weights_version: str = ""
     weights_path: str = ""
     weights_stamp: str = ""
     is_paused: bool = False
-    sleep_level: int = 0
     num_kept_tokens: int = 0
-    fullest_kv_use: float = 0.0
+
+    @property
+    def fullest_use(self) -> float:
+        """Share of its blocks that sequences hold, of the fullest partition. Earlier releases send 0 for it."""
+        return max(self.kv_use, self.fullest_kv_use)

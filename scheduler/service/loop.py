@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import Activity, ReplicaStatus
@@ -342,61 +343,45 @@ class StepLoop:
 
     def status(self, query_id: int = 0) -> ReplicaStatus:
         """Return the replica's state in numbers."""
-        scheduler, stats, blocks = self._scheduler, self._scheduler.stats, self._scheduler.blocks
-        host, now, control = blocks.host, self._clock(), scheduler.control
-        update = control.update
+        scheduler, now = self._scheduler, self._clock()
+        stats, blocks, control = scheduler.stats, scheduler.blocks, scheduler.control
+        host, update = blocks.host, control.update
         return ReplicaStatus(
+            self._replica_id,
+            self._config.model.name,
             query_id=query_id,
-            replica_id=self._replica_id,
-            model=self._config.model.name,
             problem=self._problem,
             ranks=self._group.statuses(),
-            block_size=blocks.block_size,
-            num_blocks=blocks.num_blocks,
-            num_used_blocks=blocks.num_held_blocks,
-            num_cached_blocks=blocks.num_cached_blocks,
-            peak_used_blocks=stats.peak_held_blocks,
-            num_used_tokens=scheduler.num_used_tokens,
-            mean_kv_fragmentation=stats.mean_kv_fragmentation,
-            prefix_query_tokens=blocks.num_query_tokens,
-            prefix_hit_tokens=blocks.num_hit_tokens,
-            num_host_blocks=host.num_blocks if host else 0,
-            num_used_host_blocks=host.num_held if host else 0,
-            num_cached_host_blocks=host.num_cached if host else 0,
-            num_swapped_blocks=blocks.num_swapped_blocks,
-            num_waiting=scheduler.num_waiting,
-            num_running=scheduler.num_running,
-            num_finished=stats.num_finished,
-            num_preemptions=stats.num_preemptions,
-            num_steps=stats.num_steps,
-            mean_plan_wait_s=stats.mean_plan_wait_s,
             uptime_s=now - self._started_at,
             draining=scheduler.is_draining,
-            queued_tokens=scheduler.num_queued_tokens,
             kv_use=blocks.num_held_blocks / blocks.num_blocks,
-            oldest_wait_s=scheduler.oldest_wait_s(now),
-            tokens_per_s=scheduler.throughput.tokens_per_s,
             cache_version=blocks.journal.version,
-            num_fenced_blocks=blocks.num_fenced_blocks,
-            num_computed_tokens=scheduler.throughput.num_computed_tokens,
-            busy_s=scheduler.throughput.busy_s,
-            num_plan_waits=stats.num_gaps,
-            plan_wait_s=stats.gap_sum_s,
             max_num_seqs=self._config.scheduler.max_num_seqs,
-            num_compilations=stats.num_compilations,
-            num_drafts=stats.num_drafts,
-            num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=tuple(stats.num_accepted),
             activity=self._activity,
             activity_s=now - self._active_since,
             num_recoveries=self._recovery.num_recoveries,
             generates=self._config.model.generates,
             loras=() if scheduler.lora is None else scheduler.lora.registry,
-            weights_version=control.weights_version,
             weights_path="" if update is None else update.path,
             weights_stamp="" if update is None else update.stamp,
-            is_paused=control.is_paused,
-            sleep_level=control.sleep_level,
-            num_kept_tokens=stats.num_kept_tokens,
+            num_used_blocks=blocks.num_held_blocks,
+            num_used_tokens=scheduler.num_used_tokens,
+            prefix_query_tokens=blocks.num_query_tokens,
+            prefix_hit_tokens=blocks.num_hit_tokens,
+            num_host_blocks=host.num_blocks if host else 0,
+            num_used_host_blocks=host.num_held if host else 0,
+            num_cached_host_blocks=host.num_cached if host else 0,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            queued_tokens=scheduler.num_queued_tokens,
+            oldest_wait_s=scheduler.oldest_wait_s(now),
             fullest_kv_use=blocks.max_partition_use,
+            **_same_names(stats, scheduler.throughput, blocks, control),
         )
+
+
+def _same_names(*sources: object) -> dict[str, Any]:
+    """Return the values of the sources' attributes that a ReplicaStatus has too."""
+    names = ReplicaStatus.SENT_ORDER
+    return {name: getattr(source, name) for source in sources for name in names if hasattr(source, name)}

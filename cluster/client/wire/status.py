@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....proto.block_map import MappedSequence
-from ....proto.replica_status import RankStatus
+from ....proto.replica_status import KvCacheInfo, QueueInfo, ReplicaFigures
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,117 +19,31 @@ class ModelInfo:
     vocab_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class KvCacheInfo:
-    """KV cache of a replica.
-
-    Attributes:
-        num_cached_blocks: blocks in the prefix cache that no sequence holds.
-        num_used_tokens: tokens in the used blocks.
-        mean_kv_fragmentation: share of allocated KV slots that hold no token, mean over all steps.
-        prefix_query_tokens: prompt tokens that were looked up in the prefix cache.
-        prefix_hit_tokens: prompt tokens that were found there.
-        num_host_blocks: blocks of host memory, in addition to num_blocks; 0 if there is no host tier.
-        num_used_host_blocks: host blocks of preempted sequences.
-        num_cached_host_blocks: host blocks evicted from the device, kept for the prefix cache.
-        num_swapped_blocks: blocks copied between device and host memory so far, in both directions.
-        num_fenced_blocks: freed blocks that a step in flight may still read.
-        fullest_kv_use: share of the blocks that sequences hold, of the fullest partition: with data-parallel
-            attention, the KV blocks of one rank.
-    """
-
-    block_size: int = 0
-    num_blocks: int = 0
-    num_used_blocks: int = 0
-    num_cached_blocks: int = 0
-    peak_used_blocks: int = 0
-    num_used_tokens: int = 0
-    mean_kv_fragmentation: float = 0.0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    num_host_blocks: int = 0
-    num_used_host_blocks: int = 0
-    num_cached_host_blocks: int = 0
-    num_swapped_blocks: int = 0
-    num_fenced_blocks: int = 0
-    fullest_kv_use: float = 0.0
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether a partition is fuller than all blocks together; only with data-parallel attention."""
-        return bool(self.num_blocks) and self.fullest_kv_use > self.num_used_blocks / self.num_blocks + 0.005
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the looked-up prompt tokens that were found; 0 if none was looked up."""
-        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class QueueInfo:
-    """Sequences of a replica. `num_finished` and `num_preemptions` are totals since its start."""
-
-    num_waiting: int = 0
-    num_running: int = 0
-    num_finished: int = 0
-    num_preemptions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaInfo:
-    """A replica as one gateway sees it. The counters are zero if the replica does not respond.
+@dataclass(frozen=True)
+class ReplicaInfo(ReplicaFigures):
+    """A replica as one gateway sees it, with its figures. The counters are zero if the replica does not respond.
 
     Attributes:
         ready: the gateway sends it requests.
-        problem: why it is not ready, or why it drains; empty otherwise.
         state: ``starting``, ``ready``, ``draining``, ``stopped`` or ``failed``; None outside of a fleet. A
             draining replica is `ready` until another one takes over.
         version: of its deployment; empty outside of a fleet.
         node_ids: nodes of its processes; empty outside of a fleet.
-        mean_plan_wait_s: mean time that its ranks wait for the next plan after a step; idle time is excluded.
         silence_s: time since its latest message to the gateway, which is due every second.
-        num_computed_tokens, busy_s: tokens that its steps computed, and the time in which at least one step was
-            computed.
-        queued_tokens: prompt tokens that are not planned yet.
-        oldest_wait_s: longest time that a sequence has waited for its first row.
-        tokens_per_s: prompt and sampled tokens per busy second, recent seconds weighted most.
-        num_compilations: kernel variants that rank 0 has compiled since it was ready, each of which delayed a step;
-            0 is expected.
         activity: ``idle``, ``busy``, ``prefill`` (a step that takes long, as expected), ``late`` (a step takes much
             longer than expected) or ``recovering`` (its ranks are being rebuilt).
-        activity_s: how long it has done that.
-        num_recoveries: times that its ranks were rebuilt after a failure.
-        weights_version: name of its weights; empty for those that it started with.
         paused: an operator holds its steps.
-        sleep_level: 0 while it is awake.
     """
 
-    replica_id: str
-    model: str
     ready: bool = False
-    problem: str = ""
     state: str | None = None
     version: str = ""
-    ranks: tuple[RankStatus, ...] = ()
     node_ids: tuple[str, ...] = ()
     kv: KvCacheInfo = field(default_factory=KvCacheInfo)
     queue: QueueInfo = field(default_factory=QueueInfo)
-    num_steps: int = 0
-    uptime_s: float = 0.0
-    mean_plan_wait_s: float = 0.0
     silence_s: float = 0.0
-    num_computed_tokens: int = 0
-    busy_s: float = 0.0
-    queued_tokens: int = 0
-    oldest_wait_s: float = 0.0
-    tokens_per_s: float = 0.0
-    num_compilations: int = 0
     activity: str = ""
-    activity_s: float = 0.0
-    num_recoveries: int = 0
-    weights_version: str = ""
     paused: bool = False
-    sleep_level: int = 0
 
 
 @dataclass(frozen=True, slots=True)

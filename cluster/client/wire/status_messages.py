@@ -24,13 +24,12 @@ def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0
         problem: why the gateway sends the replica no requests; empty if it sends some.
         silence_s: time since the replica's latest message.
     """
-    fullest_kv_use = max(status.kv_use, status.fullest_kv_use)
     return to_message(
         admin_pb2.Replica,
         status,
         ready=not problem,
         problem=problem,
-        kv=to_message(admin_pb2.KvUse, status, fullest_kv_use=fullest_kv_use),
+        kv=to_message(admin_pb2.KvUse, status, fullest_kv_use=status.fullest_use),
         queue=to_message(admin_pb2.Queue, status),
         silence_s=silence_s,
         activity_s=status.activity_s + silence_s,

@@ -3,46 +3,14 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
 from ....proto.config import EngineConfig
 from ....proto.replica_status import RankStatus, ReplicaStatus
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.processes import process_usage
 from . import of_replicas, of_requests
-from .definition import Metric
 from .samples import Samples
 from .views import ModelsView
-
-_OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {
-    of_replicas.REQUESTS_RUNNING: lambda status: status.num_running,
-    of_replicas.REQUESTS_WAITING: lambda status: status.num_waiting,
-    of_replicas.KV_USAGE: lambda status: status.kv_use,
-    of_replicas.FULLEST_KV_USAGE: lambda status: max(status.kv_use, status.fullest_kv_use),
-    of_replicas.PREFIX_QUERIES: lambda status: status.prefix_query_tokens,
-    of_replicas.PREFIX_HITS: lambda status: status.prefix_hit_tokens,
-    of_replicas.PREEMPTIONS: lambda status: status.num_preemptions,
-    of_replicas.REPLICA_DRAINING: lambda status: status.draining,
-    of_replicas.REPLICA_UPTIME: lambda status: status.uptime_s,
-    of_replicas.STEPS: lambda status: status.num_steps,
-    of_replicas.STEP_SECONDS: lambda status: status.busy_s,
-    of_replicas.COMPUTED_TOKENS: lambda status: status.num_computed_tokens,
-    of_replicas.COMPILATIONS: lambda status: status.num_compilations,
-    of_replicas.PLAN_WAITS: lambda status: status.num_plan_waits,
-    of_replicas.PLAN_WAIT_SECONDS: lambda status: status.plan_wait_s,
-    of_replicas.KV_TOKENS: lambda status: status.num_used_tokens,
-    of_replicas.KV_FRAGMENTATION: lambda status: status.mean_kv_fragmentation,
-    of_replicas.SWAPPED_BLOCKS: lambda status: status.num_swapped_blocks,
-    of_replicas.KEPT_TOKENS: lambda status: status.num_kept_tokens,
-    of_replicas.QUEUED_TOKENS: lambda status: status.queued_tokens,
-    of_replicas.OLDEST_WAIT: lambda status: status.oldest_wait_s,
-}
-
-_OF_DRAFTS: dict[Metric, Callable[[ReplicaStatus], float]] = {
-    of_replicas.SPEC_DRAFTS: lambda status: status.num_drafts,
-    of_replicas.SPEC_DRAFT_TOKENS: lambda status: status.num_draft_tokens,
-    of_replicas.SPEC_ACCEPTED_TOKENS: lambda status: sum(status.num_accepted_tokens),
-}
 
 
 def collect_replicas(samples: Samples, models: ModelsView) -> None:
@@ -63,7 +31,7 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
     status = client.latest_status
     if status is None:
         return
-    for metric, value_of in _OF_STATUS.items():
+    for metric, value_of in of_replicas.OF_STATUS.items():
         samples.add(metric, labels, value_of(status))
     samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
     if status.num_host_blocks:
@@ -79,7 +47,7 @@ def _collect_drafts(
         samples.add(of_replicas.FORCED_TOKENS, labels, sum(status.num_accepted_tokens))
     if config.speculative is None:
         return
-    for metric, value_of in _OF_DRAFTS.items():
+    for metric, value_of in of_replicas.OF_DRAFTS.items():
         samples.add(metric, labels, value_of(status))
     accepted = {str(place): count for place, count in enumerate(status.num_accepted_tokens)}
     samples.add_counts(of_replicas.SPEC_ACCEPTED_PER_POSITION, labels, accepted)

@@ -19,10 +19,10 @@ class SchedulerStats:
 
     Attributes:
         num_steps: plans made.
-        peak_held_blocks: most blocks held at once.
+        peak_used_blocks: most blocks held at once.
         unused_share_sum: sum over all steps of the share of the allocated KV slots without a planned token.
-        num_gaps: steps that followed another step without idle time between.
-        gap_sum_s: seconds that rank 0 waited for the plans of these steps.
+        num_plan_waits: steps that followed another step without idle time between.
+        plan_wait_s: seconds that rank 0 waited for the plans of these steps.
         num_compilations: kernel variants that rank 0 has compiled since it was ready.
         num_drafts: drafts that were verified, each of one row in one step.
         num_draft_tokens: their tokens.
@@ -34,10 +34,10 @@ class SchedulerStats:
     num_steps: int = 0
     num_finished: int = 0
     num_preemptions: int = 0
-    peak_held_blocks: int = 0
+    peak_used_blocks: int = 0
     unused_share_sum: float = 0.0
-    num_gaps: int = 0
-    gap_sum_s: float = 0.0
+    num_plan_waits: int = 0
+    plan_wait_s: float = 0.0
     num_compilations: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -51,7 +51,7 @@ class SchedulerStats:
     @property
     def mean_plan_wait_s(self) -> float:
         """Return the mean time that the ranks wait for the scheduler between two steps."""
-        return self.gap_sum_s / self.num_gaps if self.num_gaps else 0.0
+        return self.plan_wait_s / self.num_plan_waits if self.num_plan_waits else 0.0
 
     def count_finished(self, num_sequences: int) -> None:
         self.num_finished += num_sequences
@@ -63,8 +63,8 @@ class SchedulerStats:
         self.num_kept_tokens += num_tokens
 
     def count_gap(self, waited_s: float) -> None:
-        self.num_gaps += 1
-        self.gap_sum_s += waited_s
+        self.num_plan_waits += 1
+        self.plan_wait_s += waited_s
 
     def count_drafts(self, num_drafted: IntArray, num_accepted: IntArray) -> None:
         """Count the drafts of a step: tokens of each row, and how many of them were accepted."""
@@ -85,7 +85,7 @@ class SchedulerStats:
             num_tokens: tokens planned into these slots.
         """
         self.num_steps += 1
-        self.peak_held_blocks = max(self.peak_held_blocks, num_held_blocks)
+        self.peak_used_blocks = max(self.peak_used_blocks, num_held_blocks)
         if num_slots:
             self.unused_share_sum += 1.0 - num_tokens / num_slots
 

@@ -26,7 +26,7 @@ def test_parallel_outputs_hold_the_prompt_once() -> None:
     driver = Driver(small_config(num_blocks=64, max_num_batched_tokens=64, prefix_caching=False))
     driver.add(0, random_prompt(33), max_tokens=8, n=4, ignore_eos=True)
     driver.run()
-    assert driver.scheduler.stats.peak_held_blocks <= 9 + 4 * 2
+    assert driver.scheduler.stats.peak_used_blocks <= 9 + 4 * 2
 
 
 def test_outputs_without_a_free_row_wait() -> None:

@@ -96,7 +96,7 @@ def test_mean_plan_wait_excludes_idle_time() -> None:
 
     group.gather = gather_late  # type: ignore[method-assign]
     run_until_idle(loop, mailbox)
-    assert (scheduler.stats.num_gaps, scheduler.stats.gap_sum_s) == (4, 2.0)
+    assert (scheduler.stats.num_plan_waits, scheduler.stats.plan_wait_s) == (4, 2.0)
     mailbox.script = [[(b"a", submit(2, [5, 7], max_tokens=2))]]
     run_until_idle(loop, mailbox)
     assert scheduler.stats.mean_plan_wait_s == (2.0 + 3.0) / 5

@@ -120,7 +120,7 @@ def test_prefix_hits_and_preemptions_equal_transformers(
 
 def _peak(driver: RankedDriver) -> int:
     """Return the most blocks that the sequences have held at once."""
-    return driver.scheduler.stats.peak_held_blocks
+    return driver.scheduler.stats.peak_used_blocks
 
 
 def test_sequence_beyond_original_context_equals_transformers(

@@ -41,14 +41,13 @@ CALL = GenerationCall("text", SamplingParams())
 
 
 def status(**fields: Any) -> ReplicaStatus:
-    numbers: dict[str, Any] = dict.fromkeys(ReplicaStatus.__dataclass_fields__, 0) | {
-        "replica_id": "replica-0", "model": "tiny", "problem": "", "draining": False,
+    numbers: dict[str, Any] = {
         "ranks": (RankStatus(0, os.getpid(), socket.gethostname(), "cpu", "idle"),),
         "num_blocks": 31, "num_used_blocks": 7, "num_cached_blocks": 5, "num_fenced_blocks": 2, "kv_use": 0.25,
         "fullest_kv_use": 0.75, "num_accepted_tokens": (7, 3),
         "num_running": 3, "num_waiting": 4, "num_preemptions": 6, "num_computed_tokens": 900, "block_size": 4,
     }  # fmt: skip
-    return ReplicaStatus(**(numbers | fields))
+    return ReplicaStatus("replica-0", "tiny", query_id=0, **(numbers | fields))
 
 
 class FakePool:
