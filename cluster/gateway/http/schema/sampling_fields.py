@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
-from .....proto.sampling import SamplingParams
+from .....proto.sampling import VALUE_TYPES, SamplingParams
 from ....text.requests.request import Prompt
 from ...generation.generation import GenerationCall
 from ..structured_output import ResponseFormat, requested_form
@@ -26,26 +26,35 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(RequestModel):
-    """Fields that completions and chat completions share; null stands for the default."""
+# Numbers and flags of SamplingParams that have another name, or none, in OpenAI's requests.
+_NAMED_OTHERWISE = {"max_tokens", "logprobs", "best_of", "beam_width", "early_stopping", "detokenize"}
+
+if TYPE_CHECKING:
+    ValueFields = RequestModel
+else:
+    ValueFields = create_model(
+        "ValueFields",
+        __base__=RequestModel,
+        **{
+            name: (kind | None, None)
+            for name, kind in VALUE_TYPES.items()
+            if kind in (int, float, bool) and name not in _NAMED_OTHERWISE
+        },
+    )
+
+
+class SamplingFields(ValueFields):
+    """Fields that completions and chat completions share; null stands for the default.
+
+    Those of one number or flag are declared in SamplingParams; here are those that are read or described.
+    """
 
     model: str | None = Field(None, description="A served model; may be left out if there is only one.")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
     n: int | None = None
     stop: Texts | None = None
     stop_token_ids: Entries[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: Members[int, float] | None = None
     bad_words: Entries[Word] | None = None
     allowed_token_ids: AllowedTokenIds | None = None
@@ -62,9 +71,6 @@ class SamplingFields(RequestModel):
         None, description="Name of a custom logits processor and its arguments."
     )
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool | None = None
-    length_penalty: float | None = None
     use_beam_search: bool = Field(False, description="Beam search with n beams, of which all are returned.")
     user: str | None = Field(None, description="Has no effect; tenants come from tokens.")
     request_id: str = Field("", description="Identifies the request in quire.v1; chosen if missing.")
