@@ -118,11 +118,6 @@ def num_always_sent(kind: Any) -> int:
     return always[-1] if always else 0
 
 
-def field_values(instance: Any) -> tuple[Any, ...]:
-    """Return a dataclass's fields in order, uncopied: `astuple` would copy tens of thousands of token ids."""
-    return tuple(getattr(instance, member.name) for member in fields(instance))
-
-
 def _plain(value: Any) -> Any:
     """Return the msgpack value of an array or a dataclass."""
     kind: Any = type(value)

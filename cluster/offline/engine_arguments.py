@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, TypeVar
 
-from ...proto.codec import field_values
 from ..config.engine_options import EngineOptions
 from ..config.option import (
     check_names,
@@ -32,7 +32,8 @@ class EngineArgs(EngineOptions):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        super().__init__(*field_values(read_engine_options(model, options, os.environ)))
+        read = read_engine_options(model, options, os.environ)
+        super().__init__(**{each.name: getattr(read, each.name) for each in fields(read)})
 
 
 def takes_engine_options(function: F) -> F:
