@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from ..admin.services import GatewayServices
@@ -13,36 +13,31 @@ from .endpoints import (
     anthropic_messages,
     chat_completions,
     completions,
-    docs,
     embeddings,
-    engine,
-    health,
-    lora,
-    metrics,
-    models,
-    page,
+    operation,
+    pages,
     rerank,
     responses,
+    state,
     tokenization,
 )
 from .errors import install_error_handlers
 from .middleware import AuthenticateCalls, LimitBody
 
-FAMILIES = (
-    completions,
-    chat_completions,
-    responses,
-    anthropic_messages,
-    embeddings,
-    rerank,
-    tokenization,
-    models,
-    lora,
-    engine,
-    health,
-    metrics,
-    page,
-    docs,
+ROUTERS: Sequence[Callable[[GatewayServices], APIRouter]] = (
+    completions.router,
+    chat_completions.router,
+    responses.router,
+    anthropic_messages.router,
+    embeddings.router,
+    rerank.router,
+    tokenization.router,
+    state.models_router,
+    operation.lora_router,
+    operation.engine_router,
+    state.health_router,
+    state.metrics_router,
+    pages.router,
 )
 
 
@@ -55,13 +50,13 @@ def create_app(services: GatewayServices, allowed_origins: Sequence[str] = ()) -
     app = FastAPI(
         title="quire",
         version=server_version(),
-        docs_url=None,  # would load Swagger UI from a CDN; see endpoints/docs.py
+        docs_url=None,  # would load Swagger UI from a CDN; see endpoints/pages.py
         redoc_url=None,
         separate_input_output_schemas=False,
     )
     install_error_handlers(app, services.on_refused)
-    for family in FAMILIES:
-        app.include_router(family.router(services))
+    for router in ROUTERS:
+        app.include_router(router(services))
     app.add_middleware(LimitBody, services=services)
     app.add_middleware(AuthenticateCalls, services=services)
     if allowed_origins:  # outside the authentication: a browser asks for permission without a token

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import compile_path
 
 from ....proto.errors import InvalidRequest, QuireError
-from .disconnect import ClientLeft
-from .validation import describe_validation_error
 
 # Endpoints below this path speak Anthropic's protocol.
 ANTHROPIC_PATH = "/v1/messages"
@@ -38,7 +37,71 @@ _ANTHROPIC_TYPES = {
 
 _CLIENT_CLOSED_REQUEST = 499
 
+# Of a value that is not valid.
+MAX_SHOWN_CHARS = 100
+# Further problems that are named beside the first.
+MAX_OTHERS = 3
+
+
 _log = logging.getLogger(__name__)
+
+
+class ClientLeft(Exception):
+    """The client closed its connection before the response was complete; nobody reads an answer."""
+
+
+class OpenAIErrorDetails(BaseModel):
+    """The member `error` of OpenAI's form.
+
+    Attributes:
+        code: quire's reason in lower case.
+        param: field of the request.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorBody(BaseModel):
+    """An error in OpenAI's form."""
+
+    error: OpenAIErrorDetails
+
+
+class AnthropicErrorDetails(BaseModel):
+    """The member `error` of Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(BaseModel):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+# Responses of endpoints that speak OpenAI's or Anthropic's protocol, beside those that succeed.
+OPENAI_ERRORS: Responses = {
+    "4XX": {"model": OpenAIErrorBody, "description": "The call is refused."},
+    "5XX": {"model": OpenAIErrorBody, "description": "The server cannot serve the call now."},
+}
+ANTHROPIC_ERRORS: Responses = {
+    "4XX": {"model": AnthropicErrorBody, "description": "The call is refused."},
+    "5XX": {"model": AnthropicErrorBody, "description": "The server cannot serve the call now."},
+}
+# The response of an endpoint that streams if it is asked to.
+WHOLE_OR_STREAM: Responses = {
+    200: {
+        "description": "The whole response, or a stream of events.",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
+}
 
 
 def openai_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:
@@ -170,3 +233,69 @@ def _response(status: int, body: bytes, headers: Mapping[str, str] | None = None
 
 def _json(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
+
+
+def describe_validation_error(error: RequestValidationError) -> InvalidRequest:
+    """Return the first problem, followed by short forms of the next ones."""
+    problems = [_describe(each) for each in error.errors()[: 1 + MAX_OTHERS]]
+    (field, problem), *others = problems
+    more = "".join(f"; {name}: {text}" for name, text in others if name != field)
+    return InvalidRequest(field, problem + more)
+
+
+def _describe(error: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the field and its problem."""
+    kind, message = error["type"], str(error["msg"])
+    message = message.removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return "body", f"is not valid JSON: {error.get('ctx', {}).get('error', message)}"
+    field = _field(error["loc"])
+    if kind == "missing":
+        return field, "is missing" if field != "body" else "is missing, must be a JSON object"
+    if kind == "value_error":
+        return field, message
+    return field, f"is {_shown(error.get('input'))}: {message[:1].lower()}{message[1:]}"
+
+
+def _shown(value: Any) -> str:
+    """Return the beginning of the value's repr, whose whole may be of any length."""
+    shown = ""
+    for piece in _pieces(value):
+        shown += piece
+        if len(shown) > MAX_SHOWN_CHARS:
+            return shown[:MAX_SHOWN_CHARS] + "..."
+    return shown
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """Yield the repr of a JSON value, without the ends of long texts."""
+    if isinstance(value, list):
+        yield "["
+        for index, each in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(each)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (name, each) in enumerate(value.items()):
+            yield f"{', ' if index else ''}{name[: MAX_SHOWN_CHARS + 1]!r}: "
+            yield from _pieces(each)
+        yield "}"
+    else:
+        yield repr(value[: MAX_SHOWN_CHARS + 1] if isinstance(value, str | bytes) else value)
+
+
+def _field(location: Sequence[str | int]) -> str:
+    """Return ``messages[0].content`` for ("body", "messages", 0, "content"), without the branches of unions."""
+    parts = (
+        list(location[1:])
+        if location and location[0] in ("body", "query", "path", "header")
+        else list(location)
+    )
+    field = ""
+    for part in parts:
+        if isinstance(part, int):
+            field += f"[{part}]"
+        elif len(part) <= MAX_SHOWN_CHARS and part.isidentifier() and not part[:1].isupper():
+            field += f".{part}" if field else part
+    return field or "body"

@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ....proto.errors import ProtocolError, QuireError
-from .disconnect import ClientLeft, unless_client_leaves
-from .errors import UNEXPECTED
+from .calls import unless_client_leaves
+from .errors import UNEXPECTED, ClientLeft
 
 # Proxies close streams that are silent, most after 60 s. A comment is no event: clients skip it.
 KEEP_ALIVE_S = 15.0

@@ -12,8 +12,7 @@ from ....proto.errors import InvalidRequest, QuireError
 from ...client.wire.tokens import BEARER, Role
 from ...text.requests.json_size import JsonSize
 from ..admin.services import GatewayServices
-from .endpoints.docs import DOCS_FILES
-from .endpoints.page import EVENTS_PATH, PAGE_FILES
+from .endpoints.pages import DOCS_FILES, EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response
 
 # Far more than the longest conversation that a server takes, MAX_CHAT_CHARS.

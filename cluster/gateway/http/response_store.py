@@ -1,16 +1,21 @@
-"""ResponseStore: the responses that a gateway keeps, so that clients continue, fetch and stream them later."""
+"""ResponseStore: the responses that a gateway makes in the background and keeps, so that clients fetch them later."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ....proto.errors import InvalidRequest, RequestNotFound
+from ....proto.errors import InvalidRequest, ProtocolError, QuireError, RequestNotFound
+from ...os_utils.change_notifier import ChangeNotifier
+from ..generation.generation import Generation
 from ..generation.retention import RequestKey, RetainedRequests, RetentionLimits
-from .background_response import BackgroundResponse
-from .event_log import EventLog
+from .errors import UNEXPECTED
 from .json_text import json_text
-from .response_stream import assistant_message
+from .response_stream import ResponseBuilder, assistant_message
 from .schema.response_request import Message
 
 # Kept in memory, by the gateway that made them.
@@ -18,7 +23,115 @@ RETENTION = RetentionLimits(
     retention_s=3600.0, max_requests=1024, max_bytes=32 << 20, max_total_bytes=128 << 20
 )
 
+# Events that a response keeps; a delta of one token has some 200 bytes.
+MAX_EVENT_BYTES = 8 << 20
+
 _BROKEN_OFF = "failed", "cancelled"
+
+_log = logging.getLogger(__name__)
+
+
+class EventLog:
+    """Events by their sequence numbers, from 0 on. For one event loop.
+
+    Attributes:
+        num_bytes: of the events that are kept.
+    """
+
+    def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._events: list[bytes] = []
+        self._is_dropped = self._has_ended = False
+        self._changes = ChangeNotifier()
+
+    def add(self, chunk: str) -> None:
+        """Add whole events. If they are too many, all are dropped."""
+        events = [f"{event}\n\n".encode() for event in chunk.split("\n\n") if event]
+        self.num_bytes += sum(map(len, events))
+        self._events += events
+        if self._is_dropped or self.num_bytes > self._max_bytes:
+            self._is_dropped = True
+            self._events.clear()
+            self.num_bytes = 0
+        self._changes.notify()
+
+    def end(self) -> None:
+        """Let readers end after the last event."""
+        self._has_ended = True
+        self._changes.notify()
+
+    async def read(self, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """Yield the events after this sequence number, those of a running response as they are made.
+
+        Raises:
+            RequestNotFound: the events were too many to be kept.
+        """
+        position = after + 1
+        while True:
+            if self._is_dropped:
+                raise RequestNotFound(
+                    f"the response has more than {self._max_bytes} bytes of events; fetch it whole"
+                )
+            if events := self._events[position:]:
+                position += len(events)
+                yield b"".join(events)
+            elif self._has_ended:
+                return
+            else:
+                await self._changes.wait()
+
+
+class BackgroundResponse:
+    """One response and the task that makes it. For one event loop.
+
+    Args:
+        builder: of the response, without events.
+        cleanup: left when the response has ended.
+        on_end: called then.
+
+    Attributes:
+        events: of its stream.
+    """
+
+    def __init__(
+        self,
+        builder: ResponseBuilder,
+        generation: Generation,
+        cleanup: AsyncExitStack,
+        on_end: Callable[[BackgroundResponse], None],
+    ) -> None:
+        self.events = EventLog()
+        self._builder = builder
+        self._on_end = on_end
+        self.events.add(builder.queued())
+        self._task = asyncio.create_task(self._run(generation, cleanup))
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response as far as it is made."""
+        return self._builder.response
+
+    async def cancel(self) -> None:
+        """End the response and its request; returns when it has ended."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self, generation: Generation, cleanup: AsyncExitStack) -> None:
+        try:
+            async with cleanup:
+                async for event in generation.events:
+                    self.events.add(self._builder.event(event))
+        except asyncio.CancelledError:
+            self._builder.cancel()
+        except QuireError as error:
+            self.events.add(self._builder.failed(error))
+        except Exception:
+            _log.exception("a response failed unexpectedly")
+            self.events.add(self._builder.failed(ProtocolError(UNEXPECTED)))
+        finally:
+            self.events.end()
+            self._on_end(self)
 
 
 @dataclass(frozen=True, slots=True)

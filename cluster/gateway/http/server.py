@@ -16,8 +16,7 @@ from ..access.listen_address import ListenAddress
 from ..admin.services import GatewayServices
 from ..grpc.server import END_TIMEOUT_S
 from .app import create_app
-from .connection import ConnectionLimits, HttpConnection
-from .paced_work import PacedWork
+from .connection import ConnectionLimits, HttpConnection, PacedWork
 
 # Connections that the kernel holds until they are accepted.
 BACKLOG = 2048

@@ -10,14 +10,12 @@ from fastapi import APIRouter, Request, Response
 from ...admin.services import GatewayServices
 from ...generation.generation import GenerationCall
 from ..anthropic_stream import AnthropicStream, error_event, message_json
-from ..call_context import preparing, renamed_fields, with_context
-from ..disconnect import unless_client_leaves
+from ..calls import collect_all, preparing, renamed_fields, unless_client_leaves, with_context
+from ..errors import ANTHROPIC_ERRORS, WHOLE_OR_STREAM
 from ..event_stream import EventStream
-from ..generations import collect_all
 from ..large_request import BodyRoute
 from ..response_head import ResponseHead
 from ..schema.anthropic_message import CountTokensRequest, MessagesRequest
-from ..schema.error_body import ANTHROPIC_ERRORS, WHOLE_OR_STREAM
 
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {

@@ -12,18 +12,15 @@ from ....text.chat_format.deltas import AssistantMessage
 from ....text.requests.outputs import CompletionOutput, RequestOutput
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
-from ..call_context import preparing, renamed_fields, with_context
+from ..calls import collect_all, preparing, renamed_fields, unless_client_leaves, with_context
 from ..chat_stream import ChatStream
 from ..choice_logprobs import chat_logprobs, num_logprobs, prompt_logprobs_json
-from ..disconnect import unless_client_leaves
-from ..errors import openai_error_event
+from ..errors import OPENAI_ERRORS, WHOLE_OR_STREAM, openai_error_event
 from ..event_stream import EventStream
-from ..generations import collect_all
 from ..large_request import BodyRoute
 from ..large_response import response_of
 from ..response_head import ResponseHead
 from ..schema.chat_completion import ChatCompletionRequest
-from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..stream_position import StreamPosition, chunks_of
 from ..usage_json import ending_json, timings_json, usage_json
 

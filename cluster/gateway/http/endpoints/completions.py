@@ -12,18 +12,23 @@ from .....proto.errors import InvalidRequest
 from ....text.requests.outputs import CompletionOutput, RequestOutput
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
-from ..call_context import preparing, renamed_fields, with_context
+from ..calls import (
+    collect_all,
+    numbered_events,
+    preparing,
+    renamed_fields,
+    run_all,
+    unless_client_leaves,
+    with_context,
+)
 from ..choice_logprobs import CompletionLogprobs, join_logprobs, num_logprobs, prompt_logprobs_json
 from ..completion_stream import CompletionStream, echoed_text
-from ..disconnect import unless_client_leaves
-from ..errors import openai_error_event
+from ..errors import OPENAI_ERRORS, WHOLE_OR_STREAM, openai_error_event
 from ..event_stream import EventStream
-from ..generations import collect_all, numbered_events, run_all
 from ..large_request import BodyRoute
 from ..large_response import in_thread, response_of
 from ..response_head import ResponseHead
 from ..schema.completion import CompletionRequest
-from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..stream_position import StreamPosition, chunks_of
 from ..usage_json import ending_json, timings_json, total_usage, usage_json
 

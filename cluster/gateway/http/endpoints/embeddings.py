@@ -13,12 +13,11 @@ from .....proto.codec import FloatArray
 from .....proto.errors import InvalidRequest
 from ...admin.services import GatewayServices
 from ...generation.pooled_calls import PooledAnswer, pool_all
-from ..call_context import preparing, renamed_fields, with_context
-from ..disconnect import unless_client_leaves
+from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
+from ..errors import OPENAI_ERRORS
 from ..large_request import BodyRoute
 from ..large_response import response_of
 from ..response_head import ResponseHead
-from ..schema.error_body import OPENAI_ERRORS
 from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PromptsBody
 from ..usage_json import total_usage, usage_json
 

@@ -9,11 +9,10 @@ from fastapi import APIRouter, Request, Response
 
 from ...admin.services import GatewayServices
 from ...generation.pooled_calls import PairScore, score_pairs
-from ..call_context import preparing, renamed_fields, with_context
-from ..disconnect import unless_client_leaves
+from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
+from ..errors import OPENAI_ERRORS
 from ..large_request import BodyRoute
 from ..response_head import ResponseHead
-from ..schema.error_body import OPENAI_ERRORS
 from ..schema.pooling import PoolingFields, RerankRequest, ScoreRequest
 from ..usage_json import total_usage, usage_json
 

@@ -13,16 +13,13 @@ from .....proto.errors import InvalidRequest, Overloaded, QuireError, RequestNot
 from ...admin.services import GatewayServices
 from ...generation.generation import GenerationCall
 from ...generation.retention import RequestKey
-from ..background_response import BackgroundResponse
-from ..call_context import preparing, renamed_fields, with_context
-from ..disconnect import unless_client_leaves
-from ..errors import openai_error_event
+from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
+from ..errors import OPENAI_ERRORS, WHOLE_OR_STREAM, openai_error_event
 from ..event_stream import EventStream
 from ..large_request import BodyRoute
 from ..response_head import ResponseHead
-from ..response_store import ResponseStore
+from ..response_store import BackgroundResponse, ResponseStore
 from ..response_stream import ResponseBuilder
-from ..schema.error_body import OPENAI_ERRORS, WHOLE_OR_STREAM
 from ..schema.response_request import Message, ResponseRequest
 
 # Responses in the background hold no connection, so that nothing else limits them.

@@ -6,21 +6,46 @@ import asyncio
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
+from pydantic import Field
 
 from .....proto.errors import InvalidRequest
 from ....text.requests.chat import Chat
 from ....text.requests.request import Prompt
 from ...admin.services import GatewayServices
-from ..call_context import preparing
+from ..calls import preparing
+from ..errors import OPENAI_ERRORS
 from ..large_request import BodyRoute
 from ..large_response import MAX_VALUES_IN_LOOP, encode, in_thread
-from ..schema.error_body import OPENAI_ERRORS
-from ..schema.tokenize import DetokenizeRequest, TokenizeRequest
+from ..schema.bounded import JsonObject, JsonObjects, TokenIds
+from ..schema.request_model import RequestModel
 
 _FIELDS = {
     "chat": "messages",
     "chat.template_options": "chat_template_kwargs",
 }
+
+
+class TokenizeRequest(RequestModel):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: JsonObjects | None = None
+    tools: JsonObjects | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: JsonObject | None = None
+    add_special_tokens: bool = Field(True, description="For a text; a chat template adds its own.")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(RequestModel):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: TokenIds
+    skip_special_tokens: bool = False
 
 
 def router(services: GatewayServices) -> APIRouter:

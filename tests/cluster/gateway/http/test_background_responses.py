@@ -16,7 +16,7 @@ from chat_model import PARSERS, chat_model, write_output
 from local_server import ThreadedServer, local_server
 
 from quire.cluster.gateway.http.endpoints import responses
-from quire.cluster.gateway.http.event_log import EventLog
+from quire.cluster.gateway.http.response_store import EventLog
 from quire.proto.errors import RequestNotFound
 
 DEADLINE_S = 60.0

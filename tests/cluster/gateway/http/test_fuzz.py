@@ -15,15 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from local_server import ThreadedServer, threaded_server
 
-from quire.cluster.gateway.http.endpoints.engine import UpdateWeights
-from quire.cluster.gateway.http.endpoints.lora import LoadLoraAdapter, UnloadLoraAdapter
+from quire.cluster.gateway.http.endpoints.operation import LoadLoraAdapter, UnloadLoraAdapter, UpdateWeights
+from quire.cluster.gateway.http.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
 from quire.cluster.gateway.http.schema.anthropic_message import CountTokensRequest, MessagesRequest
 from quire.cluster.gateway.http.schema.chat_completion import ChatCompletionRequest
 from quire.cluster.gateway.http.schema.completion import CompletionRequest
 from quire.cluster.gateway.http.schema.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from quire.cluster.gateway.http.schema.request_model import RequestModel
 from quire.cluster.gateway.http.schema.response_request import ResponseRequest
-from quire.cluster.gateway.http.schema.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.proto.structured_outputs import KINDS, RepetitionDetectionParams
 
 USER = {"role": "user", "content": "When?"}

@@ -12,7 +12,7 @@ import pytest
 from chat_model import write_output
 from local_server import ThreadedServer
 
-from quire.cluster.gateway.http import generations
+from quire.cluster.gateway.http import calls
 
 MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
 TOOL: Any = {
@@ -110,7 +110,7 @@ def test_prompt_logprobs_of_all_prompts_are_limited(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each choice repeats those of its prompt."""
-    monkeypatch.setattr(generations, "MAX_PROMPT_LOGPROBS", 40)
+    monkeypatch.setattr(calls, "MAX_PROMPT_LOGPROBS", 40)
     scored: Any = {"model": "tiny", "max_tokens": 1, "extra_body": {"prompt_logprobs": 1}}
     client.completions.create(prompt=[[5] * 10, [6] * 10], **scored)
     for more in ({"prompt": [[5] * 10, [6] * 11]}, {"prompt": [[5] * 10], "n": 3}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from quire.cluster.gateway.http.paced_work import MAX_PER_TURN, PacedWork
+from quire.cluster.gateway.http.connection import MAX_PER_TURN, PacedWork
 
 
 def test_work_runs_in_order_and_a_few_parts_in_each_turn() -> None:

@@ -17,7 +17,7 @@ from quire.cluster.client.wire.tokens import Role, Token, TokenSet
 from quire.cluster.gateway.access.security import Security
 from quire.cluster.gateway.admin.status import block_map
 from quire.cluster.gateway.http import page_feed
-from quire.cluster.gateway.http.endpoints.page import PAGE_FILES
+from quire.cluster.gateway.http.endpoints.pages import PAGE_FILES
 from quire.cluster.gateway.http.page_feed import PageFeed
 from quire.cluster.os_utils.watched_file import constant
 from quire.proto.errors import Overloaded

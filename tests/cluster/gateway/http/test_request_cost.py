@@ -15,10 +15,10 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
 from quire.cluster.gateway.http import app  # noqa: F401  (the endpoints define some of the bodies)
+from quire.cluster.gateway.http.errors import describe_validation_error
 from quire.cluster.gateway.http.schema.bounded import MAX_ENTRIES
 from quire.cluster.gateway.http.schema.completion import CompletionRequest
 from quire.cluster.gateway.http.schema.request_model import RequestModel
-from quire.cluster.gateway.http.validation import describe_validation_error
 from quire.cluster.text.requests.json_size import MAX_ITEMS, MAX_PARTS
 from quire.proto.errors import InvalidRequest
 

@@ -1,19 +1,111 @@
-"""Running several prompts of one call together."""
+"""Calls of the endpoints: tenant, trace and deadline of each, and how it runs until it ends or its client leaves."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 
-from ....proto.errors import InvalidRequest
+from fastapi import Request
+from starlette.types import Receive
+
+from ....proto.errors import InvalidRequest, QuireError
 from ...text.requests.outputs import RequestOutput, StreamEvent, collect_output
+from ..admin.services import GatewayServices
 from ..generation.generation import Generation, GenerationCall, GenerationService
+from .errors import ClientLeft
 
+_TRACE_HEADERS = ("traceparent", "tracestate")
+# Seconds that the caller waits for the whole output. gRPC has deadlines of its own.
+TIMEOUT_HEADER = "x-request-timeout"
 # Events of all prompts that wait for the client; more wait in their own queues, merged.
 _MAX_WAITING = 16
 # Log-probabilities of prompts in one response. Each is 70 bytes of JSON.
 MAX_PROMPT_LOGPROBS = 1 << 20
+
+
+def with_context(call: GenerationCall, request: Request, services: GatewayServices) -> GenerationCall:
+    """Return the call with its tenant, its trace and its deadline.
+
+    Raises:
+        InvalidRequest: the header X-Request-Timeout is not a positive number.
+    """
+    headers = request.headers
+    return replace(
+        call,
+        tenant=services.authenticator.tenant(request.state.caller, ""),
+        timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
+        trace_headers={name: headers[name] for name in _TRACE_HEADERS if name in headers},
+    )
+
+
+def _timeout_s(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest("X-Request-Timeout", f"is {text!r}, must be a positive number of seconds")
+    return seconds
+
+
+@contextmanager
+def preparing(services: GatewayServices, names: Mapping[str, str]) -> Iterator[None]:
+    """Count errors from the block as refused calls, and rename their fields as `renamed_fields` does.
+
+    For what an endpoint does before `GenerationService.run`, which counts its own refusals.
+    """
+    try:
+        with renamed_fields(names):
+            yield
+    except QuireError as error:
+        services.on_refused(error)
+        raise
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Give errors from the block the field names of the endpoint: field of quire.v1 |-> field of the endpoint."""
+    try:
+        yield
+    except InvalidRequest as error:
+        field, dot, rest = error.field.partition("[")
+        if field not in names:
+            raise
+        raise InvalidRequest(names[field] + dot + rest, error.problem) from error
+
+
+@asynccontextmanager
+async def unless_client_leaves(receive: Receive) -> AsyncIterator[None]:
+    """Cancel what runs in the block when the client leaves. The request's body must have been read.
+
+    Raises:
+        ClientLeft: the client has left.
+    """
+    work = asyncio.current_task()
+    assert work is not None
+    has_left = False
+
+    async def watch() -> None:
+        nonlocal has_left
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_left = True
+        work.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if has_left and work.uncancel() == 0:
+            raise ClientLeft from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
-"""/sleep, /wake_up, /pause, /resume and /update_weights: for trainers, with the routes of vLLM's development mode.
+"""Endpoints that change a running server, with the routes of vLLM: LoRA adapters, and the engine for trainers.
 
-The endpoints exist only if an operator allows it: their callers stop the engine, and name files that the ranks read.
+They exist only if an operator allows it: their callers stop the engine, and name files that the ranks read.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query
+from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from .....proto.engine_command import Action, EngineCommand, PauseMode
@@ -21,9 +22,9 @@ from ...admin.engine_control import (
     wake_up_command,
 )
 from ...admin.services import GatewayServices
-from ..call_context import preparing
+from ..calls import preparing
+from ..errors import OPENAI_ERRORS
 from ..large_request import BodyRoute
-from ..schema.error_body import OPENAI_ERRORS
 from ..schema.request_model import RequestModel
 
 
@@ -43,7 +44,50 @@ class UpdateWeights(RequestModel):
     model: str = ""
 
 
-def router(services: GatewayServices) -> APIRouter:
+class LoadLoraAdapter(RequestModel):
+    """An adapter to load.
+
+    Attributes:
+        load_inplace: replace an adapter of the same name.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = Field(False, description="Replace an adapter of the same name.")
+
+
+class UnloadLoraAdapter(RequestModel):
+    """An adapter to unload.
+
+    Attributes:
+        lora_int_id: not used.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = Field(None, description="Not used.")
+
+
+def lora_router(services: GatewayServices) -> APIRouter:
+    router = APIRouter(tags=["adapters"], responses=OPENAI_ERRORS, route_class=BodyRoute)
+    if not services.allows_lora_updates:
+        return router
+
+    @router.post("/v1/load_lora_adapter", summary="Load a LoRA adapter")
+    async def load(body: LoadLoraAdapter) -> PlainTextResponse:
+        with preparing(services, {}):
+            await services.models.load_lora("", body.lora_name, body.lora_path, replace=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter")
+    async def unload(body: UnloadLoraAdapter) -> PlainTextResponse:
+        with preparing(services, {}):
+            services.models.unload_lora(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    return router
+
+
+def engine_router(services: GatewayServices) -> APIRouter:
     router = APIRouter(tags=["engine"], responses=OPENAI_ERRORS, route_class=BodyRoute)
     if not services.allows_engine_control:
         return router
