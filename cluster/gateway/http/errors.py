@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import compile_path
 
 from ....proto.errors import InvalidRequest, QuireError
+from .json_bodies import json_bytes
 
 # Endpoints below this path speak Anthropic's protocol.
 ANTHROPIC_PATH = "/v1/messages"
@@ -41,7 +41,6 @@ _CLIENT_CLOSED_REQUEST = 499
 MAX_SHOWN_CHARS = 100
 # Further problems that are named beside the first.
 MAX_OTHERS = 3
-
 
 _log = logging.getLogger(__name__)
 
@@ -107,13 +106,13 @@ WHOLE_OR_STREAM: Responses = {
 def openai_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> bytes:
     """Return an error in OpenAI's form."""
     kind = _OPENAI_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return json_bytes({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def anthropic_body(status: int, message: str) -> bytes:
     """Return an error in Anthropic's form."""
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return _json({"type": "error", "error": {"type": kind, "message": message}})
+    return json_bytes({"type": "error", "error": {"type": kind, "message": message}})
 
 
 def openai_error(error: QuireError) -> bytes:
@@ -229,10 +228,6 @@ def _body(path: str, status: int, message: str) -> bytes:
 
 def _response(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
     return Response(body, status, headers, media_type="application/json")
-
-
-def _json(content: Any) -> bytes:
-    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def describe_validation_error(error: RequestValidationError) -> InvalidRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -16,6 +15,7 @@ from ...client.wire.status import FleetInfo
 from ..admin.services import GatewayServices
 from ..admin.status import block_map, latest_status
 from ..grpc.version import server_version
+from .json_bodies import json_bytes
 
 FRAME_S = 1.0
 # Of a replica that hangs; the other figures of the frame wait as long.
@@ -68,8 +68,8 @@ class PageFeed:
             frame = self._frames.get(replica_id)
             if frame is None or time.monotonic() - frame.made_at >= FRAME_S / 2:
                 self._forget_old_frames()
-                content = json.dumps(await self._content(replica_id), separators=(",", ":"))
-                frame = _Frame(time.monotonic(), f"data: {content}\n\n".encode())
+                content = json_bytes(await self._content(replica_id))
+                frame = _Frame(time.monotonic(), b"data: %b\n\n" % content)
                 self._frames[replica_id] = frame
             return frame.event
 

@@ -14,7 +14,7 @@ from ...os_utils.change_notifier import ChangeNotifier
 from ..generation.generation import Generation
 from ..generation.retention import RequestKey, RetainedRequests, RetentionLimits
 from .errors import UNEXPECTED
-from .json_text import json_text
+from .json_bodies import json_bytes
 from .response_stream import ResponseBuilder, assistant_message
 from .schema.response_request import Message
 
@@ -45,9 +45,9 @@ class EventLog:
         self._is_dropped = self._has_ended = False
         self._changes = ChangeNotifier()
 
-    def add(self, chunk: str) -> None:
+    def add(self, chunk: bytes) -> None:
         """Add whole events. If they are too many, all are dropped."""
-        events = [f"{event}\n\n".encode() for event in chunk.split("\n\n") if event]
+        events = [b"%b\n\n" % event for event in chunk.split(b"\n\n") if event]
         self.num_bytes += sum(map(len, events))
         self._events += events
         if self._is_dropped or self.num_bytes > self._max_bytes:
@@ -177,7 +177,7 @@ class ResponseStore:
             messages: the conversation without the response.
         """
         stored = StoredResponse(response, [*messages, assistant_message(response)], events)
-        num_bytes = len(json_text(response)) + len(json_text(stored.messages))
+        num_bytes = len(json_bytes(response)) + len(json_bytes(stored.messages))
         self._stored.put(key, stored, num_bytes + (0 if events is None else events.num_bytes))
 
     def response(self, key: RequestKey) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from typing import Any
 from ....proto.errors import QuireError
 from ...text.chat_format.deltas import ChatDelta, ContentDelta, ReasoningDelta, ToolCallStart
 from ...text.requests.outputs import CompletionDelta, CompletionFinished, StreamEvent, Usage
+from .completion_objects import version_json
 from .errors import openai_error
-from .json_text import json_text
-from .response_head import ResponseHead
+from .json_bodies import ResponseHead, json_bytes
 from .schema.response_request import ResponseRequest
-from .usage_json import version_json
 
 Item = dict[str, Any]
 
@@ -30,22 +29,22 @@ class ResponseBuilder:
         self._num_events = 0
         self._is_running = False
 
-    def queued(self) -> str:
+    def queued(self) -> bytes:
         """Return the first events of a response that has begun before its first token."""
         self.response["status"] = "queued"
         return self._event("response.created", response=self.response) + self._event(
             "response.queued", response=self.response
         )
 
-    def event(self, event: StreamEvent) -> str:
+    def event(self, event: StreamEvent) -> bytes:
         """Add an event of the completion; return its events of the stream."""
         if isinstance(event, CompletionDelta):
-            return self._begin() + "".join([self._delta(part) for part in event.chat or ()])
+            return self._begin() + b"".join([self._delta(part) for part in event.chat or ()])
         if isinstance(event, CompletionFinished):
             return self._begin() + self._finish(event)
-        return ""
+        return b""
 
-    def failed(self, error: QuireError) -> str:
+    def failed(self, error: QuireError) -> bytes:
         """Return the last event of a stream that has begun.
 
         It is OpenAI's event `error` for readers of events; the member `error` is what OpenAI's packages raise.
@@ -66,16 +65,16 @@ class ResponseBuilder:
         """The stream has an event."""
         return bool(self._num_events)
 
-    def _begin(self) -> str:
+    def _begin(self) -> bytes:
         """Return the first events of a stream, once, with the first token: before it the request may be refused."""
         if self._is_running:
-            return ""
+            return b""
         self._is_running = True
         self.response["status"] = "in_progress"
-        created = "" if self._num_events else self._event("response.created", response=self.response)
+        created = b"" if self._num_events else self._event("response.created", response=self.response)
         return created + self._event("response.in_progress", response=self.response)
 
-    def _delta(self, delta: ChatDelta) -> str:
+    def _delta(self, delta: ChatDelta) -> bytes:
         if isinstance(delta, ToolCallStart):
             call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
             return self._start_item("function_call", "fc", **call)
@@ -87,8 +86,8 @@ class ResponseBuilder:
         self._item["arguments"] += delta.text
         return self._event("response.function_call_arguments.delta", **self._place, delta=delta.text)
 
-    def _text_delta(self, kind: str, part_kind: str, text: str) -> str:
-        started = ""
+    def _text_delta(self, kind: str, part_kind: str, text: str) -> bytes:
+        started = b""
         if self._item is None or self._item["type"] != kind:
             started = self._start_text(kind, part_kind)
         assert self._item is not None
@@ -98,7 +97,7 @@ class ResponseBuilder:
             f"response.{part_kind}.delta", **self._place, content_index=0, delta=text, **extra
         )
 
-    def _start_text(self, kind: str, part_kind: str) -> str:
+    def _start_text(self, kind: str, part_kind: str) -> bytes:
         part: Item = {"type": part_kind, "text": ""}
         if kind == "message":
             part |= {"annotations": [], "logprobs": []}
@@ -111,7 +110,7 @@ class ResponseBuilder:
             "response.content_part.added", **self._place, content_index=0, part=dict(part)
         )
 
-    def _start_item(self, kind: str, prefix: str, **members: Any) -> str:
+    def _start_item(self, kind: str, prefix: str, **members: Any) -> bytes:
         ended = self._end_item("completed")
         output: list[Item] = self.response["output"]
         item_id = f"{prefix}_{self.response['id'].removeprefix('resp_')}_{len(output)}"
@@ -121,16 +120,16 @@ class ResponseBuilder:
             "response.output_item.added", output_index=len(output) - 1, item=self._item
         )
 
-    def _end_item(self, status: str) -> str:
+    def _end_item(self, status: str) -> bytes:
         item = self._item
         if item is None:
-            return ""
+            return b""
         item["status"] = status
         place, self._item = self._place, None
         done = self._end_parts(item, place)
         return done + self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
-    def _end_parts(self, item: Item, place: Item) -> str:
+    def _end_parts(self, item: Item, place: Item) -> bytes:
         if item["type"] == "function_call":
             arguments = item["arguments"]
             return self._event(
@@ -147,7 +146,7 @@ class ResponseBuilder:
         if self._item is not None:
             self._item["status"] = "incomplete"
 
-    def _finish(self, event: CompletionFinished) -> str:
+    def _finish(self, event: CompletionFinished) -> bytes:
         is_cut = event.finish_reason == "length"
         status = "incomplete" if is_cut else "completed"
         ended = self._end_item(status)
@@ -164,10 +163,10 @@ class ResponseBuilder:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
 
-    def _event(self, kind: str, **members: Any) -> str:
-        data = json_text({"type": kind, "sequence_number": self._num_events, **members})
+    def _event(self, kind: str, **members: Any) -> bytes:
+        data = json_bytes({"type": kind, "sequence_number": self._num_events, **members})
         self._num_events += 1
-        return f"event: {kind}\ndata: {data}\n\n"
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
 
 def assistant_message(response: Item) -> Item:

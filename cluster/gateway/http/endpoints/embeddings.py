@@ -14,12 +14,10 @@ from .....proto.errors import InvalidRequest
 from ...admin.services import GatewayServices
 from ...generation.pooled_calls import PooledAnswer, pool_all
 from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
+from ..completion_objects import total_usage, usage_json
 from ..errors import OPENAI_ERRORS
-from ..large_request import BodyRoute
-from ..large_response import response_of
-from ..response_head import ResponseHead
+from ..json_bodies import BodyRoute, ResponseHead
 from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PromptsBody
-from ..usage_json import total_usage, usage_json
 
 # field of quire.v1 |-> field of this endpoint
 FIELDS = {
@@ -118,4 +116,4 @@ async def _list_response(
         }
 
     num_values = sum(answer.result.values.size + 1 for answer in answers)
-    return await response_of(head, body, num_values=num_values)
+    return await head.response_of(body, num_values=num_values)

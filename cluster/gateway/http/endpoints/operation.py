@@ -24,7 +24,7 @@ from ...admin.engine_control import (
 from ...admin.services import GatewayServices
 from ..calls import preparing
 from ..errors import OPENAI_ERRORS
-from ..large_request import BodyRoute
+from ..json_bodies import BodyRoute
 from ..schema.request_model import RequestModel
 
 

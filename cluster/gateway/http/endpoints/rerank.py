@@ -10,11 +10,10 @@ from fastapi import APIRouter, Request, Response
 from ...admin.services import GatewayServices
 from ...generation.pooled_calls import PairScore, score_pairs
 from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
+from ..completion_objects import total_usage, usage_json
 from ..errors import OPENAI_ERRORS
-from ..large_request import BodyRoute
-from ..response_head import ResponseHead
+from ..json_bodies import BodyRoute, ResponseHead
 from ..schema.pooling import PoolingFields, RerankRequest, ScoreRequest
-from ..usage_json import total_usage, usage_json
 
 _FIELDS = {"prompt": "documents", "pooling.truncate_prompt_tokens": "truncate_prompt_tokens"}
 

@@ -16,8 +16,7 @@ from ...generation.retention import RequestKey
 from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
 from ..errors import OPENAI_ERRORS, WHOLE_OR_STREAM, openai_error_event
 from ..event_stream import EventStream
-from ..large_request import BodyRoute
-from ..response_head import ResponseHead
+from ..json_bodies import BodyRoute, ResponseHead
 from ..response_store import BackgroundResponse, ResponseStore
 from ..response_stream import ResponseBuilder
 from ..schema.response_request import Message, ResponseRequest
@@ -88,11 +87,11 @@ class Responses:
                 try:
                     async for event in generation.events:
                         if chunk := builder.event(event):
-                            yield chunk.encode()
+                            yield chunk
                 except QuireError as error:
                     if not builder.has_begun:
                         raise
-                    yield builder.failed(error).encode()
+                    yield builder.failed(error)
                     return
         self._keep(call, builder.response)
 

@@ -14,8 +14,7 @@ from ....text.requests.request import Prompt
 from ...admin.services import GatewayServices
 from ..calls import preparing
 from ..errors import OPENAI_ERRORS
-from ..large_request import BodyRoute
-from ..large_response import MAX_VALUES_IN_LOOP, encode, in_thread
+from ..json_bodies import MAX_VALUES_IN_LOOP, BodyRoute, encode, in_thread
 from ..schema.bounded import JsonObject, JsonObjects, TokenIds
 from ..schema.request_model import RequestModel
 

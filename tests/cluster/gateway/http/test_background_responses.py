@@ -174,13 +174,13 @@ def test_shutdown_ends_a_response_with_its_reason(make_model: Callable[..., Path
 def test_events_that_are_too_many_are_dropped() -> None:
     async def scenario() -> None:
         log = EventLog(max_bytes=20)
-        log.add("event: a\n\n")
+        log.add(b"event: a\n\n")
         reader = log.read()
         assert await anext(reader) == b"event: a\n\n"
-        log.add("event: b\n\nevent: c\n\n")
+        log.add(b"event: b\n\nevent: c\n\n")
         with pytest.raises(RequestNotFound, match="more than 20 bytes of events"):
             await anext(reader)
-        log.add("event: d\n\n")
+        log.add(b"event: d\n\n")
         assert log.num_bytes == 0
 
     asyncio.run(scenario())

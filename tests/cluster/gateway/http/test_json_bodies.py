@@ -1,0 +1,85 @@
+"""Bodies as JSON: the same text however it is written, and an event loop that goes on turning."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_stall import watch_stalls
+
+from quire.cluster.gateway.http import json_bodies
+from quire.cluster.gateway.http.json_bodies import JsonItems, ResponseHead, TextTemplate, encode, json_bytes
+
+# In rounds of 100,000. Written in the event loop, the response takes more than 90.
+MAX_STALL = 30.0
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=30)
+@given(JSON, st.integers(1, 3))
+def test_encoding_in_pieces_is_that_of_the_whole(value: Any, num_values: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bodies, "_SLICE", num_values)
+        patch.setattr(json_bodies, "_is_small", lambda value: not value)
+        assert encode(value) == json_bytes(value)
+    assert encode(value) == json_bytes(value)
+
+
+TEXTS = st.text(st.characters(codec=None) | st.sampled_from('"\\\x7f\u2028é😀\ud800'))
+
+
+@given(JSON | st.dictionaries(TEXTS, TEXTS) | st.lists(TEXTS) | TEXTS)
+def test_json_is_compact_and_in_ascii(value: Any) -> None:
+    escaped = json.dumps(value, separators=(",", ":")).replace(r"\u007f", "\x7f")
+    assert json_bytes(value).decode().replace(r"\u007f", "\x7f") == escaped
+
+
+@given(TEXTS, TEXTS)
+def test_template_of_a_text_is_its_encoding(other: str, text: str) -> None:
+    def make(text: str) -> bytes:
+        return json_bytes({"other": other, "\0": ["\0", text, 1, None]})
+
+    assert json.loads(TextTemplate(make).with_text(text)) == json.loads(make(text))
+
+
+def test_items_that_are_made_as_they_are_written_are_a_list() -> None:
+    for expected in ([None, {"1": {"rank": 2}}, [3], "4"], [5]):
+        for id in "x", "\ud800":  # the latter is encoded by another encoder
+            value = {"items": JsonItems(lambda item: item, expected), "id": id}
+            assert json.loads(encode(value)) == {"items": expected, "id": id}
+            assert json.loads(json_bytes(value)) == {"items": expected, "id": id}
+
+
+def test_no_piece_has_many_values() -> None:
+    value = {
+        "ids": list(range(9999)),
+        "top": [{str(rank): rank for rank in range(9)}] * 999,
+        "text": "x" * 99,
+    }
+    pieces = list(json_bodies._pieces(value))
+    assert max(piece.count(b",") for piece in pieces) < json_bodies._SLICE
+    assert json.loads(b"".join(pieces)) == value
+
+
+@pytest.mark.parametrize("num_values", [1, 400_000])
+def test_large_response_does_not_stall_the_event_loop(num_values: int) -> None:
+    def body() -> dict[str, Any]:
+        return {"ids": list(range(num_values)), "texts": [str(number) for number in range(num_values)]}
+
+    async def scenario() -> None:
+        async with watch_stalls() as stalls:
+            response = await ResponseHead("x", 0).response_of(body, num_values=2 * num_values)
+            await asyncio.sleep(0)  # a turn that ends the last stall
+        assert json.loads(bytes(response.body)) == body()
+        assert stalls.longest <= MAX_STALL
+
+    asyncio.run(scenario())
