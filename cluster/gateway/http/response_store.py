@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ....proto.errors import InvalidRequest, ProtocolError, QuireError, RequestNotFound
+from ....proto.errors import (
+    InvalidRequest,
+    Overloaded,
+    ProtocolError,
+    QuireError,
+    QuotaExceeded,
+    RequestNotFound,
+)
 from ...os_utils.change_notifier import ChangeNotifier
 from ..generation.generation import Generation
 from ..generation.retention import RequestKey, RetainedRequests, RetentionLimits
@@ -23,6 +31,8 @@ RETENTION = RetentionLimits(
     retention_s=3600.0, max_requests=1024, max_bytes=32 << 20, max_total_bytes=128 << 20
 )
 
+# Responses in the background hold no connection, so that nothing else limits them.
+MAX_BACKGROUND = 256
 # Events that a response keeps; a delta of one token has some 200 bytes.
 MAX_EVENT_BYTES = 8 << 20
 
@@ -153,10 +163,28 @@ class ResponseStore:
     def __init__(self) -> None:
         self._stored: RetainedRequests[StoredResponse] = RetainedRequests(RETENTION)
         self._running: dict[RequestKey, BackgroundResponse] = {}
+        self._slots: Counter[str] = Counter()
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
+    @contextmanager
+    def slot(self, tenant: str) -> Iterator[None]:
+        """Hold a slot for a response in the background.
+
+        A tenant may hold as many as are free: half of them if it is alone, and there are some for any further tenant.
+
+        Raises:
+            Overloaded: no slot is free.
+            QuotaExceeded: the tenant holds as many as are free.
+        """
+        num_free, num_held = MAX_BACKGROUND - self._slots.total(), self._slots[tenant]
+        if num_free <= 0:
+            raise Overloaded(f"{MAX_BACKGROUND} responses run in the background, which is the limit")
+        if num_held >= num_free:
+            raise QuotaExceeded(tenant, "background_responses", num_held)
+        self._slots[tenant] += 1
+        try:
+            yield
+        finally:
+            self._slots -= Counter([tenant])  # without tenants that hold none
 
     def add_running(self, key: RequestKey, running: BackgroundResponse) -> None:
         self._running[key] = running

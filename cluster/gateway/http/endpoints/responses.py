@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from .....proto.errors import InvalidRequest, Overloaded, QuireError, RequestNotFound
+from .....proto.errors import InvalidRequest, QuireError, RequestNotFound
 from ...admin.services import GatewayServices
 from ...generation.generation import GenerationCall
 from ...generation.retention import RequestKey
@@ -20,9 +20,6 @@ from ..json_bodies import BodyRoute, ResponseHead
 from ..response_store import BackgroundResponse, ResponseStore
 from ..response_stream import ResponseBuilder
 from ..schema.response_request import Message, ResponseRequest
-
-# Responses in the background hold no connection, so that nothing else limits them.
-MAX_BACKGROUND = 256
 
 # field of quire.v1 |-> field of this endpoint
 _FIELDS = {
@@ -99,19 +96,17 @@ class Responses:
         """Start a response in the background.
 
         Raises:
-            Overloaded: too many run.
+            Overloaded, QuotaExceeded: too many run.
             QuireError: the request is refused.
         """
-        if self.store.num_running >= MAX_BACKGROUND:
-            error = Overloaded(f"{MAX_BACKGROUND} responses run in the background, which is the limit")
-            self._services.on_refused(error)
-            raise error
 
         def on_end(ended: BackgroundResponse) -> None:
             self.store.remove_running(call.key)
             self.store.put(call.key, call.messages, ended.response, ended.events)
 
         async with AsyncExitStack() as cleanup:
+            with preparing(self._services, _FIELDS):
+                cleanup.enter_context(self.store.slot(call.generation.tenant))
             with renamed_fields(_FIELDS):
                 generation = await cleanup.enter_async_context(self._services.generation.run(call.generation))
             builder = ResponseBuilder(call.head, call.body, generation.model_name)

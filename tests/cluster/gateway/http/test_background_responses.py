@@ -13,10 +13,13 @@ import httpx
 import openai
 import pytest
 from chat_model import PARSERS, chat_model, write_output
-from local_server import ThreadedServer, local_server
+from local_server import ThreadedServer, local_server, threaded_server
 
-from quire.cluster.gateway.http.endpoints import responses
+from quire.cluster.client.wire.tokens import Token, TokenSet
+from quire.cluster.gateway.access.security import Security
+from quire.cluster.gateway.http import response_store
 from quire.cluster.gateway.http.response_store import EventLog
+from quire.cluster.os_utils.watched_file import constant
 from quire.proto.errors import RequestNotFound
 
 DEADLINE_S = 60.0
@@ -141,13 +144,41 @@ def test_response_of_the_foreground_is_neither_streamed_again_nor_cancelled(
 def test_responses_beyond_the_limit_are_refused(
     server: ThreadedServer, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses, "MAX_BACKGROUND", 1)
+    monkeypatch.setattr(response_store, "MAX_BACKGROUND", 1)
     server.server.brake.hold()
     begun = client.responses.create(**LONG)
     with pytest.raises(openai.InternalServerError, match="1 responses run in the background"):
         client.responses.create(**CALL)
     server.server.brake.release()
     client.responses.cancel(begun.id)
+
+
+def test_tenant_runs_as_many_responses_as_are_free(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "MAX_BACKGROUND", 3)
+    security = Security(tokens=constant(TokenSet([Token.of("sesame", "gold"), Token.of("poppy", "zinc")])))
+    model = chat_model(make_model("llama"), tmp_path)
+    with (
+        threaded_server(model, security=security, **OPTIONS) as server,
+        httpx.Client(base_url=server.url, headers={"x-api-key": "sesame"}) as gold,
+        httpx.Client(base_url=server.url, headers={"x-api-key": "poppy"}) as zinc,
+    ):
+
+        def begin(tenant: httpx.Client) -> httpx.Response:
+            return tenant.post("/v1/responses", json=LONG)
+
+        server.server.brake.hold()
+        begun = [begin(gold), begin(gold)]
+        assert [each.status_code for each in begun] == [200, 200]
+        refused = begin(gold)
+        assert refused.status_code == 429
+        assert "'gold' has reached its limit of 2 background responses" in refused.text
+        assert [begin(zinc).status_code for _ in "12"] == [200, 503]
+        server.server.brake.release()
+        for each in begun:
+            gold.post(f"/v1/responses/{each.json()['id']}/cancel")
+        assert begin(gold).status_code == 200
 
 
 def test_shutdown_ends_a_response_with_its_reason(make_model: Callable[..., Path], tmp_path: Path) -> None:
