@@ -36,9 +36,8 @@ if TYPE_CHECKING:
         ServerInfo,
         TrafficInfo,
     )
-    from .cluster.config.deployment import Deployment
+    from .cluster.config.deployment import Deployment, ScalingLimits
     from .cluster.config.engine_options import EngineOptions
-    from .cluster.config.scaling_limits import ScalingLimits
     from .cluster.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .cluster.offline.engine_arguments import EngineArgs
     from .cluster.offline.llm import LLM
@@ -133,7 +132,7 @@ _MODULES = {
     "RequestOutput": _OUTPUTS,
     "RequestStarted": _OUTPUTS,
     "SamplingParams": ".proto.sampling",
-    "ScalingLimits": ".cluster.config.scaling_limits",
+    "ScalingLimits": ".cluster.config.deployment",
     "ScoringOutput": _POOLING_OUTPUTS,
     "ScoringRequestOutput": _POOLING_OUTPUTS,
     "ServerInfo": _STATUS,

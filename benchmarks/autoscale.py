@@ -31,7 +31,7 @@ from pathlib import Path
 from benchmarks.common import Figure, image_path, make_parser, report
 from benchmarks.fleet_model import DECISION_INTERVAL_S, FleetRun, Policy, ReplicaModel, SimulatedFleet
 from benchmarks.trace import Trace, TracedRequest, read_trace
-from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.fleet.controller.autoscaler import FleetSnapshot, ScalingState, decide
 from quire.cluster.fleet.controller.fleet_state import ReplicaState
 

@@ -4,9 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config.deployment import Deployment
+from ..config.deployment import Deployment, ScalingLimits
 from ..config.engine_options import EngineOptions
-from ..config.scaling_limits import ScalingLimits
 from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .deployments import read_deployments
 from .option_groups import with_options

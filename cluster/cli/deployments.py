@@ -9,10 +9,9 @@ from typing import Any
 
 import typer
 
-from ..config.deployment import Deployment, read_fleet_file
+from ..config.deployment import Deployment, ScalingLimits, read_fleet_file
 from ..config.engine_options import EngineOptions
 from ..config.option import read_environment
-from ..config.scaling_limits import ScalingLimits
 
 FLEET_FILE_SUFFIX = ".toml"
 

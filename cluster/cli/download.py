@@ -21,7 +21,7 @@ def download(
     Example: `quire download Qwen/Qwen3-8B`
     """
     from ...proto.errors import ModelLoadError
-    from ..config.hub.snapshot import download_model, is_model_id
+    from ..config.hub import download_model, is_model_id
     from ..os_utils.logs import log_to_stderr
 
     if not is_model_id(model):

@@ -76,7 +76,7 @@ def fit(
     from ...proto.errors import ConfigError
     from ..config.capacity import GIB, Workload
     from ..config.engine_options import EngineOptions
-    from ..config.gpu_types import gpu_bytes
+    from ..config.machine import gpu_bytes
     from ..config.model_source import describe_files
 
     memory = gpu_bytes(gpu)

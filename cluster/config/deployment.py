@@ -1,4 +1,4 @@
-"""Deployment: a model with its options in a fleet, and the fleet files that hold several.
+"""Deployment: a model with its options and its number of replicas in a fleet, and the fleet files that hold several.
 
 A fleet file is TOML with one ``[[model]]`` table per model. The entries are the options of `quire serve`, with
 underscores::
@@ -21,13 +21,99 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...proto.errors import ConfigError
-from .checks import between, one_of, positive_amounts
+from .checks import at_least, between, not_negative_finite, one_of, positive_amounts, positive_finite, share
 from .engine_options import EngineOptions
 from .option import check_names, declared_options, option, select_options, validate_options, write_table
-from .scaling_limits import FLEET, ScalingLimits
 from .value_kinds import amounts
 
 MAX_DRAIN_GRACE_S = 3600.0
+FLEET = "Fleet"
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingLimits:
+    """The bounds of the replica count, and when the autoscaler changes it. Raises ConfigError on a bad value."""
+
+    min_replicas: int = option(
+        1,
+        help="Fewest replicas; with 0 a model without requests has none.",
+        unit="replicas",
+        check=at_least(0),
+        group=FLEET,
+    )
+    max_replicas: int = option(1, help="Most replicas.", unit="replicas", check=at_least(1), group=FLEET)
+    target_wait_s: float = option(
+        10.0,
+        help="Longest acceptable wait of a request before its prompt is computed.",
+        unit="seconds",
+        check=positive_finite,
+        group=FLEET,
+    )
+    target_use: float = option(
+        0.65,
+        help="Share of a replica's throughput to plan with; the rest absorbs bursts.",
+        unit="share",
+        check=share,
+        group=FLEET,
+    )
+    target_memory_use: float = option(
+        0.9,
+        help="Share of a replica's KV blocks and rows to plan with.",
+        unit="share",
+        check=share,
+        group=FLEET,
+    )
+    up_delay_s: float = option(
+        2.0,
+        help="Add replicas after more were needed for this long.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+    down_delay_s: float = option(
+        300.0,
+        help="Remove replicas after fewer were enough for this long.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+    max_step_up: int = option(
+        8, help="Replicas that one decision may add.", unit="replicas", check=at_least(1), group=FLEET
+    )
+    max_step_down: int = option(
+        1, help="Replicas that one decision may remove.", unit="replicas", check=at_least(1), group=FLEET
+    )
+    cooldown_s: float = option(
+        15.0,
+        help="Time between a change and the next removal.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+    idle_timeout_s: float = option(
+        900.0,
+        help="Remove the last replica after this long without a request, if --min-replicas is 0.",
+        unit="seconds",
+        check=positive_finite,
+        group=FLEET,
+    )
+    cold_start_s: float = option(
+        60.0,
+        help="Assumed start time of a replica until one has been measured.",
+        unit="seconds",
+        check=not_negative_finite,
+        group=FLEET,
+    )
+
+    def __post_init__(self) -> None:
+        validate_options(self)
+        if self.max_replicas < self.min_replicas:
+            raise ConfigError(
+                f"max_replicas is {self.max_replicas}, must be at least min_replicas ({self.min_replicas})"
+            )
+
+    def clamp(self, num_replicas: int) -> int:
+        return min(max(num_replicas, self.min_replicas), self.max_replicas)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +233,24 @@ def _read_model_tables(path: Path) -> list[dict[str, Any]]:
     if not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"fleet file {path} must hold [[model]] tables, not values")
     return tables
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Facts about the Ray cluster that its fleet controller cannot find out. Raises ConfigError on a bad value."""
+
+    autoscaling_config: Path | None = option(
+        None,
+        help="Configuration file of the cluster's autoscaler. Needed unless `ray up` started the cluster.",
+        metavar="FILE",
+        group=FLEET,
+    )
+    spot_notices: str | None = option(
+        None,
+        help="Cloud whose notices of spot interruption the nodes watch for, to drain in time.",
+        check=one_of("aws", "gcp", "azure"),
+        group=FLEET,
+    )
+
+    def __post_init__(self) -> None:
+        validate_options(self)

@@ -15,7 +15,7 @@ from .checks import (
     processor_names,
     share,
 )
-from .hub.snapshot import is_model_id
+from .hub import is_model_id
 from .lora_options import LORA_MODULES, MAX_LORA_RANK, MAX_LORAS, check_lora_modules, check_target_modules
 from .option import option, validate_options
 from .speculative_options import JSON_OBJECT, check_speculative_config

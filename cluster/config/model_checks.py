@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 
 from ...proto.errors import ModelLoadError, first_line
 from .checks import show
-from .engine_options import DEMO_MODEL
 
 MAX_CONFIG_BYTES = 8 << 20
 # Headers of safetensors files are JSON; one of 100 MB with a million tensors takes 4 s to read on each rank. The
@@ -87,7 +86,7 @@ def check_model_files(folder: Path, with_weights: bool) -> None:
     if not folder.is_dir():
         raise ModelLoadError(
             f"{folder}: not a directory; MODEL is a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, "
-            f"or {DEMO_MODEL!r}"
+            f"or 'demo'"
         )
     if not (folder / "config.json").is_file():
         raise ModelLoadError(f"{folder}: no config.json")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from ...proto.config import ModelConfig
-from ...proto.errors import ConfigError, ModelLoadError, first_line, in_one_line
+from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, first_line, in_one_line
 from ...proto.model.eagle3_config import read_speculators
 from ...proto.model.registry import (
     ARCHITECTURE_ALIASES,
@@ -20,9 +21,8 @@ from ...proto.model.registry import (
     layer_windows,
 )
 from ...proto.model.transformers_names import MODEL_TYPE_ALIASES
+from ...proto.sampling import SamplingDefaults, check_sampling_settings
 from .checks import in_words
-from .end_tokens import end_token_ids
-from .generation_config import read_generation_config, sampling_defaults
 from .model_checks import read_config_file, read_json_object
 from .pooling_config import read_task
 
@@ -30,6 +30,12 @@ from .pooling_config import read_task
 # this length.
 _DEFAULT_CONTEXT_LEN = 2048
 _MAX_NAME_CHARS = 100  # in errors; no architecture has so long a name
+# Of a token's id, which some models have beyond the vocabulary or as -1 for none.
+_MAX_ID = (1 << 31) - 1
+_MAX_DIGITS = len(str(_MAX_ID))
+FILE_NAME = "generation_config.json"
+# Of any setting, as far from 0: the others have smaller limits.
+_MAX_VALUE = (1 << 31) - 1
 
 
 def describe_model(
@@ -217,3 +223,91 @@ def _check_positive(value: Any, key: str, path: Path) -> int:
     if not isinstance(value, int) or value < 1:
         raise ModelLoadError(f"{path / 'config.json'}: {key} is {value!s:.100}, must be a positive number")
     return value
+
+
+def end_token_ids(
+    content: dict[str, Any], config_eos: object, model: Path, vocab_size: int
+) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a sequence.
+
+    As in transformers generation_config.json overrides config.json. As in vLLM the tokenizer's token is added:
+    fine-tuned models often change it alone, for example to that which ends a message of their chat template.
+
+    Args:
+        content: content of generation_config.json.
+        config_eos: ``eos_token_id`` of config.json.
+        model: the model directory.
+        vocab_size: of the model.
+
+    Raises:
+        ModelLoadError: the entry is neither a token id nor a list of them.
+    """
+    ids = content.get("eos_token_id", config_eos)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    if not isinstance(ids, list) or not all(isinstance(each, int) and abs(each) <= _MAX_ID for each in ids):
+        raise ModelLoadError(f"{model}: eos_token_id is {ids!r:.100}, must be a token id or a list of them")
+    own = _tokenizer_end(model)
+    if own is not None and 0 <= own < vocab_size:
+        ids = [*ids, own]
+    return tuple(dict.fromkeys(ids))
+
+
+def _tokenizer_end(model: Path) -> int | None:
+    """Return the id of the tokenizer's end-of-sequence token. Returns None if its files do not show one."""
+    config = read_json_object(model / "tokenizer_config.json")
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    listed = config.get("added_tokens_decoder")
+    if isinstance(listed, dict):
+        entries = [
+            (int(key), entry)
+            for key, entry in listed.items()
+            if key.isdecimal() and len(key) <= _MAX_DIGITS and isinstance(entry, dict)
+        ]
+    else:
+        entries = _added_tokens(model / "tokenizer.json")
+    return next((token_id for token_id, entry in entries if entry.get("content") == text), None)
+
+
+def _added_tokens(file: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return id and entry of each added token of a tokenizer.json; none if it cannot be read."""
+    try:
+        added = json.loads(file.read_bytes())["added_tokens"]
+        return [(int(entry["id"]), entry) for entry in added]
+    except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        return []  # the tokenizer is checked when it is loaded
+
+
+def read_generation_config(model: Path) -> dict[str, Any]:
+    """Return the file's content; empty if there is no file. Raises ModelLoadError if it cannot be read."""
+    return read_json_object(model / FILE_NAME)
+
+
+def sampling_defaults(content: dict[str, Any], model: Path) -> SamplingDefaults:
+    """Return the defaults of sampling settings that a request leaves out.
+
+    As in vLLM, the file's ``do_sample`` and lengths are ignored: a request turns sampling off by its temperature, and
+    sets the length of its output itself.
+
+    Raises:
+        ModelLoadError: a setting is not a number or out of its range.
+    """
+    given: dict[str, Any] = {}
+    for field in fields(SamplingDefaults):
+        value = content.get(field.name)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= _MAX_VALUE:
+            raise ModelLoadError(
+                f"{model / FILE_NAME}: {field.name} is {value!r:.100}, must be a number of at most {_MAX_VALUE}"
+            )
+        given[field.name] = int(value) if field.name == "top_k" else float(value)
+    defaults = SamplingDefaults(**given)
+    try:
+        check_sampling_settings(defaults, FILE_NAME)
+    except InvalidRequest as error:
+        raise ModelLoadError(f"{model}: {error}") from error
+    return defaults

@@ -9,7 +9,7 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError
 from .deployment import Deployment
 from .engine_options import EngineOptions
-from .hub.snapshot import download_model, find_commit
+from .hub import download_model, find_commit
 from .model_checks import check_model_files, check_weight_files
 from .model_config import describe_model
 

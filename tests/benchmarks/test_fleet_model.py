@@ -9,7 +9,7 @@ from benchmarks.autoscale import OngoingRequests, quire_policy, shift_of, smalle
 from benchmarks.fleet_model import FleetRun, ReplicaModel, SimulatedFleet
 from benchmarks.replay import Roofline
 from benchmarks.trace import Trace, TracedRequest
-from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.fleet.controller.autoscaler import FleetSnapshot, ReplicaSample
 from quire.cluster.fleet.controller.fleet_state import ReplicaState
 

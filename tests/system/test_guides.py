@@ -21,10 +21,9 @@ from deadlines import PROGRAM_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 
 from quire.cluster import cli
-from quire.cluster.config.deployment import Deployment
+from quire.cluster.config.deployment import Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.option import declared_options
-from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.tenants import load_tenants
 from quire.proto.errors import ERRORS

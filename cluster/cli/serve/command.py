@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ...config.cluster_options import ClusterOptions
-from ...config.deployment import Deployment
+from ...config.deployment import ClusterOptions, Deployment, ScalingLimits
 from ...config.engine_options import EngineOptions
 from ...config.option import read_environment, select_options
 from ...config.problems import Problems
-from ...config.scaling_limits import ScalingLimits
 from ...config.server_options import ServerOptions
 from ...config.vllm_arguments import VllmOptions, translate_arguments
 from ...os_utils.signals import signals_held

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ...config.cluster_options import ClusterOptions
-from ...config.deployment import Deployment
+from ...config.deployment import ClusterOptions, Deployment
 from ...config.server_options import ServerOptions
 from ...fleet.controller.commands import Deploy
 from ...fleet.controller.controller import find_or_start_controller

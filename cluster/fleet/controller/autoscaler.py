@@ -28,7 +28,7 @@ from itertools import accumulate
 from statistics import fmean, pvariance
 
 from ....proto.replica_status import ReplicaStatus
-from ...config.scaling_limits import ScalingLimits
+from ...config.deployment import ScalingLimits
 from .fleet_state import Demand, ReplicaState
 
 # Arrivals are counted in windows of this length; the last NUM_WINDOWS are kept.

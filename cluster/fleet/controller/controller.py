@@ -20,9 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ....proto.errors import ReplicaUnavailable
 from ....proto.transport.network import CurveKeys
-from ...config.cluster_options import ClusterOptions
-from ...config.deployment import Deployment
-from ...config.gpu_types import smallest_gpu_of_nodes
+from ...config.deployment import ClusterOptions, Deployment
+from ...config.machine import smallest_gpu_of_nodes
 from ...config.model_source import pin_revision
 from ...config.resolve import resolve_deployment
 from ...os_utils.logs import log_to_stderr

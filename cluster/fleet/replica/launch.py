@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ....proto.config import EngineConfig
 from ....worker.rank.actor import LoadReport, RankProcess
 from ....worker.rank.start_log import StartRecord
-from ...config.hub.snapshot import download_model
+from ...config.hub import download_model
 from ...os_utils.stopwatch import Stopwatch, format_seconds
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget

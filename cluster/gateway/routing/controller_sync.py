@@ -17,8 +17,8 @@ from ....proto.errors import QuireError
 from ....proto.transport.network import CurveKeys
 from ...config.deployment import Deployment
 from ...config.engine_summary import engine_summary
+from ...config.machine import LARGE_GPU_BYTES
 from ...config.resolve import resolve_deployment
-from ...config.step_limits import LARGE_GPU_BYTES
 from ...fleet.controller.commands import FleetCommand
 from ...fleet.controller.controller_client import Controller
 from ...fleet.controller.fleet_state import Demand, FleetState, ReplicaEntry, ReplicaState

@@ -9,7 +9,7 @@ import pytest
 
 from quire.cluster.config.capacity import GIB, Workload, capacity
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.gpu_types import gpu_bytes
+from quire.cluster.config.machine import gpu_bytes
 from quire.cluster.config.model_source import describe_files
 from quire.proto.config import ModelConfig
 from quire.proto.errors import ConfigError

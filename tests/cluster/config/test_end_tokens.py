@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config.end_tokens import end_token_ids
+from quire.cluster.config.model_config import end_token_ids
 from quire.proto.errors import ModelLoadError
 
 ENTRY = {"content": "<|im_end|>", "special": True}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.config.generation_config import read_generation_config, sampling_defaults
+from quire.cluster.config.model_config import read_generation_config, sampling_defaults
 from quire.proto.errors import ModelLoadError
 from quire.proto.sampling import SamplingDefaults
 

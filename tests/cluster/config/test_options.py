@@ -17,8 +17,7 @@ from quire import LLM
 from quire.cluster import cli
 from quire.cluster.cli.deployments import read_deployments
 from quire.cluster.config.checks import OneOf, bearer_token, processor_names, web_origins
-from quire.cluster.config.cluster_options import ClusterOptions
-from quire.cluster.config.deployment import Deployment
+from quire.cluster.config.deployment import ClusterOptions, Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.lora_options import LORA_MODULES, check_target_modules
 from quire.cluster.config.machine import Machine
@@ -30,7 +29,6 @@ from quire.cluster.config.option import (
     select_options,
     write_table,
 )
-from quire.cluster.config.scaling_limits import ScalingLimits
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.speculative_options import JSON_OBJECT
 from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT

@@ -14,8 +14,7 @@ import pytest
 
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.gpu_types import smallest_gpu_of_nodes
-from quire.cluster.config.machine import Machine
+from quire.cluster.config.machine import Machine, smallest_gpu_of_nodes
 from quire.cluster.config.resolve import resolve, resolve_deployment
 from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.config import EngineConfig

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.fleet.controller.autoscaler import (
     NUM_WINDOWS,
     FleetSnapshot,

@@ -6,7 +6,7 @@ import pytest
 from fake_fleet import FakeLauncher, MemoryStore
 from running_fleet import deployment, run, running
 
-from quire.cluster.config.scaling_limits import ScalingLimits
+from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.fleet.controller.autoscaler import Decision, FleetSnapshot, ScalingState, decide
 from quire.cluster.fleet.controller.fleet_state import ReplicaState
 

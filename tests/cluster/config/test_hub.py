@@ -12,7 +12,7 @@ import pytest
 from hub_server import COMMIT, HubServer, hub_of_this_process
 from huggingface_hub import constants
 
-from quire.cluster.config.hub.snapshot import download_model, find_commit, is_model_id
+from quire.cluster.config.hub import download_model, find_commit, is_model_id
 from quire.proto.errors import ModelLoadError
 
 MODEL = "org/tiny"

@@ -11,14 +11,15 @@ import hashlib
 import logging
 import re
 import shutil
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....proto.errors import ModelLoadError, first_line
-from .progress import download_bar
+from ...proto.errors import ModelLoadError, first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -35,6 +36,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Files under Git LFS are named by their SHA-256 in the cache; others by their Git object id.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_ATTEMPTS = 2
+LOG_INTERVAL_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -181,3 +183,37 @@ def _explain(error: Exception) -> str:
 
 def _name(model_id: str, revision: str | None) -> str:
     return model_id if revision is None else f"{model_id} at revision {revision}"
+
+
+def download_bar(model_id: str, *, is_shown: bool = True) -> type[Any]:
+    """Return the class of bars for `tqdm_class` of huggingface_hub.
+
+    Args:
+        is_shown: draw the bars on a terminal; False for calls that only ask which files there are.
+    """
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    if is_shown and sys.stderr.isatty():
+        return tqdm
+
+    class LoggedProgress(tqdm):
+        """A bar that is not drawn. Logs the bytes that have arrived."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            # Bytes are counted twice: as they arrive, and as they are written.
+            self._counts_bytes = kwargs.get("unit") == "B" and not str(kwargs.get("name")).endswith(
+                ".transfer"
+            )
+            self._logged_at = time.monotonic()
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+            self.total = kwargs.get("total")  # tqdm sets no attributes of bars that are disabled
+            self._num_done = 0.0
+
+        def update(self, n: float | None = 1) -> None:
+            self._num_done += n or 0
+            now = time.monotonic()
+            if self._counts_bytes and now - self._logged_at >= LOG_INTERVAL_S:
+                self._logged_at = now
+                _log.info("%s: %.2f of %.2f GB", model_id, self._num_done / 1e9, (self.total or 0) / 1e9)
+
+    return LoggedProgress
