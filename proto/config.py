@@ -1,18 +1,26 @@
 """EngineConfig: the configuration that a replica was started with. Frozen, composed, resolved once.
 
-`cluster.config.resolve` makes it from an operator's options, which hold the defaults, and a model directory. Every
-process of a replica gets an equal object, and none changes it.
+`cluster.config.resolve` makes it from an operator's options and a model directory. A section inherits the declared
+options and their defaults; a field that it declares again, by `field()`, is computed from them. Every process of a
+replica gets an equal object, and none changes it.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 from .cache_groups import CacheLayout, make_layout
 from .errors import ConfigError
 from .lora import LoraReference
+from .options.sections import (
+    CacheOptions,
+    ChatOptions,
+    LoraOptions,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+    StructuredOutputsOptions,
+)
 from .sampling import SamplingDefaults
 
 # Most forced tokens (jump-forward) of a row in a step, and such tokens that have room beside all rows.
@@ -68,8 +76,8 @@ class PoolingConfig:
         return bool(self.labels)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ModelOptions):
     """ModelConfig from a model directory, with the operator's overrides.
 
     Attributes:
@@ -77,13 +85,8 @@ class ModelConfig:
         name: the name that the model is served under.
         architecture: the first entry of ``architectures`` in config.json, for example ``LlamaForCausalLM``.
         hf: transformers' configuration as a plain dictionary, with defaults filled in.
-        dtype: data type of activations: ``float32``, ``bfloat16`` or ``float16``.
-        max_model_len: maximum number of tokens of prompt and output together.
         eos_token_ids: tokens that end a sequence, from generation_config.json and config.json.
         sampling_defaults: sampling settings for values that a request leaves unset, from generation_config.json.
-        seed: seed of the generator of seeds for requests without one.
-        quantization: quantizes the weights of a full-precision checkpoint when they are loaded: ``int8`` or
-            ``fp8``; None to keep the checkpoint's type.
         hub_id: ORG/NAME of a model on the Hugging Face Hub, of which `path` is a snapshot; empty for a directory.
         commit: of the snapshot; empty for a directory.
         generates: the model generates text; False for one whose prompts are only pooled.
@@ -100,8 +103,8 @@ class ModelConfig:
     name: str
     architecture: str
     hf: dict[str, Any]
-    dtype: str
-    max_model_len: int
+    dtype: str = field()
+    max_model_len: int = field()
     vocab_size: int
     num_layers: int
     num_heads: int
@@ -109,8 +112,6 @@ class ModelConfig:
     head_dim: int
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    seed: int = 0
-    quantization: str | None = None
     hub_id: str = ""
     commit: str = ""
     generates: bool = True
@@ -144,70 +145,29 @@ class ModelConfig:
         return 2, max(1, self.num_kv_heads // tensor_parallel_size), self.head_dim
 
 
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig(CacheOptions):
     """The paged KV cache.
 
+    `num_kv_blocks` is None until the ranks have reported their memory, unless it is given.
+
     Attributes:
-        block_size: tokens per block.
-        num_blocks: blocks of each rank, block 0 (scratch for padding rows) included; None until the ranks
-            have reported their memory. A block holds tokens of one cache group.
-        memory_bytes: bytes of KV cache per rank; None to use ``gpu_memory_utilization`` on a GPU and
-            ``DEFAULT_CPU_KV_BYTES`` on a CPU.
-        gpu_memory_utilization: share of a GPU's memory for weights, activations and KV together.
-        prefix_caching: keep computed blocks for later requests with the same prefix.
-        num_host_blocks: blocks of host memory for evicted and preempted blocks; 0 for no host tier.
         swap_blocks_per_s: blocks per second between device and host in each direction, measured at start-up.
-        kv_dtype: data type of stored keys and values: ``auto`` (the model's dtype), or ``fp8_e4m3`` or ``int8``
-            with a scale per token and head.
     """
 
-    block_size: int
-    num_blocks: int | None
-    memory_bytes: int | None
-    gpu_memory_utilization: float
-    prefix_caching: bool
-    num_host_blocks: int
-    kv_dtype: str
     swap_blocks_per_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class ParallelConfig:
-    """The ranks and their devices.
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(ParallelOptions):
+    """The ranks and their devices. `device` is ``cpu`` or ``cuda``.
 
     Attributes:
-        tensor_parallel_size: ranks that share each layer.
-        device: ``cpu`` or ``cuda``.
         threads_per_rank: compute threads per rank on a CPU.
-        cuda_graphs: on a GPU, capture decode steps as CUDA graphs and replay them.
-        batch_invariant: on a GPU, attention sums a sequence's values in an order that does not depend on other
-            sequences; slower for few long sequences.
-        fused_all_reduce: on GPUs of one host, steps of few tokens all-reduce in the op that adds the residual and
-            normalizes.
-        attention_backend: on a GPU, ``flash_attn`` computes the attention of prompts by FlashAttention 3; ``triton``
-            computes all attention by the kernels of quire.
-        spare_processes: idle processes on each node, for ranks and schedulers that are replaced.
-        logits_processors: names of custom logits processors, separated by commas; None for none.
-        enable_expert_parallel: of a mixture of experts, each rank holds some experts whole.
-        standby_weights: on a CPU, the weights and the KV of each rank are in memory that the process that replaces it
-            maps.
-        enable_dp_attention: each rank has the whole attention of a latent model, and the sequences of one partition
-            of the KV pool (data-parallel attention); the rest of the model is tensor-parallel.
     """
 
-    tensor_parallel_size: int
-    device: str
+    device: str = field()
     threads_per_rank: int
-    cuda_graphs: bool
-    batch_invariant: bool
-    fused_all_reduce: bool
-    attention_backend: str = "triton"
-    spare_processes: int = 0
-    logits_processors: str | None = None
-    enable_expert_parallel: bool = False
-    standby_weights: bool = False
-    enable_dp_attention: bool = False
 
     @property
     def num_kv_partitions(self) -> int:
@@ -220,65 +180,29 @@ class ParallelConfig:
         return tuple((self.logits_processors or "").split(",")) if self.logits_processors else ()
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of a step and of the waiting queue, deadlines, and the admission policy.
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig(SchedulerOptions):
+    """Limits of a step and of the waiting queue, deadlines, and the order of admission."""
 
-    Attributes:
-        max_num_seqs: number of rows, that is of sequences that run at once.
-        max_num_batched_tokens: token budget of a step; decoding rows first, then chunks of prompts.
-        max_queue_len: length of the waiting queue from which new requests are refused (RESOURCE_EXHAUSTED).
-        max_steps_in_flight: steps planned before the first one's result arrives: 2 overlaps the scheduler with the
-            workers; 1 if both share a thread.
-        step_timeout_s: a step without a result this long after its expected end has a hung rank; a rank whose process
-            does not answer is found earlier.
-        audit: recount every block after each step (`check_integrity`).
-        policy: order of admission: ``fcfs``, ``priority``, ``fair`` (between tenants), ``shortest-prefill`` or
-            ``longest-prefix``.
-        max_logprobs: most log-probabilities per token that a request may ask for; -1 for no limit.
-        tenant_weights: (tenant, share) of the fair policy; other tenants have share 1.
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_queue_len: int
-    max_steps_in_flight: int
-    step_timeout_s: float
-    audit: bool
-    policy: str
-    max_logprobs: int
-    tenant_weights: tuple[tuple[str, float], ...]
+    max_num_seqs: int = field()
+    max_num_batched_tokens: int = field()
+    max_steps_in_flight: int = field()
+    policy: str = field()
 
 
-@dataclass(frozen=True, slots=True)
-class ChatConfig:
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig(ChatOptions):
     """Conversations: their template, and the formats of the model's output.
 
+    `chat_template` is its text. EngineOptions declares the two parsers, since it knows the names of all formats.
+
     Attributes:
-        chat_template: a template instead of the model's own.
-        trust_request_chat_template: requests may bring templates of their own.
         tool_call_parser, reasoning_parser: names of formats; ``auto`` for what the chat template shows, ``none`` for
             none.
     """
 
-    chat_template: str | None = None
-    trust_request_chat_template: bool = False
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutputsConfig:
-    """Structured outputs.
-
-    Attributes:
-        structured_outputs_backend: ``xgrammar``, ``guidance``, or ``auto`` for the first that supports a constraint.
-        disable_any_whitespace, disable_additional_properties: for all requests, see StructuredOutputsParams.
-    """
-
-    structured_outputs_backend: str = "auto"
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,23 +230,21 @@ class SpeculativeConfig:
         return self.method in ("eagle3", "mtp")
 
 
-@dataclass(frozen=True, slots=True)
-class LoraConfig:
-    """LoRA adapters.
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(LoraOptions):
+    """LoRA adapters. `max_cpu_loras` is at least `max_loras`."""
 
-    Attributes:
-        max_loras: slots on the device, that is adapters that a step may use.
-        max_lora_rank: largest rank of an adapter.
-        max_cpu_loras: adapters in host memory, at least `max_loras`.
-        modules: adapters that are read at start-up.
-        target_modules: names, or parts of the paths, of the modules that adapters may change; empty for all.
-    """
+    max_cpu_loras: int = field()
 
-    max_loras: int
-    max_lora_rank: int
-    max_cpu_loras: int
-    modules: tuple[LoraReference, ...] = ()
-    target_modules: tuple[str, ...] = ()
+    @property
+    def modules(self) -> tuple[LoraReference, ...]:
+        """Return the adapters that are read at start-up."""
+        return tuple(LoraReference(name, path) for name, path in self.lora_modules)
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Return names, or parts of the paths, of the modules that adapters may change; empty for all."""
+        return tuple(self.lora_target_modules.split(",")) if self.lora_target_modules else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,11 +261,11 @@ class EngineConfig:
     parallel: ParallelConfig
     scheduler: SchedulerConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
-    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    structured_outputs: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
     speculative: SpeculativeConfig | None = None
     lora: LoraConfig | None = None
 
-    def with_num_blocks(self, num_blocks: int) -> EngineConfig:
+    def with_num_blocks(self, num_blocks: int) -> Self:
         """Return the configuration with the pool's number of blocks.
 
         Raises:
@@ -354,11 +276,28 @@ class EngineConfig:
                 f"KV memory holds {num_blocks} blocks of {self.cache.block_size} tokens; at least 2 are needed "
                 "(one is scratch): give more KV memory"
             )
-        return replace(self, cache=replace(self.cache, num_blocks=num_blocks))
+        return replace(self, cache=replace(self.cache, num_kv_blocks=num_blocks))
 
-    def with_swap_rate(self, blocks_per_s: float) -> EngineConfig:
+    def with_swap_rate(self, blocks_per_s: float) -> Self:
         """Return the configuration with the measured swap rate of the host tier."""
         return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: the model, its data types, and how many tokens and sequences fit."""
+        model, cache, parallel = self.model, self.cache, self.parallel
+        assert cache.num_kv_blocks is not None, "the pool has no size yet"
+        num_slots = parallel.num_kv_partitions * (cache.num_kv_blocks - 1) * cache.block_size
+        num_sequences = num_slots / self.cache_layout.num_slots(model.max_model_len)
+        num_kv_tokens = int(num_sequences * model.max_model_len)
+        ranks = f"{parallel.tensor_parallel_size} {'rank' if parallel.tensor_parallel_size == 1 else 'ranks'}"
+        kv_dtype = "" if cache.kv_cache_dtype == "auto" else f" in {cache.kv_cache_dtype}"
+        return (
+            f"{model.name}: {model.architecture} in {model.dtype} on {ranks} ({parallel.device}), "
+            f"KV for {num_kv_tokens:,} tokens{kv_dtype}, which are {num_sequences:.1f} sequences of "
+            f"{model.max_model_len:,} tokens; at most {self.scheduler.max_num_seqs:,} sequences run at once, with "
+            f"{self.scheduler.max_num_batched_tokens:,} tokens per step"
+        )
 
     @property
     def drafts_forced_text(self) -> bool:
@@ -400,9 +339,9 @@ class EngineConfig:
     def max_servable_tokens(self) -> int:
         """Maximum number of tokens of prompt and output: limited by the context length and by the pool."""
         cache, step_tokens = self.cache, self.scheduler.max_num_batched_tokens
-        if cache.num_blocks is None:
+        if cache.num_kv_blocks is None:
             return self.model.max_model_len
         num_blocks = self.cache_layout.max_blocks_per_seq(
-            cache.num_blocks - 1, self.max_blocks_per_seq, step_tokens, cache.block_size
+            cache.num_kv_blocks - 1, self.max_blocks_per_seq, step_tokens, cache.block_size
         )
         return min(self.model.max_model_len, num_blocks * cache.block_size)

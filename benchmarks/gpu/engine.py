@@ -58,8 +58,8 @@ def serving(record: Record, model: Path, sizes: Sizes, name: str, **options: Any
     try:
         record.add(f"engine.{name}.start_s", server.load_s, "s", "weights, profile, graphs and KV cache")
         cache = server.config.cache
-        assert cache.num_blocks is not None
-        record.add(f"engine.{name}.kv_tokens", (cache.num_blocks - 1) * cache.block_size, "tokens")
+        assert cache.num_kv_blocks is not None
+        record.add(f"engine.{name}.kv_tokens", (cache.num_kv_blocks - 1) * cache.block_size, "tokens")
         yield server
     finally:
         server.close()

@@ -9,9 +9,9 @@ from typing import Any
 
 import typer
 
+from ...proto.options.option import read_environment
 from ..config.deployment import Deployment, ScalingLimits, read_fleet_file
 from ..config.engine_options import EngineOptions
-from ..config.option import read_environment
 
 FLEET_FILE_SUFFIX = ".toml"
 

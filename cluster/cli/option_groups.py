@@ -1,4 +1,4 @@
-"""Command-line options from the declarations in `cluster.config`."""
+"""Command-line options from declared options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..config.checks import OneOf
-from ..config.option import Option, declared_options
+from ...proto.options.option import Option, declared_options
+from ...proto.options.values import OneOf
 
 Command = Callable[..., None]
 

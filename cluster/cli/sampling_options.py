@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...proto.errors import InvalidRequest
-from ..config.option import option
-from ..config.value_kinds import ValueKind
+from ...proto.options.option import option
+from ...proto.options.values import ValueKind
 
 _SAMPLING, _LOGITS, _SEARCH, _REQUEST = "Sampling", "Logits", "Several completions", "Request"
 

@@ -21,10 +21,25 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...proto.errors import ConfigError
-from .checks import at_least, between, not_negative_finite, one_of, positive_amounts, positive_finite, share
+from ...proto.options.option import (
+    check_names,
+    declared_options,
+    option,
+    select_options,
+    validate_options,
+    write_table,
+)
+from ...proto.options.values import (
+    amounts,
+    at_least,
+    between,
+    not_negative_finite,
+    one_of,
+    positive_amounts,
+    positive_finite,
+    share,
+)
 from .engine_options import EngineOptions
-from .option import check_names, declared_options, option, select_options, validate_options, write_table
-from .value_kinds import amounts
 
 MAX_DRAIN_GRACE_S = 3600.0
 FLEET = "Fleet"

@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.cache_groups import MAX_GROUPS
-from ...proto.errors import ConfigError, ModelLoadError
+from ...proto.errors import ConfigError, ModelLoadError, Problems
 from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
 from ...proto.model.transformers_names import has_architecture, has_model_type
+from ...proto.options.sections import DTYPES
+from ...proto.options.values import in_words
 from ...worker.memory.host_memory import available_bytes
-from .checks import in_words
-from .engine_options import DTYPES, EngineOptions
-from .lora_options import check_lora_options
+from .engine_options import EngineOptions
 from .machine import Machine
 from .model_checks import check_model_files, check_weight_files, read_config_file
-from .problems import Problems
 
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
@@ -125,13 +124,26 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         if options.tenant_weights and policy != "fair":
             raise ConfigError(f"tenant weights are shares of the policy fair, but the policy is {policy}")
     with problems:
-        check_lora_options(options)
+        _check_lora(options)
     problems.raise_any()
 
 
 def _check_dp_attention(options: EngineOptions) -> None:
     if options.enable_dp_attention and options.tensor_parallel_size == 1:
         raise ConfigError("enable_dp_attention is for several ranks, tensor_parallel_size is 1")
+
+
+def _check_lora(options: EngineOptions) -> None:
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("lora_modules are given, but enable_lora is not")
+    if options.lora_target_modules is not None and not options.enable_lora:
+        raise ConfigError("lora_target_modules are given, but enable_lora is not")
+    names = [name for name, _ in options.lora_modules]
+    if options.name in names:
+        raise ConfigError(f"lora_modules has {options.name!r}, which is the name of the model")
+    most = options.max_cpu_loras
+    if most is not None and most < options.max_loras:
+        raise ConfigError(f"max_cpu_loras is {most}, must be at least max_loras, {options.max_loras}")
 
 
 def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:

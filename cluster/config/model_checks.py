@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ...proto.errors import ModelLoadError, first_line
-from .checks import show
+from ...proto.options.values import show
 
 MAX_CONFIG_BYTES = 8 << 20
 # Headers of safetensors files are JSON; one of 100 MB with a million tensors takes 4 s to read on each rank. The

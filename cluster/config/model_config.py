@@ -21,8 +21,8 @@ from ...proto.model.registry import (
     layer_windows,
 )
 from ...proto.model.transformers_names import MODEL_TYPE_ALIASES
+from ...proto.options.values import in_words
 from ...proto.sampling import SamplingDefaults, check_sampling_settings
-from .checks import in_words
 from .model_checks import read_config_file, read_json_object
 from .pooling_config import read_task
 

@@ -69,7 +69,7 @@ def read_task(path: Path, hf: dict[str, Any], architecture: str, runner: str) ->
     Args:
         hf: its configuration, with defaults filled in.
         architecture: as in config.json.
-        runner: an operator's choice, one of `RUNNERS`; ``auto`` for what the directory shows.
+        runner: the option of this name; ``auto`` for what the directory shows.
 
     Raises:
         ConfigError: the model is not of that kind, or its pooling is not supported.

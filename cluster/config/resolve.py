@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ...proto.config import (
     CacheConfig,
@@ -16,10 +16,8 @@ from ...proto.config import (
     ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
-    StructuredOutputsConfig,
 )
 from ...proto.errors import ConfigError
-from ...proto.lora import LoraReference
 from ...proto.model import eagle3_config
 from ...proto.model.mtp_layouts import num_mtp_heads
 from ...proto.model.registry import (
@@ -30,6 +28,8 @@ from ...proto.model.registry import (
     check_heads,
     check_supported,
 )
+from ...proto.options.option import declared_options
+from ...proto.options.sections import StructuredOutputsOptions
 from .deployment import Deployment
 from .early_checks import (
     check_early,
@@ -46,6 +46,8 @@ from .model_source import ModelSource, locate_model
 from .speculative_options import SpeculativeOptions, read_speculative_options, warn_of_ignored
 
 DEFAULT_STEPS_IN_FLIGHT = 2
+
+SectionT = TypeVar("SectionT")
 
 
 def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = True) -> EngineConfig:
@@ -100,45 +102,42 @@ def engine_config(
     threads_per_rank: int = 1,
     gpu_bytes: int = 0,
 ) -> EngineConfig:
-    """Return the configuration of a model that is described already.
-
-    An option reaches the field of the same name; those with another name or a default of the device are listed here.
-    """
-    cache = CacheConfig(
-        memory_bytes=options.kv_cache_memory,
-        num_blocks=options.num_kv_blocks,
-        num_host_blocks=options.num_host_kv_blocks,
-        kv_dtype=options.kv_cache_dtype,
-        **_same_named(CacheConfig, options),
-    )
-    parallel = ParallelConfig(
-        device=device,
-        threads_per_rank=threads_per_rank,
-        **_same_named(ParallelConfig, options, "device"),
-    )
+    """Return the configuration of a model that is described already."""
     limits = step_limits(gpu_bytes)
-    scheduler = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs or limits.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
-        max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
-        policy=resolve_policy(options),
-        **_same_named(
+    max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(options.lora_modules))
+    return EngineConfig(
+        model,
+        _section(CacheConfig, options),
+        _section(ParallelConfig, options, device=device, threads_per_rank=threads_per_rank),
+        _section(
             SchedulerConfig,
             options,
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_steps_in_flight",
-            "policy",
+            max_num_seqs=options.max_num_seqs or limits.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
+            max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
+            policy=resolve_policy(options),
         ),
+        _section(
+            ChatConfig,
+            options,
+            chat_template=_read_template(options.chat_template),
+            tool_call_parser=options.tool_call_parser,
+            reasoning_parser=options.reasoning_parser,
+        ),
+        _section(StructuredOutputsOptions, options),
+        _speculative_config(options),
+        _section(LoraConfig, options, max_cpu_loras=max_cpu_loras) if options.enable_lora else None,
     )
-    chat = ChatConfig(
-        chat_template=_read_template(options.chat_template),
-        **_same_named(ChatConfig, options, "chat_template"),
-    )
-    structured_outputs = StructuredOutputsConfig(**_same_named(StructuredOutputsConfig, options))
-    speculative = _speculative_config(options)
-    lora = _lora_config(options)
-    return EngineConfig(model, cache, parallel, scheduler, chat, structured_outputs, speculative, lora)
+
+
+def _section(section: type[SectionT], options: EngineOptions, **computed: Any) -> SectionT:
+    """Return a section with the operator's choices, except for the values that are computed from them."""
+    return section(**_choices(section, options) | computed)
+
+
+def _choices(section: type, options: EngineOptions) -> dict[str, Any]:
+    """Return the operator's values of a section's options; those that it declares again are to be computed."""
+    return {name: getattr(options, name) for name in declared_options(section)}
 
 
 def _speculative_config(options: EngineOptions) -> SpeculativeConfig | None:
@@ -165,11 +164,6 @@ def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weig
     return replace(config, speculative=replace(config.speculative, draft=draft))
 
 
-def _same_named(config: type, options: EngineOptions, *leave_out: str) -> dict[str, Any]:
-    names = {field.name for field in fields(config)} & {field.name for field in fields(options)}
-    return {name: getattr(options, name) for name in names.difference(leave_out)}
-
-
 def _read_template(given: str | None) -> str | None:
     """Return the text of a chat template that is given as a file or as the template itself."""
     if given is None or "{{" in given or "{%" in given:
@@ -187,21 +181,10 @@ def _resolve_model(options: EngineOptions, source: ModelSource, device: str) -> 
         described,
         hub_id=source.hub_id,
         commit=source.commit,
+        **_choices(ModelConfig, options),
         dtype=resolve_dtype(options.dtype, described.dtype, device),
         max_model_len=resolve_max_model_len(options.max_model_len, described.max_model_len),
-        seed=options.seed,
-        quantization=options.quantization,
     )
-
-
-def _lora_config(options: EngineOptions) -> LoraConfig | None:
-    """Return the configuration of adapters; None without adapters."""
-    if not options.enable_lora:
-        return None
-    modules = tuple(LoraReference(name, path) for name, path in options.lora_modules)
-    max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(modules))
-    targets = tuple(options.lora_target_modules.split(",")) if options.lora_target_modules else ()
-    return LoraConfig(options.max_loras, options.max_lora_rank, max_cpu_loras, modules, targets)
 
 
 def _describe_draft(

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from .checks import bearer_token, not_negative_finite, one_of, positive_finite, web_origins
-from .option import option, validate_options
+from ...proto.options.option import option, validate_options
+from ...proto.options.values import bearer_token, not_negative_finite, one_of, positive_finite, web_origins
 
 _SERVER = "Server"
 _LOGS = "Logs and traces"

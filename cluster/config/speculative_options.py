@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...proto.errors import ConfigError
-from .checks import in_words
-from .option import check_names
-from .value_kinds import ValueKind
+from ...proto.options.option import check_names
+from ...proto.options.values import ValueKind, in_words
 
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 # Other names that vLLM has for methods; those of MTP heads of single architectures end with this.

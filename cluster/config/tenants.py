@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.errors import ConfigError
-from .checks import positive, positive_finite
-from .option import check_names, declared_options, option, validate_options
+from ...proto.options.option import check_names, declared_options, option, validate_options
+from ...proto.options.values import positive, positive_finite
 
 _LIMITS = "Limits"
 _TABLES = "default", "tenants"

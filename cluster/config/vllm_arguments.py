@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...proto.errors import ConfigError
-from .option import option
+from ...proto.options.option import option
 
 _log = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from ..config.engine_options import EngineOptions
-from ..config.option import (
+from ...proto.options.option import (
     check_names,
     declared_options,
     keyword_parameters,
     read_environment,
     select_options,
 )
+from ..config.engine_options import EngineOptions
 from ..config.vllm_arguments import ENGINE_ARGUMENTS, translate_arguments
 
 # Offline the caller holds all prompts anyway, so that refusing some gains nothing, and is the operator as well.
@@ -32,8 +32,7 @@ class EngineArgs(EngineOptions):
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        read = read_engine_options(model, options, os.environ)
-        super().__init__(**{each.name: getattr(read, each.name) for each in fields(read)})
+        super().__init__(**vars(read_engine_options(model, options, os.environ)))
 
 
 def takes_engine_options(function: F) -> F:

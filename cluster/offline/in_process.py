@@ -100,8 +100,8 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
     stopwatch.lap("weights")
     config = config.with_num_blocks(runner.num_blocks_that_fit())
     stopwatch.lap("profile")
-    assert config.cache.num_blocks is not None
-    config = config.with_swap_rate(runner.allocate_cache(config.cache.num_blocks))
+    assert config.cache.num_kv_blocks is not None
+    config = config.with_swap_rate(runner.allocate_cache(config.cache.num_kv_blocks))
     stopwatch.lap("allocate")
     _log.info("%s loaded in this process: %s", config.model.name, stopwatch)
     return config, InProcessGroup(runner, stopwatch.laps)

@@ -20,12 +20,12 @@ from ...proto.config import EngineConfig
 from ...proto.engine_command import Action, EngineCommand
 from ...proto.errors import InvalidRequest, InvalidType
 from ...proto.lora import LoraReference
+from ...proto.options.option import write_table
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
 from ..client.wire.engine_messages import read_tags
 from ..config.engine_options import EngineOptions
 from ..config.machine import Machine
-from ..config.option import write_table
 from ..config.resolve import resolve
 from ..text.requests.chat import Chat, Tool
 from ..text.requests.chat_messages import Message

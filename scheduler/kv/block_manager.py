@@ -38,7 +38,9 @@ class BlockManager:
 
     def __init__(self, config: EngineConfig) -> None:
         cache = config.cache
-        assert cache.num_blocks is not None, "cache.num_blocks must be resolved before the scheduler is made"
+        assert cache.num_kv_blocks is not None, (
+            "cache.num_kv_blocks must be resolved before the scheduler is made"
+        )
         num_rows, layout = config.scheduler.max_num_seqs, config.cache_layout
         self.block_size = cache.block_size
         self.layout, self.num_groups = layout, len(layout.groups)
@@ -50,9 +52,9 @@ class BlockManager:
         self.journal = CacheJournal(window_blocks=layout.num_hit_blocks(cache.block_size))
         self.host = (
             HostTier(
-                cache.num_host_blocks, cache.block_size, self.num_groups, self.journal, self.num_partitions
+                cache.num_host_kv_blocks, cache.block_size, self.num_groups, self.journal, self.num_partitions
             )
-            if cache.num_host_blocks
+            if cache.num_host_kv_blocks
             else None
         )
         # Those of each cache group, for each partition in turn.
@@ -68,7 +70,7 @@ class BlockManager:
             )
             for start in starts
         ]
-        self._pool = BlockPool(cache.num_blocks, self._evict, self.num_partitions)
+        self._pool = BlockPool(cache.num_kv_blocks, self._evict, self.num_partitions)
         self._row_partitions = RowPartitions(num_rows, self.num_groups, self._pool)
         self._moves = PlannedMoves(self._pool, self.host)
         # Blocks that the next plan fills. Its own sequences may share them, since a step writes KV before it reads

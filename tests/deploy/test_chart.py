@@ -16,7 +16,7 @@ import yaml
 from quire.cluster.cli.provision.cluster_file import example
 from quire.cluster.config.deployment import read_fleet_file
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.option import declared_options
+from quire.proto.options.option import declared_options
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "cluster" / "provision" / "chart"

@@ -213,7 +213,7 @@ class SimulatedLauncher:
             model=deployment.name,
             version=deployment.version,
             endpoint=f"simulated://{replica_id}",
-            num_kv_blocks=replica_config().cache.num_blocks or 0,
+            num_kv_blocks=replica_config().cache.num_kv_blocks or 0,
             namespace="simulated",
             node_ids=(f"node-of-{replica_id}",),
             pids=(1,),

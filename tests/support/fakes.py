@@ -249,14 +249,14 @@ class FakeWorkerGroup:
     def _forget(self, kept: KvTiers) -> None:
         """Empty the rows, and the KV except in the memories that are kept."""
         config = self._config
-        assert config.cache.num_blocks is not None
+        assert config.cache.num_kv_blocks is not None
         rows, block_size = config.scheduler.max_num_seqs, config.cache.block_size
         self.block_size = block_size
         self.tables = self._make_tables()
         empty = [(-1, b"")] * block_size
-        partitions, num_host_blocks = config.parallel.num_kv_partitions, config.cache.num_host_blocks + 1
+        partitions, num_host_blocks = config.parallel.num_kv_partitions, config.cache.num_host_kv_blocks + 1
         if KvTiers.DEVICE not in kept:
-            num_blocks = partitions * config.cache.num_blocks
+            num_blocks = partitions * config.cache.num_kv_blocks
             self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(num_blocks)]
         if KvTiers.HOST not in kept:
             self.host_kv: list[list[tuple[int, bytes]]] = [[] for _ in range(partitions * num_host_blocks)]
@@ -523,7 +523,7 @@ class FakeWorkerGroup:
     def _check_partitions(self, plan: StepPlan) -> None:
         """Check that no block moves from one rank's memory to that of another."""
         cache = self._config.cache
-        on_device, on_host = cache.num_blocks, cache.num_host_blocks + 1
+        on_device, on_host = cache.num_kv_blocks, cache.num_host_kv_blocks + 1
         assert on_device is not None
         for moves, first, second in (
             (plan.copies, on_device, on_device),

@@ -23,10 +23,10 @@ from local_server import ThreadedServer, threaded_server
 from quire.cluster import cli
 from quire.cluster.config.deployment import Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.option import declared_options
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.tenants import load_tenants
 from quire.proto.errors import ERRORS
+from quire.proto.options.option import declared_options
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

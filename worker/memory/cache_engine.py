@@ -201,7 +201,7 @@ def _parts(config: EngineConfig, model: ModelConfig, layout: CacheLayout, dtype:
         heads: [layer for layer, own in enumerate(shapes) if own == heads] for heads in dict.fromkeys(shapes)
     }
     alike = list(by_shape.values())
-    block_size, quantized = config.cache.block_size, QUANTIZED_DTYPES.get(config.cache.kv_dtype)
+    block_size, quantized = config.cache.block_size, QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype)
     blocks = [(parts, heads, block_size, dim) for parts, heads, dim in shapes]
     shared = alike if len(layout.groups) == 1 else [list(range(len(shapes)))]
     found = [_make_part(layout, layers, blocks, quantized or dtype) for layers in shared]

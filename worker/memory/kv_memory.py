@@ -81,7 +81,7 @@ class KvMemory:
         Raises:
             ConfigError: there is not enough memory.
         """
-        num_host_blocks = self._config.cache.num_host_blocks
+        num_host_blocks = self._config.cache.num_host_kv_blocks
         device_bytes, host_bytes = (count * self.block_bytes for count in (num_blocks, num_host_blocks))
         on_host = f" and {host_bytes / 2**30:.2f} GiB for swapped blocks" if host_bytes else ""
         failure = f"rank {self._rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
@@ -127,7 +127,9 @@ class KvMemory:
         except OSError as error:
             _log.warning("rank %d cannot map the KV of the rank before: %s", self._rank, error)
         try:
-            return KvSegment.create((num_blocks + self._config.cache.num_host_blocks + 1) * self.block_bytes)
+            return KvSegment.create(
+                (num_blocks + self._config.cache.num_host_kv_blocks + 1) * self.block_bytes
+            )
         except OSError as error:
             _log.warning("the KV of rank %d ends with its process: %s", self._rank, error)
             return None

@@ -96,9 +96,9 @@ class RankMemory:
     def num_blocks_that_fit(self) -> int:
         """Return the number of KV blocks that fit, including the scratch block."""
         cache = self._config.cache
-        if cache.num_blocks is not None:
-            return cache.num_blocks
-        num_bytes = cache.memory_bytes
+        if cache.num_kv_blocks is not None:
+            return cache.num_kv_blocks
+        num_bytes = cache.kv_cache_memory
         if num_bytes is None:
             num_bytes = DEFAULT_CPU_KV_BYTES if self._device.type == "cpu" else self._gpu_kv_bytes()
         return num_bytes // self.kv.block_bytes
@@ -106,7 +106,7 @@ class RankMemory:
     def allocate_kv(self, num_blocks: int, *, touches_pages: bool, inherited: SegmentAddress | None) -> bool:
         """Allocate the KV cache for the first time, as KvMemory.allocate does."""
         if self._config.parallel.enable_dp_attention:
-            num_host_blocks = self._config.cache.num_host_blocks + 1
+            num_host_blocks = self._config.cache.num_host_kv_blocks + 1
             self.rows.partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
         return self.kv.allocate(num_blocks, touches_pages=touches_pages, inherited=inherited)
 

@@ -13,8 +13,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-from ....proto.errors import ConfigError, first_line, joined_lines
-from ...config.problems import Problems
+from ....proto.errors import ConfigError, Problems, first_line, joined_lines
 from ...fleet.ray.compat import complete_cluster_file
 from .instance_types import InstanceType, instance_types
 from .mounted_files import mount_problems

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from ....proto.errors import Problems
+from ....proto.options.option import read_environment, select_options
 from ...config.deployment import ClusterOptions, Deployment, ScalingLimits
 from ...config.engine_options import EngineOptions
-from ...config.option import read_environment, select_options
-from ...config.problems import Problems
 from ...config.server_options import ServerOptions
 from ...config.vllm_arguments import VllmOptions, translate_arguments
 from ...os_utils.signals import signals_held

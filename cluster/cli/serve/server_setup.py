@@ -8,8 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from ....proto.errors import ConfigError
-from ...config.problems import Problems
+from ....proto.errors import ConfigError, Problems
 from ...config.server_options import ServerOptions
 from ...gateway.access.listen_address import ListenAddress
 from ...gateway.access.security import Security

@@ -12,7 +12,6 @@ from functools import partial
 from ....proto.config import EngineConfig
 from ....proto.errors import QuireError, ReplicaUnavailable
 from ...config.engine_options import EngineOptions
-from ...config.engine_summary import engine_summary
 from ...config.machine import Machine
 from ...config.resolve import resolve
 from ...config.server_options import ServerOptions
@@ -110,7 +109,7 @@ async def _serve_replica(
     """Serve until a signal, then return the exit status. Raises the error for which the replica was given up."""
     signaled = next_signal()
     config = replica.config
-    _log.info("%s", engine_summary(config))
+    _log.info("%s", config.summary)
     connect = partial(_connect, config)
     client = connect(replica.record)
     client.start()

@@ -171,7 +171,7 @@ class _Launch:
 
     def allocate(self, config: EngineConfig) -> EngineConfig:
         """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rate."""
-        calls = self._call_workers("allocate", config.cache.num_blocks)
+        calls = self._call_workers("allocate", config.cache.num_kv_blocks)
         return config.with_swap_rate(min(await_all(calls, LOAD_TIMEOUT_S, "allocating its KV cache")))
 
     def log_ranks(self) -> None:
@@ -182,26 +182,26 @@ class _Launch:
     def connect(self, config: EngineConfig, reports: Sequence[LoadReport]) -> str:
         """Connect the scheduler to the ranks and start it; return its endpoint for gateways."""
         host = self._scheduler_host
-        assert config.cache.num_blocks is not None
+        assert config.cache.num_kv_blocks is not None
         handles = RankHandles(
             tuple(self._workers),
             tuple(report.status for report in reports),
             self._processes,
             self.starter,
-            config.cache.num_blocks,
+            config.cache.num_kv_blocks,
             self._is_one_host,
         )
         return start_serving(self.scheduler, host, config, handles, self._replica_id, self._target)
 
     def record(self, config: EngineConfig, endpoint: str, version: str) -> ReplicaRecord:
         """Return the record from which other processes find the replica."""
-        assert config.cache.num_blocks is not None
+        assert config.cache.num_kv_blocks is not None
         return ReplicaRecord(
             replica_id=self._replica_id,
             model=config.model.name,
             version=version,
             endpoint=endpoint,
-            num_kv_blocks=config.cache.num_blocks,
+            num_kv_blocks=config.cache.num_kv_blocks,
             namespace=self._target.namespace,
             node_ids=self._node_ids,
             pids=(self._scheduler_pid, *(process.pid for process in self._processes)),

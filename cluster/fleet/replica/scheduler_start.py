@@ -123,13 +123,13 @@ def _rank_handles(
     """Return the ranks; those that do not answer, or that the last scheduler was starting, count as ended."""
     with ThreadPoolExecutor(len(workers)) as pool:
         found = list(pool.map(_ask, range(len(workers)), workers))
-    assert replica.config.cache.num_blocks is not None
+    assert replica.config.cache.num_kv_blocks is not None
     return RankHandles(
         tuple(worker if process.pid else None for worker, (_, process) in zip(workers, found, strict=True)),
         tuple(status for status, _ in found),
         tuple(process for _, process in found),
         starter,
-        replica.config.cache.num_blocks,
+        replica.config.cache.num_kv_blocks,
         len(set(replica.record.node_ids[1:])) == 1,
     )
 

@@ -82,4 +82,4 @@ def _collect_cache_config(
 ) -> None:
     sizes = str(status.block_size), str(status.num_blocks), str(status.num_host_blocks)
     prefix_caching = str(config.cache.prefix_caching)
-    samples.add(of_replicas.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_dtype, prefix_caching), 1)
+    samples.add(of_replicas.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_cache_dtype, prefix_caching), 1)

@@ -16,7 +16,6 @@ from ....proto.config import EngineConfig
 from ....proto.errors import QuireError
 from ....proto.transport.network import CurveKeys
 from ...config.deployment import Deployment
-from ...config.engine_summary import engine_summary
 from ...config.machine import LARGE_GPU_BYTES
 from ...config.resolve import resolve_deployment
 from ...fleet.controller.commands import FleetCommand
@@ -246,8 +245,8 @@ def _limit_to_smallest_replica(served: ServedModel, reachable: Iterable[ReplicaE
     """Reject requests that do not fit into the smallest replica: a request may run on any of them."""
     sizes = [entry.record.num_kv_blocks for entry in reachable if entry.record is not None]
     config = served.config
-    if sizes and config.cache.num_blocks != min(sizes):
-        config = replace(config, cache=replace(config.cache, num_blocks=min(sizes)))
+    if sizes and config.cache.num_kv_blocks != min(sizes):
+        config = replace(config, cache=replace(config.cache, num_kv_blocks=min(sizes)))
         served.resize(config)
 
 
@@ -268,7 +267,7 @@ def _drain_draining(pool: ReplicaPool, state: FleetState) -> None:
 def _log_summary(model: _SyncedModel) -> None:
     """Log what is served, once per version: with its first replica, whose KV cache has a size."""
     if not model.is_logged:
-        _log.info("serving version %s: %s", model.version, engine_summary(model.served.config))
+        _log.info("serving version %s: %s", model.version, model.served.config.summary)
     model.is_logged = True
 
 

@@ -23,8 +23,8 @@ from quire.cluster import cli
 from quire.cluster.cli.exit_status import FAILED, INTERRUPTED, WRONG_USE
 from quire.cluster.cli.generate import read_prompt
 from quire.cluster.client.wire.tokens import Role, load_tokens
-from quire.cluster.config.units import parse_num_bytes
 from quire.proto.errors import ConfigError, InvalidRequest
+from quire.proto.options.values import parse_num_bytes
 
 
 def quire(

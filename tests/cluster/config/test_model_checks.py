@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from deadlines import PROGRAM_TIMEOUT_S
 
-from quire.cluster.config.checks import show
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.model_checks import MAX_HEADER_BYTES
 from quire.cluster.config.resolve import resolve
 from quire.proto.errors import ConfigError
+from quire.proto.options.values import show
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -16,12 +16,18 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cluster import cli
 from quire.cluster.cli.deployments import read_deployments
-from quire.cluster.config.checks import OneOf, bearer_token, processor_names, web_origins
 from quire.cluster.config.deployment import ClusterOptions, Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.lora_options import LORA_MODULES, check_target_modules
 from quire.cluster.config.machine import Machine
-from quire.cluster.config.option import (
+from quire.cluster.config.server_options import ServerOptions
+from quire.cluster.config.speculative_options import JSON_OBJECT
+from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
+from quire.cluster.fleet.controller.spot import NOTICES
+from quire.cluster.offline import llm
+from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
+from quire.proto.errors import ConfigError
+from quire.proto.model.quantization import ONLINE_METHODS
+from quire.proto.options.option import (
     Option,
     declared_options,
     option,
@@ -29,15 +35,20 @@ from quire.cluster.config.option import (
     select_options,
     write_table,
 )
-from quire.cluster.config.server_options import ServerOptions
-from quire.cluster.config.speculative_options import JSON_OBJECT
-from quire.cluster.config.value_kinds import FLAG, INTEGER, NUM_BYTES, NUMBER, PATH, TEXT
-from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
-from quire.cluster.fleet.controller.spot import NOTICES
-from quire.cluster.offline import llm
-from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
-from quire.proto.errors import ConfigError
-from quire.proto.model.quantization import ONLINE_METHODS
+from quire.proto.options.values import (
+    FLAG,
+    INTEGER,
+    LORA_MODULES,
+    NUM_BYTES,
+    NUMBER,
+    PATH,
+    TEXT,
+    OneOf,
+    bearer_token,
+    check_target_modules,
+    processor_names,
+    web_origins,
+)
 from quire.scheduler.core.waiting.policy import ADMISSION_KEYS
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR
 

@@ -44,7 +44,7 @@ def test_bundled_model_resolves() -> None:
     assert (config.model.dtype, config.parallel.device) == ("float32", "cpu")
     assert config.model.num_heads % config.model.num_kv_heads == 0
     assert config.model.eos_token_ids
-    assert config.cache.num_blocks is None
+    assert config.cache.num_kv_blocks is None
 
 
 def test_options_reach_the_configuration(make_model: Callable[..., Path]) -> None:
@@ -68,11 +68,15 @@ def test_options_reach_the_configuration(make_model: Callable[..., Path]) -> Non
         served_model_name="q",
     )
     assert (config.model.name, config.model.dtype, config.model.max_model_len) == ("q", "bfloat16", 64)
-    assert (config.cache.block_size, config.cache.num_blocks, config.cache.memory_bytes) == (32, 10, 1 << 20)
+    assert (config.cache.block_size, config.cache.num_kv_blocks, config.cache.kv_cache_memory) == (
+        32,
+        10,
+        1 << 20,
+    )
     limits = config.scheduler
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_queue_len) == (3, 7, 11)
     assert (limits.policy, limits.tenant_weights) == ("fair", (("gold", 3.0),))
-    assert config.cache.num_host_blocks == 12
+    assert config.cache.num_host_kv_blocks == 12
     assert (config.model.seed, config.parallel.tensor_parallel_size) == (5, 2)
     assert resolve_on_cpu(model).model.name == model.name
 

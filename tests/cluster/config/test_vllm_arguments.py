@@ -11,7 +11,6 @@ import pytest
 
 from quire import LLM, EngineArgs
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.option import declared_options
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.vllm_arguments import (
     ENGINE_ARGUMENTS,
@@ -21,6 +20,7 @@ from quire.cluster.config.vllm_arguments import (
     translate_arguments,
 )
 from quire.proto.errors import ConfigError
+from quire.proto.options.option import declared_options
 
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 # Options that mean in `vllm serve` what they mean here.

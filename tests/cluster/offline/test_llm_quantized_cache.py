@@ -45,7 +45,7 @@ def test_quantized_cache_has_more_blocks_in_the_same_memory() -> None:
     counts = []
     for kv_cache_dtype in ("auto", *KV_CACHE_DTYPES):
         with LLM("demo", device="cpu", kv_cache_dtype=kv_cache_dtype, kv_cache_memory=8 << 20) as llm:
-            counts.append(llm.config.cache.num_blocks or 0)
+            counts.append(llm.config.cache.num_kv_blocks or 0)
     full, *quantized = counts
     # A quarter of float32, and one scale per vector.
     assert all(3 * full < count < 4 * full for count in quantized)

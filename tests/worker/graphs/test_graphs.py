@@ -267,6 +267,7 @@ def test_graphs_of_data_parallel_attention_give_same_tokens(
     lengths = [3, 40, 2, 33, 5, 30, 4, 6]
     prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
     partitions: set[tuple[int, int]] = set()
+    lora = LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2) if has_adapters else None
     adapters: list[LoraReference | None] = [None]
     for seed in range(2 if has_adapters else 0):
         path = write_adapter(tmp_path / str(seed), folder, ("q_b_proj", "o_proj", "up_proj"), seed=seed)
@@ -274,8 +275,7 @@ def test_graphs_of_data_parallel_attention_give_same_tokens(
 
     def run(**settings: Any) -> dict[int, list[int]]:
         engine = make_engine(folder, 2, num_blocks=80, block_size=4, max_num_seqs=6, max_num_batched_tokens=24,
-                             enable_dp_attention=True, lora=LoraConfig(2, 8, 2) if has_adapters else None,
-                             **settings)  # fmt: skip
+                             enable_dp_attention=True, lora=lora, **settings)  # fmt: skip
         driver = RankedDriver(engine.config.with_num_blocks(80), engine.step)
         for handle, prompt in enumerate(prompts):
             adapter = adapters[handle % len(adapters)]
@@ -331,7 +331,13 @@ def test_graphs_of_steps_with_adapters_give_same_tokens(
 
     def run(**settings: Any) -> list[list[int]]:
         engine = make_engine(
-            folder, 1, num_blocks=64, block_size=4, max_num_seqs=6, lora=LoraConfig(3, 8, 3), **settings
+            folder,
+            1,
+            num_blocks=64,
+            block_size=4,
+            max_num_seqs=6,
+            lora=LoraConfig(max_loras=3, max_lora_rank=8, max_cpu_loras=3),
+            **settings,
         )
         put_adapters(engine, paths)
         tokens = []
@@ -462,7 +468,12 @@ def test_cuda_graphs_of_adapters_give_same_tokens(
     tokens = []
     for cuda_graphs in (True, False):
         engine = make_engine(
-            folder, 1, device="cuda", cuda_graphs=cuda_graphs, max_num_seqs=6, lora=LoraConfig(2, 8, 2)
+            folder,
+            1,
+            device="cuda",
+            cuda_graphs=cuda_graphs,
+            max_num_seqs=6,
+            lora=LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2),
         )
         put_adapters(engine, paths)
         sequences = [planned([3 + slot] * 4, 32, GREEDY, lora_slot=slot) for slot in (0, NO_SLOT, 1, 1, 0)]

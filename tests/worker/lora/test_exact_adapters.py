@@ -262,7 +262,8 @@ def test_slots_of_target_modules_alone(
     folder = make_model(kind, seed=7, **KINDS[kind][0])
     path = write_adapter(tmp_path / "adapter", folder, targets, seed=3)
     reference = Reference(merge(tmp_path / "merged", folder, path))
-    limited, whole = (make_engine(folder, 1, lora=replace(LORA, target_modules=own)) for own in (targets, ()))
+    limited = make_engine(folder, 1, lora=replace(LORA, lora_target_modules=",".join(targets)))
+    whole = make_engine(folder, 1, lora=LORA)
     slot_bytes = [engine.runners[0].memory.loaded.adapters.layers.slot_bytes for engine in (limited, whole)]
     assert 0 < slot_bytes[0] < 0.6 * slot_bytes[1]
     put_adapters(limited, [path])

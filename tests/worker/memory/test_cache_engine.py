@@ -41,7 +41,7 @@ def config(request: pytest.FixtureRequest) -> EngineConfig:
         model = replace(model, num_layers=5, kv_layers=UNEVEN)
         if "windows" in differ:
             model = replace(model, layer_windows=WINDOWS)
-    return replace(base, model=model, cache=replace(base.cache, kv_dtype=kv_dtype))
+    return replace(base, model=model, cache=replace(base.cache, kv_cache_dtype=kv_dtype))
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ def test_block_has_kv_dtype_and_scales(
     layer = engine.layers[0]
     sizes = [(layer.blocks.shape[2], layer.blocks.shape[4]) for layer in engine.layers]
     assert sizes == list(config.model.kv_layers or [(2, 8)] * 2)
-    assert layer.blocks.dtype == KV_DTYPES[config.cache.kv_dtype]
+    assert layer.blocks.dtype == KV_DTYPES[config.cache.kv_cache_dtype]
     num_blocks = NUM_BLOCKS * config.cache_layout.groups[0].split
     assert layer.blocks.shape == (num_blocks, 2, 2, config.cache.block_size, config.model.head_dim)
-    if config.cache.kv_dtype == "auto":
+    if config.cache.kv_cache_dtype == "auto":
         assert layer.scales is None
     else:
         assert layer.scales is not None
@@ -99,7 +99,7 @@ def test_bytes_per_block_equals_allocated_bytes(
 def test_sub_blocks_of_a_group_do_not_overlap() -> None:
     base = small_config()
     model = replace(base.model, num_layers=3, kv_layers=UNEVEN, layer_windows=WINDOWS)
-    config = replace(base, model=model, cache=replace(base.cache, kv_dtype="int8"))
+    config = replace(base, model=model, cache=replace(base.cache, kv_cache_dtype="int8"))
     layout = config.cache_layout
     assert [(group.layers, group.split) for group in layout.groups] == [((0, 2), 2), ((1,), 1)]
     engine = CacheEngine(config, NUM_BLOCKS, 0, torch.float32, torch.device("cpu"))

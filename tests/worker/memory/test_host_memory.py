@@ -60,12 +60,12 @@ def test_kv_memory_beyond_available_raises_config_error(
     options: dict[str, Any], named: str, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = resolve(EngineOptions(str(make_model("llama")), device="cpu", **options), Machine.this())
-    assert config.cache.num_blocks is not None
+    assert config.cache.num_kv_blocks is not None
     runner = ModelRunner(config, SingleRank())
     per_block = bytes_per_block(config, DTYPES[config.model.dtype])
     monkeypatch.setattr(allocation, "available_bytes", lambda: 9 * per_block - 1)
     with pytest.raises(ConfigError, match=rf"rank 0 .* GiB of KV memory.*{named}"):
-        runner.allocate_cache(config.cache.num_blocks)
+        runner.allocate_cache(config.cache.num_kv_blocks)
     monkeypatch.setattr(allocation, "available_bytes", lambda: 12 * per_block)
-    runner.allocate_cache(config.cache.num_blocks)
+    runner.allocate_cache(config.cache.num_kv_blocks)
     runner.close()

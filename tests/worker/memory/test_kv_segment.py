@@ -30,7 +30,7 @@ NUM_BLOCKS, NUM_HOST_BLOCKS, MAX_TOKENS = 28, 40, 24
 
 def make_cache(segment: KvSegment, **settings: Any) -> CacheEngine:
     config = small_config(num_host_blocks=NUM_HOST_BLOCKS)
-    config = replace(config, cache=replace(config.cache, kv_dtype="int8"))
+    config = replace(config, cache=replace(config.cache, kv_cache_dtype="int8"))
     return CacheEngine(
         config, NUM_BLOCKS, NUM_HOST_BLOCKS, torch.float32, torch.device("cpu"), segment=segment, **settings
     )

@@ -78,6 +78,6 @@ def test_host_tier_of_a_gpu_is_allocated_in_pinned_memory(
 
 def test_profile_run_allocates_no_host_tier(make_model: Any, engine_config: Any) -> None:
     config = engine_config(make_model("llama"), block_size=4, max_num_seqs=4, max_model_len=64)
-    config = replace(config, cache=replace(config.cache, num_host_blocks=1 << 40))
+    config = replace(config, cache=replace(config.cache, num_host_kv_blocks=1 << 40))
     runner = ModelRunner(config, SingleRank())
     runner.memory.run_largest_steps()  # a petabyte could not be allocated

@@ -77,7 +77,7 @@ class Ranks:
 
     def driver(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> RankedDriver:
         config = self.engine.config.with_num_blocks(num_blocks)
-        cache = replace(config.cache, num_host_blocks=num_host_blocks)
+        cache = replace(config.cache, num_host_kv_blocks=num_host_blocks)
         return RankedDriver(replace(config, cache=cache), self.engine.step)
 
 

@@ -33,7 +33,7 @@ def test_slot_size_is_that_of_a_rank(
     kind: str, tp: int, targets: tuple[str, ...], option: str | None, make_model: Any, make_engine: Any
 ) -> None:
     folder, rank = make_model(kind), 8
-    lora = LoraConfig(2, rank, 2, target_modules=targets)
+    lora = LoraConfig(max_loras=2, max_lora_rank=rank, max_cpu_loras=2, lora_target_modules=",".join(targets))
     engine = make_engine(folder, tp, num_blocks=8, lora=lora, **({} if option is None else {option: True}))
     actual = max(runner.memory.loaded.adapters.layers.slot_bytes for runner in engine.runners)
     model = describe_files(EngineOptions(str(folder)))

@@ -74,7 +74,12 @@ def test_requests_with_adapters_continue_with_the_new_weights(
     merged = [Reference(merge(tmp_path / f"merged{index}", base, path)) for index, base in enumerate(bases)]
     plain = [Reference(base) for base in bases]
     engine = make_engine(
-        bases[0], tp, num_blocks=32, block_size=4, max_model_len=60, lora=LoraConfig(1, 8, 1)
+        bases[0],
+        tp,
+        num_blocks=32,
+        block_size=4,
+        max_model_len=60,
+        lora=LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1),
     )
     driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
     for handle, lora in enumerate((LoraReference("own", str(path)), None)):

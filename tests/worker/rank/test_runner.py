@@ -189,7 +189,7 @@ def test_num_blocks_that_fit_counts_bytes(make_model: Any, engine_config: Any, t
     block_bytes = 3 * 2 * 4 * 16 * 4 * 16 // tp
     config = engine_config(make_model("llama"), tp)
     assert ModelRunner(config, FakeComm()).num_blocks_that_fit() == DEFAULT_CPU_KV_BYTES // block_bytes
-    config = replace(config, cache=replace(config.cache, memory_bytes=10 * block_bytes + 1))
+    config = replace(config, cache=replace(config.cache, kv_cache_memory=10 * block_bytes + 1))
     assert ModelRunner(config, FakeComm()).num_blocks_that_fit() == 10
     assert ModelRunner(config.with_num_blocks(5), FakeComm()).num_blocks_that_fit() == 5
 
@@ -202,7 +202,7 @@ def test_kv_cache_beyond_memory_raises_config_error(make_model: Any, engine_conf
 
 def test_host_blocks_beyond_memory_raise_config_error(make_model: Any, engine_config: Any) -> None:
     config = engine_config(make_model("llama"))
-    config = replace(config, cache=replace(config.cache, num_host_blocks=1 << 40))
+    config = replace(config, cache=replace(config.cache, num_host_kv_blocks=1 << 40))
     with pytest.raises(ConfigError, match=r"KV memory and \d+\.\d+ GiB for swapped blocks"):
         ModelRunner(config, SingleRank()).allocate_cache(2)
 

@@ -419,7 +419,12 @@ def test_drafts_are_verified_with_the_adapter(
     path = write_adapter(tmp_path / "adapter", base, (*ATTENTION, *VOCABULARY), size=2, seed=1)
     references = [Reference(base), Reference(merge(tmp_path / "merged", base, path))]
     engine = make_engine(
-        target, 1, num_blocks=NUM_BLOCKS, max_model_len=128, speculative=speculative, lora=LoraConfig(1, 8, 1)
+        target,
+        1,
+        num_blocks=NUM_BLOCKS,
+        max_model_len=128,
+        speculative=speculative,
+        lora=LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1),
     )
     driver = RankedDriver(engine.config.with_num_blocks(NUM_BLOCKS), engine.step)
     for handle, lora in enumerate((None, LoraReference("own", str(path)))):

@@ -9,10 +9,10 @@ import pytest
 
 from quire import Deployment, EngineOptions, ScalingLimits
 from quire.cluster.client.wire.deployment_messages import deployment_from_message, deployment_to_message
-from quire.cluster.config.checks import OneOf
-from quire.cluster.config.option import declared_options
 from quire.proto import admin_pb2
 from quire.proto.errors import ConfigError
+from quire.proto.options.option import declared_options
+from quire.proto.options.values import OneOf
 
 MESSAGES = [
     (EngineOptions, admin_pb2.EngineOptions),

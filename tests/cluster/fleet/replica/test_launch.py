@@ -43,7 +43,7 @@ class Launch:
         pass
 
     def allocate(self, config: EngineConfig) -> EngineConfig:
-        self.allocated.append(config.cache.num_blocks)
+        self.allocated.append(config.cache.num_kv_blocks)
         return config
 
     def log_ranks(self) -> None: ...
@@ -66,4 +66,4 @@ def test_every_rank_gets_the_smallest_number_of_blocks_of_all(
     target: Any = SimpleNamespace(on_processes_started=lambda: None, namespace="none")
     started: Any = module.launch_replica(small_config(num_blocks=99), "replica-1", target)
     assert launch.allocated == [min(num_blocks)]
-    assert started.cache.num_blocks == min(num_blocks)
+    assert started.cache.num_kv_blocks == min(num_blocks)

@@ -71,7 +71,7 @@ def test_invalid_prompt_is_refused(prompt: str | list[int], field: str, problem:
 
 
 def test_prompt_larger_than_the_kv_memory_is_refused() -> None:
-    small = replace(CONFIG, cache=replace(CONFIG.cache, num_blocks=4))
+    small = replace(CONFIG, cache=replace(CONFIG.cache, num_kv_blocks=4))
     assert checker(small).check([1] * 47, SamplingParams()).sampling.max_tokens == 1
     with pytest.raises(InvalidRequest, match=r"has 48 tokens.*whole KV memory of 48 tokens"):
         checker(small).check([1] * 48, SamplingParams())

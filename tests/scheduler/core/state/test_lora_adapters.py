@@ -23,7 +23,9 @@ class Fleet:
     def __init__(
         self, max_loras: int = 1, max_cpu_loras: int = 4, num_ranks: int = 1, turn_len: int = 2
     ) -> None:
-        self.lora = LoraAdapters(LoraConfig(max_loras, 8, max_cpu_loras), num_ranks, turn_len)
+        self.lora = LoraAdapters(
+            LoraConfig(max_loras=max_loras, max_lora_rank=8, max_cpu_loras=max_cpu_loras), num_ranks, turn_len
+        )
         self.num_ranks = num_ranks
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []

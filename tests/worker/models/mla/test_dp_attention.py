@@ -43,7 +43,7 @@ class Ranks:
         engine = self.make(num_blocks)
         config = engine.config.with_num_blocks(num_blocks)
         if not swaps:
-            config = replace(config, cache=replace(config.cache, num_host_blocks=0))
+            config = replace(config, cache=replace(config.cache, num_host_kv_blocks=0))
         driver = RankedDriver(config, engine.step)
         driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
         return driver, engine
@@ -206,7 +206,7 @@ def test_adapters_change_the_sequences_of_each_rank(
     ]
     engine = make_engine(
         folder, tp, num_blocks=FEW, block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24,
-        enable_dp_attention=True, max_model_len=60, lora=LoraConfig(2, 8, 2),
+        enable_dp_attention=True, max_model_len=60, lora=LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2),
     )  # fmt: skip
     driver = RankedDriver(engine.config.with_num_blocks(FEW), engine.step)
     prompts = prompts_of([17, 22, 9, 13, 20, 8], seed=3)

@@ -2,8 +2,8 @@
 
 An option is a field of a frozen dataclass::
 
-    @dataclass(frozen=True, slots=True)
-    class EngineOptions:
+    @dataclass(frozen=True, kw_only=True)
+    class SchedulerOptions:
         max_num_seqs: int = option(64, help="Sequences that run at once.", unit="sequences", check=positive)
 
 From the declaration follow its command-line option (`cli.option_groups`), its entry in a fleet file, its environment
@@ -21,9 +21,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from ...proto.errors import ConfigError
-from .checks import Check, OneOf, show
-from .value_kinds import KIND_OF, ValueKind
+from ..errors import ConfigError
+from .values import KIND_OF, Check, OneOf, ValueKind, show
 
 _METADATA = "option"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cluster.config.problems import Problems
-from quire.proto.errors import ConfigError, ModelLoadError
+from quire.proto.errors import ConfigError, ModelLoadError, Problems
 
 
 def collect(*errors: Exception) -> Problems:
