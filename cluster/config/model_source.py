@@ -8,7 +8,7 @@ from pathlib import Path
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError, ModelLoadError
 from .deployment import Deployment
-from .engine_options import EngineOptions
+from .engine_options import EngineOptions, ModelReference
 from .hub import download_model, find_commit
 from .model_checks import check_model_files, check_weight_files
 from .model_config import describe_model
@@ -29,7 +29,7 @@ class ModelSource:
     commit: str = ""
 
 
-def locate_model(options: EngineOptions, *, with_weights: bool) -> ModelSource:
+def locate_model(reference: ModelReference, *, with_weights: bool) -> ModelSource:
     """Return the files of a model, after downloading those that are missing.
 
     Args:
@@ -39,16 +39,16 @@ def locate_model(options: EngineOptions, *, with_weights: bool) -> ModelSource:
         ModelLoadError: there is no such directory or model, or the download failed.
         ConfigError: a revision is given for a directory.
     """
-    if options.hub_id:
+    if reference.hub_id:
         try:
-            snapshot = download_model(options.hub_id, options.revision, with_weights=with_weights)
+            snapshot = download_model(reference.hub_id, reference.revision, with_weights=with_weights)
         except ModelLoadError as error:
-            raise ModelLoadError(f"{error} (and there is no directory {options.model})") from error
-        source = ModelSource(snapshot.path, options.hub_id, snapshot.commit)
+            raise ModelLoadError(f"{error} (and there is no directory {reference.model})") from error
+        source = ModelSource(snapshot.path, reference.hub_id, snapshot.commit)
     else:
-        if options.revision is not None:
-            raise ConfigError(f"revision is {options.revision!r}, but {options.model} is a directory")
-        source = ModelSource(options.model_path)
+        if reference.revision is not None:
+            raise ConfigError(f"revision is {reference.revision!r}, but {reference.model} is a directory")
+        source = ModelSource(reference.model_path)
     check_model_files(source.path, with_weights)
     if with_weights:
         check_weight_files(source.path)

@@ -39,7 +39,7 @@ from .early_checks import (
     resolve_policy,
     threads_per_rank,
 )
-from .engine_options import EngineOptions
+from .engine_options import EngineOptions, ModelReference
 from .machine import Machine, step_limits
 from .model_config import describe_model
 from .model_source import ModelSource, locate_model
@@ -208,7 +208,7 @@ def _describe_draft(
 
 
 def _describe_model(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:
-    target, own = config.model, _engine_options(options)
+    target, own = config.model, _reference(options)
     draft = describe_model(locate_model(own, with_weights=with_weights).path, own.name)
     _check_vocabulary(draft, target)
     if draft.max_model_len < target.max_model_len:
@@ -222,7 +222,7 @@ def _describe_model(config: EngineConfig, options: SpeculativeOptions, with_weig
 
 
 def _describe_eagle3(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:
-    target, own = config.model, _engine_options(options)
+    target, own = config.model, _reference(options)
     _check_target(config)
     path = locate_model(own, with_weights=with_weights).path
     head = describe_model(path, own.name, _check_eagle3)
@@ -235,9 +235,9 @@ def _describe_eagle3(config: EngineConfig, options: SpeculativeOptions, with_wei
     return replace(head, dtype=target.dtype, max_model_len=target.max_model_len)
 
 
-def _engine_options(options: SpeculativeOptions) -> EngineOptions:
+def _reference(options: SpeculativeOptions) -> ModelReference:
     assert options.model is not None
-    return EngineOptions(options.model, revision=options.revision)
+    return ModelReference(options.model, revision=options.revision)
 
 
 def _describe_mtp(config: EngineConfig, options: SpeculativeOptions, with_weights: bool) -> ModelConfig:
