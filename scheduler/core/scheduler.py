@@ -31,13 +31,13 @@ from .control.block_map import make_block_map
 from .control.drain import Drainer
 from .control.engine_control import EngineControl
 from .planning.planner import Planner
-from .result_processor import ResultProcessor
-from .state.lora_adapters import LoraAdapters
-from .state.metrics import SchedulerStats, Throughput
-from .state.outbox import Outgoing, error_finish
-from .state.retained_outputs import KnownOutput
-from .state.state import SchedulerState, row_of
-from .state.step_times import StepDeadlines
+from .queue.lora_adapters import LoraAdapters
+from .replies.outbox import Outgoing, error_finish
+from .replies.retained_outputs import KnownOutput
+from .results.result_processor import ResultProcessor
+from .state import SchedulerState, row_of
+from .steps.metrics import SchedulerStats, Throughput
+from .steps.step_times import StepDeadlines
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ from ...proto.stream import (
     Submit,
     TokenBatch,
 )
+from ..core.replies.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
-from ..core.state.outbox import Outgoing, error_finish
 from .mailbox import Mailbox
 from .recovery import GroupRecovery
 from .worker_group import WorkerGroup

@@ -10,8 +10,8 @@ from ....proto.config import EngineConfig
 from ....proto.errors import DeadlineExpired, InvalidRequest, Overloaded, ProtocolError, QuireError
 from ....proto.lora import MAX_LORA_NAME_CHARS, MAX_LORA_PATH_CHARS
 from ....proto.stream import Submit
-from ..state.state import SchedulerState
-from ..waiting.backlog import Job
+from ..queue.backlog import Job
+from ..state import SchedulerState
 from .forecast import Forecast
 
 

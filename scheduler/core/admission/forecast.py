@@ -11,8 +11,8 @@ import math
 
 from ....proto.errors import DeadlineExpired, Overloaded, QuireError
 from ...sequences.sequence import Sequence
-from ..state.state import SchedulerState
-from ..waiting.backlog import Job
+from ..queue.backlog import Job
+from ..state import SchedulerState
 
 # Bounds of the delay that is sent with a refusal.
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....proto.block_map import MAX_MAP_CELLS, MAX_MAP_SEQUENCES, BlockMap, MappedSequence
-from ..state.state import SchedulerState
+from ..state import SchedulerState
 
 NO_ROW = -1
 

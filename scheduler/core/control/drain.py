@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from ....proto.stream import Finish, FinishReason, Submit
 from ...sequences.beam_group import BeamGroup
 from ...sequences.sequence import Sequence
-from ..state.requests import Producer, RequestKey
-from ..state.state import SchedulerState
+from ..replies.requests import Producer, RequestKey
+from ..state import SchedulerState
 
 
 class Drainer:

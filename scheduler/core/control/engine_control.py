@@ -8,8 +8,8 @@ from hashlib import sha256
 from ....proto.engine_command import ALL_TAGS, Action, EngineCommand, PauseMode, SleepTag
 from ....proto.errors import QuireError, ReplicaUnavailable, RequestAborted
 from ....proto.step import StepPlan, StepResult
-from ..state.in_flight import NO_ROWS, InFlightStep
-from ..state.state import SchedulerState
+from ..state import SchedulerState
+from ..steps.in_flight import NO_ROWS, InFlightStep
 
 # Of a gateway, and its query.
 Caller = tuple[bytes, int]

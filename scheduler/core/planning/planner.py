@@ -16,8 +16,8 @@ from ...kv.prefix_lookup import Prefix
 from ...sequences.sequence import Sequence
 from ...speculation.draft_switch import ends_repeated
 from ..admission.forecast import Forecast
-from ..state.in_flight import InFlightStep
-from ..state.state import SchedulerState, row_of
+from ..state import SchedulerState, row_of
+from ..steps.in_flight import InFlightStep
 from .placement import Place, Placement
 from .rationing import find_victim, grow, ration_blocks
 from .step_draft import StepDraft

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ...sequences.sequence import Sequence
-from ..state.state import SchedulerState, row_of
-from ..waiting.policy import by_precedence, choose_victim
+from ..queue.policy import by_precedence, choose_victim
+from ..state import SchedulerState, row_of
 from .step_draft import StepDraft
 
 

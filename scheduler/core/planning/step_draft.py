@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ....proto.block_tables import IntArray, RowArray
 from ....proto.codec import NO_INTS
 from ....proto.step import NewSequence
-from ..state.in_flight import NO_ROWS
+from ..steps.in_flight import NO_ROWS
 
 
 @dataclass(slots=True)

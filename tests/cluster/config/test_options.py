@@ -49,7 +49,7 @@ from quire.proto.options.values import (
     processor_names,
     web_origins,
 )
-from quire.scheduler.core.waiting.policy import ADMISSION_KEYS
+from quire.scheduler.core.queue.policy import ADMISSION_KEYS
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR
 
 MODEL_OWNERS = EngineOptions, ScalingLimits, Deployment

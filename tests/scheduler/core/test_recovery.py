@@ -7,7 +7,7 @@ from driver import Driver
 from fakes import EOS, beam_oracle, oracle, random_prompt, small_config
 
 from quire.proto.errors import RankFailed, RequestQuarantined
-from quire.scheduler.core.state.quarantine import NUM_PROOF_STEPS, Quarantine
+from quire.scheduler.core.steps.quarantine import NUM_PROOF_STEPS, Quarantine
 
 POISON = 63
 

@@ -39,7 +39,7 @@ from hypothesis.stateful import (
 
 from quire.proto.errors import ReplicaUnavailable, RequestQuarantined
 from quire.proto.pooling import PoolingParams
-from quire.scheduler.core.state.row_state import RowState
+from quire.scheduler.core.steps.row_state import RowState
 from quire.scheduler.kv.block_pool import BlockPool
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.kv.planned_moves import PlannedMoves

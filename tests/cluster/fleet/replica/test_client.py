@@ -22,7 +22,7 @@ from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import QuireError, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import CacheReport, TokenBatch, encode
-from quire.scheduler.core.state.outbox import error_finish
+from quire.scheduler.core.replies.outbox import error_finish
 
 LONG_S = 600.0
 HEARTBEAT_S = 0.05

@@ -26,7 +26,7 @@ from quire.cluster.text.requests.request import RequestChecker
 from quire.proto.errors import DeadlineExpired, InvalidRequest, Overloaded, RequestAborted
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, Submit
-from quire.scheduler.core.waiting.pace import Pace
+from quire.scheduler.core.queue.pace import Pace
 
 SAMPLED = SamplingParams(max_tokens=16, seed=3, ignore_eos=True)
 

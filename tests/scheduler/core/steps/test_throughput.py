@@ -1,6 +1,6 @@
 import pytest
 
-from quire.scheduler.core.state.metrics import Throughput
+from quire.scheduler.core.steps.metrics import Throughput
 
 
 def test_throughput_is_zero_at_first() -> None:

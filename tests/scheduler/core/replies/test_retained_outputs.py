@@ -20,7 +20,7 @@ from quire.proto.stream import (
     decode,
     encode,
 )
-from quire.scheduler.core.state.retained_outputs import RETENTION_S, RetainedOutputs
+from quire.scheduler.core.replies.retained_outputs import RETENTION_S, RetainedOutputs
 
 PROMPT = random_prompt(6)
 

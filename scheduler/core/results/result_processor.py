@@ -7,17 +7,17 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...proto.block_tables import IntArray, RowArray, runs_of
-from ...proto.errors import InvalidRequest, ProtocolError
-from ...proto.pooling import Pooled
-from ...proto.step import Logprobs, PromptLogprobs, StepResult
-from ...proto.stream import Finish, FinishReason, TokenBatch
-from ..sequences.beam_group import BeamGroup
-from ..sequences.beam_search import BeamHypothesis
-from ..sequences.sequence import Sequence
-from .state.in_flight import InFlightStep
-from .state.outbox import Outgoing
-from .state.state import SchedulerState, row_of
+from ....proto.block_tables import IntArray, RowArray, runs_of
+from ....proto.errors import InvalidRequest, ProtocolError
+from ....proto.pooling import Pooled
+from ....proto.step import Logprobs, PromptLogprobs, StepResult
+from ....proto.stream import Finish, FinishReason, TokenBatch
+from ...sequences.beam_group import BeamGroup
+from ...sequences.beam_search import BeamHypothesis
+from ...sequences.sequence import Sequence
+from ..replies.outbox import Outgoing
+from ..state import SchedulerState, row_of
+from ..steps.in_flight import InFlightStep
 
 Row = TypeVar("Row", bound=np.signedinteger)
 

@@ -13,8 +13,8 @@ from quire.proto.config import LoraConfig
 from quire.proto.lora import LoraReference
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepResult
-from quire.scheduler.core.waiting.policy import CostModel, counter_on_arrival, service
-from quire.scheduler.core.waiting.waiting import WaitingQueue
+from quire.scheduler.core.queue.policy import CostModel, counter_on_arrival, service
+from quire.scheduler.core.queue.waiting import WaitingQueue
 from quire.scheduler.sequences.sequence import Sequence
 
 

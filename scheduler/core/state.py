@@ -18,32 +18,32 @@ from typing import Final
 
 import numpy as np
 
-from ....proto.block_tables import IntArray, RowArray
-from ....proto.config import EngineConfig
-from ....proto.errors import QuireError
-from ....proto.lora import LoraReference
-from ...kv.block_manager import BlockManager
-from ...kv.kv_tiers import KvTiers
-from ...kv.own_prefixes import OwnPrefixes
-from ...sequences.beam_group import BeamGroup
-from ...sequences.repetition import RepetitionDetector
-from ...sequences.sequence import Sequence
-from ...speculation.draft_switch import MOST_ROWS_ON_CPU, DraftSwitch, min_repeated_len
-from ...speculation.forced_text import ForcedText
-from ..waiting.deadlines import DeadlineQueue
-from ..waiting.pace import Pace
-from ..waiting.policy import CostModel, by_precedence
-from ..waiting.waiting import WaitingQueue
-from .in_flight import InFlightStep, InFlightSteps
-from .lora_adapters import LoraAdapters
-from .metrics import SchedulerStats, Throughput
-from .outbox import Outbox
-from .plan_deltas import PlanDeltas
-from .quarantine import Quarantine
-from .requests import RequestKey, RequestTable
-from .retained_outputs import RetainedOutputs
-from .row_state import RowState
-from .step_times import StepTimes
+from ...proto.block_tables import IntArray, RowArray
+from ...proto.config import EngineConfig
+from ...proto.errors import QuireError
+from ...proto.lora import LoraReference
+from ..kv.block_manager import BlockManager
+from ..kv.kv_tiers import KvTiers
+from ..kv.own_prefixes import OwnPrefixes
+from ..sequences.beam_group import BeamGroup
+from ..sequences.repetition import RepetitionDetector
+from ..sequences.sequence import Sequence
+from ..speculation.draft_switch import MOST_ROWS_ON_CPU, DraftSwitch, min_repeated_len
+from ..speculation.forced_text import ForcedText
+from .queue.deadlines import DeadlineQueue
+from .queue.lora_adapters import LoraAdapters
+from .queue.pace import Pace
+from .queue.policy import CostModel, by_precedence
+from .queue.waiting import WaitingQueue
+from .replies.outbox import Outbox
+from .replies.requests import RequestKey, RequestTable
+from .replies.retained_outputs import RetainedOutputs
+from .steps.in_flight import InFlightStep, InFlightSteps
+from .steps.metrics import SchedulerStats, Throughput
+from .steps.plan_deltas import PlanDeltas
+from .steps.quarantine import Quarantine
+from .steps.row_state import RowState
+from .steps.step_times import StepTimes
 
 
 class PrefillQueue:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.scheduler.core.state.step_times import MIN_LATE_S, MIN_OVERDUE_S, UNMEASURED_S, StepTimes
+from quire.scheduler.core.steps.step_times import MIN_LATE_S, MIN_OVERDUE_S, UNMEASURED_S, StepTimes
 
 
 def measured(*steps: tuple[int, float]) -> StepTimes:

@@ -25,7 +25,7 @@ from ....proto.errors import LoraLoadError
 from ....proto.lora import LoraLoad, LoraReference, LoraReport, merge_references
 from ....proto.stream import LoraLoaded
 from ...sequences.sequence import Sequence
-from ..waiting.policy import by_precedence
+from .policy import by_precedence
 
 
 class _State(Enum):

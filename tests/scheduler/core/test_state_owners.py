@@ -11,10 +11,10 @@ from fakes import small_config
 
 from quire.proto.errors import DeadlineExpired
 from quire.proto.stream import FinishReason
-from quire.scheduler.core.state.in_flight import InFlightStep, InFlightSteps
-from quire.scheduler.core.state.outbox import Outbox
-from quire.scheduler.core.state.plan_deltas import PlanDeltas
-from quire.scheduler.core.state.requests import RequestTable
+from quire.scheduler.core.replies.outbox import Outbox
+from quire.scheduler.core.replies.requests import RequestTable
+from quire.scheduler.core.steps.in_flight import InFlightStep, InFlightSteps
+from quire.scheduler.core.steps.plan_deltas import PlanDeltas
 
 NO_ROWS = np.zeros(0, np.intp)
 

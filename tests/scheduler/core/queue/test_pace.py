@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.scheduler.core.waiting.pace import Pace
+from quire.scheduler.core.queue.pace import Pace
 
 
 def pace_of(*steps_s: float) -> Pace:

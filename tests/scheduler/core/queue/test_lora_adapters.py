@@ -11,7 +11,7 @@ from quire.proto.config import LoraConfig
 from quire.proto.lora import LoraReference, LoraReport
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import LoraLoaded
-from quire.scheduler.core.state.lora_adapters import LoraAdapters
+from quire.scheduler.core.queue.lora_adapters import LoraAdapters
 from quire.scheduler.sequences.sequence import Sequence
 
 A, B, C, D = (LoraReference(name, f"/adapters/{name}") for name in "abcd")

@@ -7,9 +7,9 @@ from array import array
 import pytest
 
 from quire.proto.sampling import SamplingParams
-from quire.scheduler.core.waiting.backlog import Job
-from quire.scheduler.core.waiting.pace import Pace
-from quire.scheduler.core.waiting.waiting import WaitingQueue
+from quire.scheduler.core.queue.backlog import Job
+from quire.scheduler.core.queue.pace import Pace
+from quire.scheduler.core.queue.waiting import WaitingQueue
 from quire.scheduler.sequences.sequence import Sequence
 
 

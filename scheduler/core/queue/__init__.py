@@ -1,0 +1,1 @@
+"""The waiting sequences: their order, deadlines, expected work and adapters."""

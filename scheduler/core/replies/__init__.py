@@ -1,0 +1,1 @@
+"""The requests of gateways, and the messages and tokens that are kept for them."""

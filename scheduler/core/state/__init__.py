@@ -1,1 +1,0 @@
-"""State of the scheduler: sequences in rows, steps in flight, times and costs."""

@@ -1,1 +1,0 @@
-"""The waiting queue: its order, its deadlines and its backlog."""
