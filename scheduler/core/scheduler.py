@@ -34,6 +34,13 @@ from .planning.planner import Planner
 from .queue.lora_adapters import LoraAdapters
 from .replies.outbox import Outgoing, error_finish
 from .replies.retained_outputs import KnownOutput
+from .results.observers import (
+    CostObserver,
+    DraftObserver,
+    StepObserver,
+    SuspectObserver,
+    TimeObserver,
+)
 from .results.result_processor import ResultProcessor
 from .state import SchedulerState, row_of
 from .steps.metrics import SchedulerStats, Throughput
@@ -67,7 +74,14 @@ class Scheduler:
         self._state = SchedulerState(config)
         self._forecast = Forecast(self._state)
         self._planner = Planner(self._state, self._forecast, epoch)
-        self._processor = ResultProcessor(self._state, epoch)
+        drafts = self._state.draft_switch or self._state.forced_text
+        observers: tuple[StepObserver, ...] = (
+            TimeObserver(self._state),
+            CostObserver(self._state),
+            SuspectObserver(self._state),
+            *(() if drafts is None else (DraftObserver(self._state, drafts),)),
+        )
+        self._processor = ResultProcessor(self._state, epoch, observers)
         self._drainer = Drainer(self._state)
         self.control = EngineControl(self._state)
         if self._state.lora is not None and config.lora is not None:

@@ -93,7 +93,7 @@ class ForcedText:
         num_rows: rows (batch slots).
 
     Attributes:
-        num_rows: rows with grammars. Steps without any need neither `choose` nor `observe_step`.
+        num_rows: rows with grammars. Steps without any need no `choose`.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -135,10 +135,15 @@ class ForcedText:
         """Record how many forced tokens distinct rows have had, of those for which they had room."""
         self._num_unused[rows] = np.where(num_forced > 0, 0, self._num_unused[rows] + 1)
 
-    def observe_step(self, num_rows: int, num_tokens: int, seconds: float, *, has_room: bool) -> None:
-        """Record the time of a step without prompts, and the tokens that it gave its rows."""
-        load = self._load(num_rows)
-        (load.roomy if has_room else load.plain).add(num_tokens, seconds)
+    def observe_step(self, num_rows: int, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+        """Record the time of a step without prompts, and the tokens that it gave its rows.
+
+        Args:
+            has_drafts: it had room for forced text.
+        """
+        if self.num_rows:
+            load = self._load(num_rows)
+            (load.roomy if has_drafts else load.plain).add(num_tokens, seconds)
 
     def _load(self, num_rows: int) -> _Load:
         return self._loads.setdefault(num_rows.bit_length(), _Load())

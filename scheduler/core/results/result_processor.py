@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -18,19 +19,23 @@ from ...sequences.sequence import Sequence
 from ..replies.outbox import Outgoing
 from ..state import SchedulerState, row_of
 from ..steps.in_flight import InFlightStep
+from .observers import StepObserver, num_accepted
 
 Row = TypeVar("Row", bound=np.signedinteger)
 
 
 class ResultProcessor:
-    """The effect of step results on one scheduler's state."""
+    """The effect of step results on one scheduler's state.
 
-    def __init__(self, state: SchedulerState, epoch: int) -> None:
+    Args:
+        observers: learn from the result of each step that computed tokens.
+    """
+
+    def __init__(self, state: SchedulerState, epoch: int, observers: Iterable[StepObserver]) -> None:
         self._state = state
         self.epoch = epoch
+        self._observers = tuple(observers)
         self._is_fair = state.config.scheduler.policy == "fair"
-        # When the result of the last step was applied, if it had no prompts: rows went on decoding at once.
-        self._decoded_at: float | None = None
         self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
     def apply(self, step: InFlightStep, result: StepResult, now: float) -> Outgoing:
@@ -46,27 +51,17 @@ class ResultProcessor:
         _check_counts(step, result)
         state.in_flight.pop()
         state.blocks.free_fenced(step.step_id)
-        if (
-            step.has_results
-        ):  # sampling gathers from all ranks, after they have moved blocks and written their KV
+        if step.has_results:  # sampling gathers from all ranks, after they have moved blocks and written KV
             state.blocks.confirm_fills(step.step_id)
         if state.lora is not None and result.lora_reports:
             for reference, error in state.lora.on_reports(result.lora_reports).items():
                 state.fail_adapter(reference, error)
         if not step.num_tokens:
             return []  # only adapters were read
-        num_accepted = result.token_ids.size - step.rows.size
-        seconds = state.throughput.count_step(step.num_tokens + num_accepted, step.planned_at, now)
-        state.pace.observe_step(seconds, is_done=step.has_results)
-        state.step_times.observe(step.num_tokens, step.planned_at, now)
-        if state.quarantine.is_active:
-            self._clear_suspects(step)
-        self._observe_cost(step, result)
-        since, self._decoded_at = self._decoded_at, None if step.chunk_rows else now
-        if self._shows_drafting(step):
-            self._observe_drafting(step, result, seconds if since is None else now - since)
+        for observer in self._observers:
+            observer.observe(step, result, now)
         if step.draft_lens is not None:
-            self._apply_drafts(step, step.draft_lens, result)
+            self._retract_rejected(step, step.draft_lens, result)
         self._fail_rows(step, result)
         rows, token_ids, logprobs = _rows_of_tokens(step, result), result.token_ids, result.logprobs
         if rows_state.num_freed != step.num_freed:
@@ -103,56 +98,15 @@ class ResultProcessor:
             raise ProtocolError(f"the result of (epoch, step) {got} came, {due} is due")
         return step
 
-    def _observe_cost(self, step: InFlightStep, result: StepResult) -> None:
-        """Update the cost model from steps full of prompt tokens.
-
-        A step of few tokens takes as long as one of many, so it does not show how fast prompts are computed.
-        """
-        costs, max_num_tokens = self._state.costs, self._state.config.scheduler.max_num_batched_tokens
-        if 2 * step.num_prompt_tokens >= max_num_tokens or costs.has_launched:
-            seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
-            costs.observe(step.num_tokens, seconds, is_done=step.has_results)
-
-    def _shows_drafting(self, step: InFlightStep) -> bool:
-        """Return whether the time of a step helps to decide when rows draft; one with prompts takes longer."""
-        forced_text = self._state.forced_text
-        if step.chunk_rows or not step.rows.size:
-            return False
-        return self._state.draft_switch is not None or (forced_text is not None and forced_text.num_rows > 0)
-
-    def _observe_drafting(self, step: InFlightStep, result: StepResult, seconds: float) -> None:
-        """Learn from the time of a step without prompts.
-
-        Args:
-            seconds: since the result of the step before, if that had no prompts either. This includes what the step's
-                own time leaves out: applying the result before, and sending its tokens. A step without drafts does
-                so once per token.
-        """
-        switch, forced_text = self._state.draft_switch, self._state.forced_text
-        has_drafts, num_rows, num_tokens = step.draft_lens is not None, step.rows.size, result.token_ids.size
-        if forced_text is not None:
-            forced_text.observe_step(num_rows, num_tokens, seconds, has_room=has_drafts)
-        elif switch is not None:
-            switch.observe_step(num_rows, num_tokens, seconds, has_drafts=has_drafts)
-
-    def _apply_drafts(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
+    def _retract_rejected(self, step: InFlightStep, num_planned: IntArray, result: StepResult) -> None:
         """Take back drafted tokens that were planned and rejected."""
-        rows, token_counts = step.rows, result.token_counts
-        nothing = np.zeros(num_planned.size, np.int32)
-        accepted = token_counts - 1 if token_counts.size else nothing
-        has_some = bool(result.num_drafted.size)
-        num_computed = result.num_drafted if has_some else nothing
-        if has_some:
-            self._state.stats.count_drafts(num_computed, accepted)
-        is_affected = num_planned > 0
-        if self._state.rows.num_freed != step.num_freed:
-            is_affected &= self._state.rows.entered_at_step[rows] <= step.step_id
+        state, rows = self._state, step.rows
+        num_rejected, is_affected = num_planned - num_accepted(result, rows.size), num_planned > 0
+        if state.rows.num_freed != step.num_freed:
+            is_affected &= state.rows.entered_at_step[rows] <= step.step_id
         if np.count_nonzero(is_affected) < is_affected.size:
-            rows, num_planned = rows[is_affected], num_planned[is_affected]
-            accepted, num_computed = accepted[is_affected], num_computed[is_affected]
-        self._state.retract_drafts(rows, num_planned - accepted)
-        if self._state.forced_text is not None:
-            self._state.forced_text.observe(rows, num_computed)
+            rows, num_rejected = rows[is_affected], num_rejected[is_affected]
+        state.retract_drafts(rows, num_rejected)
 
     def _fail_rows(self, step: InFlightStep, result: StepResult) -> None:
         """End the requests that cannot go on; the other rows of the step are not affected."""
@@ -161,11 +115,6 @@ class ResultProcessor:
                 sequence = self._state.running[failed.row]
                 error = InvalidRequest(failed.parameter, f"the output cannot go on: {failed.reason}")
                 self._state.fail_request((sequence.gateway, sequence.handle), error)
-
-    def _clear_suspects(self, step: InFlightStep) -> None:
-        done = (*step.rows.tolist(), *step.pooled_rows)
-        rows = (row for row in done if self._state.rows.entered_at_step[row] <= step.step_id)
-        self._state.quarantine.on_sampled({self._state.running[row].arrival for row in rows})
 
     def _set_first_token_times(self, step: InFlightStep, now: float) -> None:
         for row in step.first_rows:

@@ -66,7 +66,7 @@ def simulate(room_s: float, num_forced: int, num_steps: int = 2000) -> float:
     for step in range(num_steps):
         chosen = forced.choose(ROWS, LIMITS, MANY, step)
         gained, spent = (4, 1.0) if chosen is None else (4 + num_forced, 1.0 + room_s)
-        forced.observe_step(4, gained, spent, has_room=chosen is not None)
+        forced.observe_step(4, gained, spent, has_drafts=chosen is not None)
         if chosen is not None:
             forced.observe(ROWS, np.full(4, num_forced, np.int32))
         num_tokens += gained
@@ -87,9 +87,9 @@ def test_room_that_does_not_pay_is_given_up() -> None:
 def test_load_at_which_room_pays_does_not_open_another() -> None:
     forced = with_grammars(0, 1, 2, 3)
     for _ in range(50):
-        forced.observe_step(4, 4, 1.0, has_room=False)
-        forced.observe_step(4, 4, 2.0, has_room=True)
-        forced.observe_step(1, 1, 1.0, has_room=False)
-        forced.observe_step(1, 9, 1.5, has_room=True)
+        forced.observe_step(4, 4, 1.0, has_drafts=False)
+        forced.observe_step(4, 4, 2.0, has_drafts=True)
+        forced.observe_step(1, 1, 1.0, has_drafts=False)
+        forced.observe_step(1, 9, 1.5, has_drafts=True)
     assert forced.choose(ROWS, LIMITS, MANY, 1) is None
     assert forced.choose(ROWS[:1], LIMITS[:1], MANY, 1) is not None
