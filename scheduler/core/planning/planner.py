@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
-from ....proto.codec import NO_INTS, NO_PAIRS
 from ....proto.errors import DeadlineExpired
 from ....proto.lora import NO_SLOT
 from ....proto.step import NewSequence, StepPlan
@@ -17,10 +16,9 @@ from ...sequences.sequence import Sequence
 from ...speculation.draft_switch import ends_repeated
 from ..admission.forecast import Forecast
 from ..state import SchedulerState, row_of
-from ..steps.in_flight import InFlightStep
 from .placement import Place, Placement
+from .plan_builder import PlanBuilder
 from .rationing import find_victim, grow, ration_blocks
-from .step_draft import StepDraft
 
 
 class Planner:
@@ -59,20 +57,20 @@ class Planner:
         state = self._state
         state.blocks.begin_plan()
         advancing = self._without_others(state.rows.advancing())
-        draft = StepDraft(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
-        draft.num_tokens_left -= advancing.size
-        chunks = self._continue_prefills(draft)
-        self._add_drafts(draft, advancing, chunks)
-        advancing, preempted = self._allocate_blocks(draft, advancing, chunks)
-        self._plan_chunks(draft, chunks)
-        self._start_forks(draft)
-        for_admission = self._admit(draft, advancing)
+        builder = PlanBuilder(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
+        builder.num_tokens_left -= advancing.size
+        chunks = self._continue_prefills(builder)
+        self._add_drafts(builder, advancing, chunks)
+        advancing, preempted = self._allocate_blocks(builder, advancing, chunks)
+        self._plan_chunks(builder, chunks)
+        self._start_forks(builder)
+        for_admission = self._admit(builder, advancing)
         if for_admission:
             staying = ~np.isin(advancing, list(for_admission))
             advancing = advancing[staying]
-            draft.num_drafted = None if draft.num_drafted is None else draft.num_drafted[staying]
-        computes = bool(advancing.size or draft.chunk_rows)
-        plan = self._commit(draft, advancing) if computes or self._must_load() else None
+            builder.num_drafted = None if builder.num_drafted is None else builder.num_drafted[staying]
+        computes = bool(advancing.size or builder.chunk_rows)
+        plan = builder.commit(self._state, advancing, self.epoch) if computes or self._must_load() else None
         return plan, preempted | for_admission
 
     def _must_load(self) -> bool:
@@ -111,21 +109,21 @@ class Planner:
 
     # Running sequences
 
-    def _continue_prefills(self, draft: StepDraft) -> dict[int, int]:
+    def _continue_prefills(self, builder: PlanBuilder) -> dict[int, int]:
         """Share the tokens left among prefills, by precedence; return row |-> tokens in this step."""
         chunks: dict[int, int] = {}
         for sequence in self._state.prefilling:
-            if draft.num_tokens_left <= 0:
+            if builder.num_tokens_left <= 0:
                 break
             if not self._may_run(sequence):
                 continue
             row = row_of(sequence)
             num_unplanned = len(sequence.token_ids) - int(self._state.rows.num_scheduled[row])
-            chunks[row] = min(draft.num_tokens_left, num_unplanned)
-            draft.num_tokens_left -= chunks[row]
+            chunks[row] = min(builder.num_tokens_left, num_unplanned)
+            builder.num_tokens_left -= chunks[row]
         return chunks
 
-    def _add_drafts(self, draft: StepDraft, advancing: RowArray, chunks: dict[int, int]) -> None:
+    def _add_drafts(self, builder: PlanBuilder, advancing: RowArray, chunks: dict[int, int]) -> None:
         """Choose how many drafted tokens the ranks may propose, within half of the tokens left: prompts wait too.
 
         A step with prompts is bound by compute, so it has no drafts.
@@ -134,17 +132,17 @@ class Planner:
         if chunks or not advancing.size:
             return
         if switch is None:
-            draft.num_drafted = self._room_for_forced_text(draft, advancing)
+            builder.num_drafted = self._room_for_forced_text(builder, advancing)
         elif switch.is_on(advancing.size):
             limits = self._room_for_drafts(advancing)
             if limits is not None:
-                most = draft.num_tokens_left // 2
-                draft.num_drafted = switch.choose(rows.entered_at_step[advancing], limits, most)
-        if draft.num_drafted is not None:
-            draft.num_tokens_left -= sum(draft.num_drafted.tolist())
+                most = builder.num_tokens_left // 2
+                builder.num_drafted = switch.choose(rows.entered_at_step[advancing], limits, most)
+        if builder.num_drafted is not None:
+            builder.num_tokens_left -= sum(builder.num_drafted.tolist())
 
     def _room_for_drafts(self, rows: RowArray) -> IntArray | None:
-        """Return the most drafted tokens of each row. Returns None if the ranks would find nothing to draft."""
+        """Return the most drafted tokens of each row. Returns None if the ranks would find nothing to builder."""
         state = self._state
         if not state.min_repeated_len:
             return state.rows.room_for_drafts(rows)
@@ -152,7 +150,7 @@ class Planner:
         return np.where(is_repeated, state.rows.room_for_drafts(rows), 0) if any(is_repeated) else None
 
     def _has_text_to_continue(self, row: int) -> bool:
-        """Return whether n-grams or a grammar, which may force text, have tokens to draft."""
+        """Return whether n-grams or a grammar, which may force text, have tokens to builder."""
         state = self._state
         sequence = state.running[row]
         if sequence.has_grammar:
@@ -160,7 +158,7 @@ class Planner:
         text = state.rows.known_bytes(row, sequence)
         return ends_repeated(text, state.min_repeated_len)
 
-    def _room_for_forced_text(self, draft: StepDraft, advancing: RowArray) -> IntArray | None:
+    def _room_for_forced_text(self, builder: PlanBuilder, advancing: RowArray) -> IntArray | None:
         """Return the most forced tokens of each row.
 
         The step is no larger than those that a rank has memory and recorded graphs for.
@@ -168,18 +166,18 @@ class Planner:
         forced = self._state.forced_text
         if forced is None or not forced.num_rows:
             return None
-        most = min(draft.num_tokens_left // 2, self._state.config.max_decode_tokens - advancing.size)
+        most = min(builder.num_tokens_left // 2, self._state.config.max_decode_tokens - advancing.size)
         limits = self._state.rows.room_for_drafts(advancing)
-        return forced.choose(advancing, limits, most, draft.step_id)
+        return forced.choose(advancing, limits, most, builder.step_id)
 
-    def _drop_drafts(self, draft: StepDraft) -> None:
+    def _drop_drafts(self, builder: PlanBuilder) -> None:
         """Plan no drafted tokens after all: blocks are scarce, and drafts are not worth a preemption."""
-        if draft.num_drafted is not None:
-            draft.num_tokens_left += sum(draft.num_drafted.tolist())
-            draft.num_drafted = None
+        if builder.num_drafted is not None:
+            builder.num_tokens_left += sum(builder.num_drafted.tolist())
+            builder.num_drafted = None
 
     def _allocate_blocks(
-        self, draft: StepDraft, advancing: RowArray, chunks: dict[int, int]
+        self, builder: PlanBuilder, advancing: RowArray, chunks: dict[int, int]
     ) -> tuple[RowArray, set[int]]:
         """Give blocks to all rows that need them in this step; take the rows that get none out of the step.
 
@@ -195,23 +193,25 @@ class Planner:
         needs = {
             row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
-        growing = at_boundary if draft.num_drafted is None else self._growing(advancing, draft.num_drafted)
+        growing = (
+            at_boundary if builder.num_drafted is None else self._growing(advancing, builder.num_drafted)
+        )
         lacking = blocks.lacking_partitions(growing, needs)
-        if lacking and draft.num_drafted is not None:
-            self._drop_drafts(draft)
+        if lacking and builder.num_drafted is not None:
+            self._drop_drafts(builder)
             growing = at_boundary
             lacking = blocks.lacking_partitions(growing, needs)
         if not lacking:
             if growing.size:
-                draft.grown_rows, draft.grown_ids = blocks.grow_by_one(growing)
+                builder.grown_rows, builder.grown_ids = blocks.grow_by_one(growing)
             return advancing, set()
         needs |= dict.fromkeys(at_boundary.tolist(), blocks.num_groups)
-        preempted, stalled = ration_blocks(self._state, draft, needs, chunks)
+        preempted, stalled = ration_blocks(self._state, builder, needs, chunks)
         out = preempted | stalled
         staying = advancing[~np.isin(advancing, list(out))]
-        draft.num_tokens_left += advancing.size - staying.size
-        draft.num_tokens_left += sum(chunks.pop(row) for row in out & chunks.keys())
-        draft.full_partitions = lacking & self._partitions_at_work((*staying.tolist(), *chunks))
+        builder.num_tokens_left += advancing.size - staying.size
+        builder.num_tokens_left += sum(chunks.pop(row) for row in out & chunks.keys())
+        builder.full_partitions = lacking & self._partitions_at_work((*staying.tolist(), *chunks))
         return staying, preempted
 
     def _partitions_at_work(self, rows: Iterable[int]) -> set[int]:
@@ -234,35 +234,35 @@ class Planner:
         lacking = -(-num_tokens // blocks.block_size) - blocks.tables.lens[advancing]
         return np.repeat(advancing, lacking)
 
-    def _plan_chunks(self, draft: StepDraft, chunks: dict[int, int]) -> None:
+    def _plan_chunks(self, builder: PlanBuilder, chunks: dict[int, int]) -> None:
         for row, num_tokens in chunks.items():
             sequence = self._state.running[row]
-            grow(self._state, draft, row, num_tokens)
-            self._plan_chunk(draft, sequence, num_tokens)
+            grow(self._state, builder, row, num_tokens)
+            self._plan_chunk(builder, sequence, num_tokens)
             if not self._has_prompt_left(sequence):
                 self._state.prefilling.discard(sequence)
 
-    def _plan_chunk(self, draft: StepDraft, sequence: Sequence, num_tokens: int) -> None:
+    def _plan_chunk(self, builder: PlanBuilder, sequence: Sequence, num_tokens: int) -> None:
         """Add the next `num_tokens` of a prompt to the step; the row has blocks for them."""
         row = row_of(sequence)
         start = int(self._state.rows.num_scheduled[row])
         self._state.rows.schedule(row, num_tokens)
         self._state.blocks.publish(row, sequence, start, start + num_tokens)
-        draft.chunk_rows.append(row)
-        draft.chunk_lens.append(num_tokens)
+        builder.chunk_rows.append(row)
+        builder.chunk_lens.append(num_tokens)
         if not self._has_prompt_left(sequence):
-            (draft.first_rows if sequence.pooling is None else draft.pooled_rows).append(row)
+            (builder.first_rows if sequence.pooling is None else builder.pooled_rows).append(row)
 
     def _has_prompt_left(self, sequence: Sequence) -> bool:
         return int(self._state.rows.num_scheduled[row_of(sequence)]) < len(sequence.token_ids)
 
     # Sequences that start
 
-    def _start_forks(self, draft: StepDraft) -> None:
+    def _start_forks(self, builder: PlanBuilder) -> None:
         """Start forked beams, and the children of parents whose prompt was computed by an earlier step."""
         state = self._state
         for child, parent in state.deltas.take_forks():
-            if not self._start_fork(draft, child, parent, len(child.token_ids) - 1):
+            if not self._start_fork(builder, child, parent, len(child.token_ids) - 1):
                 child.has_run = True  # it takes its parent's place in the queue: before all that never ran
                 state.waiting.push(child)
         for parent in state.parents:
@@ -271,28 +271,28 @@ class Planner:
             if not state.blocks.can_fork(row_of(parent), parent.num_prompt_tokens - 1):
                 state.detach_children(parent)  # a window has moved past the end of the prompt
             for child in tuple(parent.children):
-                if not self._start_fork(draft, child, parent, parent.num_prompt_tokens - 1):
+                if not self._start_fork(builder, child, parent, parent.num_prompt_tokens - 1):
                     break
                 state.detach(child)
 
-    def _start_fork(self, draft: StepDraft, child: Sequence, parent: Sequence, num_tokens: int) -> bool:
+    def _start_fork(self, builder: PlanBuilder, child: Sequence, parent: Sequence, num_tokens: int) -> bool:
         """Start a sequence on the first `num_tokens` of a running one, all but one of its own.
 
         Returns False if there is no row, no block or no token left, or the parent does not run.
         """
         state = self._state
-        if parent.row is None or draft.num_tokens_left < 1 or not state.rows.num_free:
+        if parent.row is None or builder.num_tokens_left < 1 or not state.rows.num_free:
             return False
         blocks, partition = state.blocks, state.blocks.partition_of(parent.row)
         lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.num_free_in(partition)
-        if partition in draft.full_partitions or lacks_blocks:
+        if partition in builder.full_partitions or lacks_blocks:
             return False
-        row = state.start(child, draft.step_id)
+        row = state.start(child, builder.step_id)
         state.blocks.open_fork(row, parent.row, num_tokens)
-        self._plan_first_chunk(draft, child, num_tokens, parent.row)
+        self._plan_first_chunk(builder, child, num_tokens, parent.row)
         return True
 
-    def _admit(self, draft: StepDraft, advancing: RowArray) -> set[int]:
+    def _admit(self, builder: PlanBuilder, advancing: RowArray) -> set[int]:
         """Start waiting sequences, in order, while rows, blocks and tokens last.
 
         Returns:
@@ -303,21 +303,21 @@ class Planner:
         self._unpark()
         if not state.waiting:
             return preempted
-        placement = Placement(state.blocks, draft.full_partitions)
-        while draft.num_tokens_left > 0 and placement.is_open:
+        placement = Placement(state.blocks, builder.full_partitions)
+        while builder.num_tokens_left > 0 and placement.is_open:
             sequence = self._next_waiting(placement.passed)
             if sequence is None:
                 break
-            if self._fail_unless_in_time(sequence, draft.now) or self._park_for_adapter(sequence):
+            if self._fail_unless_in_time(sequence, builder.now) or self._park_for_adapter(sequence):
                 continue
-            if self._keeps_rows(draft, advancing):
+            if self._keeps_rows(builder, advancing):
                 break
             places = placement.places_for(sequence)
             if state.rows.num_free and places and places[0].has_room:
                 state.waiting.remove(sequence)
-                self._start(draft, sequence, places[0].prefix)
+                self._start(builder, sequence, places[0].prefix)
                 continue
-            row = self._preempt_for(draft, advancing, sequence, places)
+            row = self._preempt_for(builder, advancing, sequence, places)
             if row is not None:
                 preempted.add(row)
             elif state.rows.num_free:
@@ -328,7 +328,7 @@ class Planner:
                 break
         return preempted
 
-    def _keeps_rows(self, draft: StepDraft, advancing: RowArray) -> bool:
+    def _keeps_rows(self, builder: PlanBuilder, advancing: RowArray) -> bool:
         """Return whether every row is taken and no sequence is preempted for a waiting one; see `_preempt_for`.
 
         So it is in most steps while requests wait. Looking for the prefix and for a victim of a sequence that cannot
@@ -336,7 +336,7 @@ class Planner:
         """
         if self._state.rows.num_free or self._state.config.scheduler.policy == "priority":
             return False
-        at_work = self._partitions_at_work((*advancing.tolist(), *draft.chunk_rows))
+        at_work = self._partitions_at_work((*advancing.tolist(), *builder.chunk_rows))
         return len(at_work) == self._state.blocks.num_partitions
 
     def _unpark(self) -> None:
@@ -365,7 +365,7 @@ class Planner:
         return True
 
     def _preempt_for(
-        self, draft: StepDraft, advancing: RowArray, sequence: Sequence, places: list[Place]
+        self, builder: PlanBuilder, advancing: RowArray, sequence: Sequence, places: list[Place]
     ) -> int | None:
         """Preempt a running sequence for a waiting one that lacks a row or blocks; return its row.
 
@@ -386,21 +386,21 @@ class Planner:
             if place.is_full:
                 continue
             partition = None if place.will_have_room else place.partition
-            victim = find_victim(state, draft, sequence, partition)
+            victim = find_victim(state, builder, sequence, partition)
             if victim is None:
                 continue
-            at_work = self._partitions_at_work((*advancing.tolist(), *draft.chunk_rows))
+            at_work = self._partitions_at_work((*advancing.tolist(), *builder.chunk_rows))
             is_stuck = not at_work if partition is None else partition not in at_work
             if is_stuck or (by_priority and victim.priority < sequence.priority):
                 row = row_of(victim)
-                state.preempt(victim, draft.now)
+                state.preempt(victim, builder.now)
                 return row
         return None
 
-    def _start(self, draft: StepDraft, sequence: Sequence, prefix: Prefix) -> None:
+    def _start(self, builder: PlanBuilder, sequence: Sequence, prefix: Prefix) -> None:
         """Give a waiting sequence a row and plan its first chunk."""
         state, blocks = self._state, self._state.blocks
-        row = state.start(sequence, draft.step_id)
+        row = state.start(sequence, builder.step_id)
         sequence.awaited_partition = None
         if sequence.host_blocks:
             num_cached_tokens = blocks.swap_in(row, sequence)
@@ -410,12 +410,12 @@ class Planner:
             state.waiting.charge(sequence, len(sequence.token_ids), 0)
         if sequence.first_run_at is None:
             sequence.num_cached_tokens = state.own_prefixes.num_tokens(sequence, num_cached_tokens)
-        self._plan_first_chunk(draft, sequence, num_cached_tokens)
+        self._plan_first_chunk(builder, sequence, num_cached_tokens)
         if self._has_prompt_left(sequence):
             state.prefilling.add(sequence)
 
     def _plan_first_chunk(
-        self, draft: StepDraft, sequence: Sequence, num_cached_tokens: int, parent_row: int | None = None
+        self, builder: PlanBuilder, sequence: Sequence, num_cached_tokens: int, parent_row: int | None = None
     ) -> None:
         """Plan the first chunk of a sequence whose row has the KV of its first tokens.
 
@@ -425,16 +425,16 @@ class Planner:
         state, row = self._state, row_of(sequence)
         if sequence.interrupted_at is not None:
             state.stats.count_kept_tokens(min(num_cached_tokens, sequence.num_lost_tokens))
-        sequence.on_start(num_cached_tokens, draft.now)
+        sequence.on_start(num_cached_tokens, builder.now)
         state.rows.schedule(row, num_cached_tokens)
-        num_tokens = min(draft.num_tokens_left, len(sequence.token_ids) - num_cached_tokens)
-        draft.num_tokens_left -= num_tokens
+        num_tokens = min(builder.num_tokens_left, len(sequence.token_ids) - num_cached_tokens)
+        builder.num_tokens_left -= num_tokens
         state.blocks.grow(row, num_cached_tokens + num_tokens)
         sampling, constraint_row = sequence.row_sampling(), None
         if parent_row is not None and sampling.constraint is not None:  # whose grammar the ranks know
             sampling, constraint_row = replace(sampling, constraint=None), parent_row
-            draft.constraint_rows.append(parent_row)
-        draft.new.append(
+            builder.constraint_rows.append(parent_row)
+        builder.new.append(
             NewSequence(
                 row=row,
                 seq_id=sequence.seq_id,
@@ -447,107 +447,8 @@ class Planner:
                 constraint_row=constraint_row,
             )
         )
-        self._plan_chunk(draft, sequence, num_tokens)
+        self._plan_chunk(builder, sequence, num_tokens)
 
     def _lora_slot(self, sequence: Sequence) -> int:
         slot = None if self._state.lora is None else self._state.lora.slot_of(sequence)
         return NO_SLOT if slot is None else slot
-
-    # The plan
-
-    def _commit(self, draft: StepDraft, advancing: RowArray) -> StepPlan:
-        """Advance the state past the step, and return the plan."""
-        state, rows = self._state, self._state.rows
-        held = self._held_rows(advancing)
-        rows.advance(advancing, draft.num_drafted)
-        sampling, num_drafted = advancing, draft.num_drafted
-        draft_rows, draft_lens = _drafting(advancing, num_drafted)
-        if draft.first_rows:
-            first = np.asarray(draft.first_rows, np.intp)
-            rows.start_decoding(first)
-            sampling = np.concatenate([advancing, first])
-            order = np.argsort(sampling)
-            sampling = sampling[order]
-            if num_drafted is not None:
-                num_drafted = np.append(num_drafted, np.zeros_like(first, np.int32))[order]
-        if rows.num_beam_rows:
-            rows.freeze(sampling[rows.is_beam[sampling]])
-        num_tokens = int(advancing.size) + sum(draft.chunk_lens)
-        state.in_flight.add(
-            InFlightStep(
-                draft.step_id,
-                sampling,
-                draft.first_rows,
-                num_tokens,
-                draft.now,
-                rows.num_freed,
-                num_drafted if draft_rows.size else None,
-                tuple(draft.chunk_rows),
-                tuple(sorted(draft.pooled_rows)),
-            )
-        )
-        trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
-        copies, swap_out, swap_in = state.blocks.take_transfers(draft.step_id)
-        released, chosen_rows, chosen_ids = state.deltas.take()
-        loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
-        tables = state.blocks.tables
-        num_slots = tables.num_blocks // tables.num_groups * state.blocks.block_size
-        state.stats.count_step(state.blocks.num_held_blocks, num_slots, rows.num_scheduled_tokens)
-        return StepPlan(
-            step_id=draft.step_id,
-            epoch=self.epoch,
-            digest=tables.digest,
-            released_rows=released,
-            new=tuple(draft.new),
-            trimmed_rows=trimmed_rows,
-            trimmed_lens=trimmed_lens,
-            appended_rows=_join(draft.grown_rows, draft.appended_rows),
-            appended_ids=_join(draft.grown_ids, draft.appended_ids),
-            copies=copies,
-            swap_out=swap_out,
-            swap_in=swap_in,
-            chosen_rows=chosen_rows,
-            chosen_ids=chosen_ids,
-            held_rows=held,
-            chunk_rows=_ints(draft.chunk_rows),
-            chunk_lens=_ints(draft.chunk_lens),
-            draft_rows=draft_rows,
-            draft_lens=draft_lens,
-            lora_loads=loads,
-            lora_drops=drops,
-            lora_slots=slots,
-            keeps_states=self._keeps_states(draft),
-        )
-
-    def _keeps_states(self, draft: StepDraft) -> bool:
-        """Return whether a draft head is to get the hidden states of a step."""
-        switch, num_rows = self._state.draft_switch, len(self._state.running)
-        return switch is None or switch.keeps_states(draft.step_id, num_rows, starts_sequence=bool(draft.new))
-
-    def _held_rows(self, advancing: RowArray) -> IntArray:
-        """Return the decoding rows that are not in the step."""
-        decoding = self._state.rows.decoding
-        if np.count_nonzero(decoding) == advancing.size:  # 64 rows: 0.3 us, listing them 2 us
-            return NO_INTS
-        held = np.flatnonzero(decoding)
-        return held[~np.isin(held, advancing)].astype(np.int32)
-
-
-def _drafting(rows: RowArray, num_drafted: IntArray | None) -> tuple[IntArray, IntArray]:
-    """Return the rows with drafted tokens and the number of these, both int32."""
-    if num_drafted is None:
-        return NO_INTS, NO_INTS
-    has_some = num_drafted > 0
-    return rows[has_some].astype(np.int32), num_drafted[has_some]
-
-
-def _ints(values: list[int]) -> IntArray:
-    return np.array(values, np.int32) if values else NO_INTS
-
-
-def _join(array: IntArray | RowArray, more: list[int]) -> IntArray:
-    """Return both as one int32 array."""
-    if not array.size:
-        return _ints(more)
-    joined = np.concatenate([array, np.array(more)]) if more else array
-    return joined.astype(np.int32, copy=False)

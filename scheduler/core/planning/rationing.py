@@ -5,11 +5,11 @@ from __future__ import annotations
 from ...sequences.sequence import Sequence
 from ..queue.policy import by_precedence, choose_victim
 from ..state import SchedulerState, row_of
-from .step_draft import StepDraft
+from .plan_builder import PlanBuilder
 
 
 def ration_blocks(
-    state: SchedulerState, draft: StepDraft, needs: dict[int, int], chunks: dict[int, int]
+    state: SchedulerState, builder: PlanBuilder, needs: dict[int, int], chunks: dict[int, int]
 ) -> tuple[set[int], set[int]]:
     """Allocate scarce blocks in order of precedence, and preempt sequences of lower precedence for them.
 
@@ -35,21 +35,21 @@ def ration_blocks(
             continue
         partition = blocks.partition_of(row)
         while blocks.num_unheld_in(partition) < needs[row]:
-            victim = find_victim(state, draft, sequence, partition)
+            victim = find_victim(state, builder, sequence, partition)
             if victim is None:
                 break
             preempted.add(row_of(victim))
-            state.preempt(victim, draft.now)
+            state.preempt(victim, builder.now)
         if partition in full or blocks.num_free_in(partition) < needs[row]:
             stalled.add(row)
             full.add(partition)
         else:
-            grow(state, draft, row, chunks.get(row, 1))
+            grow(state, builder, row, chunks.get(row, 1))
     return preempted, stalled
 
 
 def find_victim(
-    state: SchedulerState, draft: StepDraft, beneficiary: Sequence, partition: int | None
+    state: SchedulerState, builder: PlanBuilder, beneficiary: Sequence, partition: int | None
 ) -> Sequence | None:
     """Return the sequence to preempt for `beneficiary`, or None; excludes sequences already in this plan.
 
@@ -60,7 +60,7 @@ def find_victim(
         partition: of the blocks that the beneficiary lacks; None if it lacks a row.
     """
     rows, blocks = state.rows, state.blocks
-    in_plan = draft.rows(rows.num_rows)
+    in_plan = builder.rows(rows.num_rows)
     others = [
         sequence
         for row, sequence in state.running.items()
@@ -73,8 +73,8 @@ def find_victim(
     return victim
 
 
-def grow(state: SchedulerState, draft: StepDraft, row: int, num_tokens: int) -> None:
+def grow(state: SchedulerState, builder: PlanBuilder, row: int, num_tokens: int) -> None:
     """Allocate the blocks that a row's table lacks for its next `num_tokens`."""
     tables, ids = state.blocks.grow(row, int(state.rows.num_scheduled[row]) + num_tokens)
-    draft.appended_rows += tables
-    draft.appended_ids += ids
+    builder.appended_rows += tables
+    builder.appended_ids += ids
