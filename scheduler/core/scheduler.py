@@ -31,7 +31,9 @@ from .control.block_map import make_block_map
 from .control.drain import Drainer
 from .control.engine_control import EngineControl
 from .planning.planner import Planner
+from .queue.deadlines import deadline_of
 from .queue.lora_adapters import LoraAdapters
+from .queue.policy import rank_of
 from .replies.outbox import Outgoing, error_finish
 from .replies.retained_outputs import KnownOutput
 from .results.observers import (
@@ -214,11 +216,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
-        self._drainer.hand_off(now)
+        self.wait(now)
         if (command := self.control.plan(self.epoch, now)) is not None:
             return command
         if self.control.holds_steps:
-            self._planner.fail_expired(now)
             return None
         self._planner.admits = not self.control.holds_admission
         return self._planner.plan(now)
@@ -270,7 +271,7 @@ class Scheduler:
     def wait(self, now: float) -> None:
         """End sequences whose deadline has passed, and hand off those of a draining replica, without a plan."""
         self._drainer.hand_off(now)
-        self._planner.fail_expired(now)
+        self._state.fail_expired(now)
 
     def resume(self, epoch: int, kept: KvTiers, *, has_new_ranks: bool) -> None:
         """Plan for the rebuilt group, whose rows are empty.
@@ -342,8 +343,8 @@ class Scheduler:
                 weights_version=self.control.weights_version,
                 tenant=submit.tenant,
                 prefix_pool=submit.prefix_pool,
-                priority=submit.priority,
-                deadline=None if submit.timeout_s is None else now + submit.timeout_s,
+                rank=rank_of(submit),
+                deadline=deadline_of(submit, now),
                 # A migrated sequence goes before all that never ran, and all its tokens are to be recomputed.
                 has_run=num_generated > 0,
                 num_lost_tokens=known.size - 1 if num_generated else 0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
@@ -20,7 +20,7 @@ import numpy as np
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
-from ...proto.errors import QuireError
+from ...proto.errors import DeadlineExpired, QuireError
 from ...proto.lora import LoraReference
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
@@ -176,18 +176,25 @@ class SchedulerState:
 
     def fail_adapter(self, reference: LoraReference, error: QuireError) -> None:
         """End the requests that use an adapter, which cannot be loaded."""
-        for sequence in [each for each in self._alive.values() if each.lora == reference]:
-            if sequence.seq_id in self._alive:  # it did not end with another beam of its search just now
-                self.fail_request((sequence.gateway, sequence.handle), error)
+        self._fail([each for each in self._alive.values() if each.lora == reference], lambda _: error)
 
     def fail_request(self, key: RequestKey, error: QuireError) -> None:
         """End a request with an error that is reported to its gateway."""
         gateway, _ = key
         self.outbox.fail(gateway, (handle for _, handle in self.end_request(key)), error)
 
-    def expired(self, now: float) -> list[Sequence]:
-        """Return sequences whose deadline has passed, each of them once."""
-        return self._deadlines.expire(now)
+    def fail_arrival(self, arrival: int, error: Callable[[Sequence], QuireError]) -> None:
+        """End all outputs of a request, by its arrival."""
+        self._fail([each for each in self._alive.values() if each.arrival == arrival], error)
+
+    def fail_expired(self, now: float) -> None:
+        """End the sequences whose deadline has passed."""
+        self._fail(self._deadlines.expire(now), _expired)
+
+    def _fail(self, sequences: Iterable[Sequence], error: Callable[[Sequence], QuireError]) -> None:
+        for sequence in sequences:
+            if sequence.seq_id in self._alive:  # it did not end with another one of its request just now
+                self.fail_request((sequence.gateway, sequence.handle), error(sequence))
 
     def abandon_steps(self) -> None:
         """Forget the steps in flight: no results will follow."""
@@ -324,12 +331,6 @@ class SchedulerState:
         rows = (row for row in step.all_rows if self.rows.entered_at_step[row] <= step.step_id)
         return {self._running[row].arrival for row in rows}
 
-    def fail_arrival(self, arrival: int, error: Callable[[Sequence], QuireError]) -> None:
-        """End all outputs of a request, by its arrival."""
-        for sequence in [each for each in self._alive.values() if each.arrival == arrival]:
-            if sequence.seq_id in self._alive:  # it did not end with another beam of its search just now
-                self.fail_request((sequence.gateway, sequence.handle), error(sequence))
-
     def resume(self, sequence: Sequence, token_id: int) -> None:
         """Let a suspended beam wait for a row; its search has chosen its next token."""
         sequence.token_ids.append(token_id)
@@ -384,8 +385,7 @@ class SchedulerState:
         self._alive[sequence.seq_id] = sequence
         if self.lora is not None:
             self.lora.add(sequence)
-        if sequence.deadline is not None:
-            self._deadlines.add(sequence.deadline, sequence.seq_id)
+        self._deadlines.add(sequence)
 
     def _collect_tokens(self, sequence: Sequence) -> int:
         """Move all known tokens of a running sequence into it; return the number of computed ones."""
@@ -425,3 +425,7 @@ class SchedulerState:
 def row_of(sequence: Sequence) -> int:
     assert sequence.row is not None, f"sequence {sequence.seq_id} is not running"
     return sequence.row
+
+
+def _expired(sequence: Sequence) -> DeadlineExpired:
+    return DeadlineExpired(f"request {sequence.request_id}: its deadline passed before it was complete")

@@ -32,6 +32,7 @@ class Sequence:
         prefix_pool: its tenant shares prefixes with the other tenants of this pool; empty if with none.
         num_cached_tokens: as reported to its tenant, see `OwnPrefixes`.
         block_digests: prefix-cache digest of each full block of token_ids.
+        rank: by priority; a smaller one goes first.
         deadline: on the scheduler's clock.
         row: its row (batch slot) while it runs.
         has_run: it had a row, or was forked from a sequence that had.
@@ -70,7 +71,7 @@ class Sequence:
     root: bytes = b""
     tenant: str = ""
     prefix_pool: str = ""
-    priority: int = 0
+    rank: int = 0
     deadline: float | None = None
     block_digests: list[bytes] = field(default_factory=list)
     row: int | None = None

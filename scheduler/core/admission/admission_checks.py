@@ -11,6 +11,8 @@ from ....proto.errors import DeadlineExpired, InvalidRequest, Overloaded, Protoc
 from ....proto.lora import MAX_LORA_NAME_CHARS, MAX_LORA_PATH_CHARS
 from ....proto.stream import Submit
 from ..queue.backlog import Job
+from ..queue.deadlines import deadline_of
+from ..queue.policy import rank_of
 from ..state import SchedulerState
 from .forecast import Forecast
 
@@ -40,19 +42,18 @@ def check_admission(
         error = check(config, submit)
         if error is not None:
             return error
-    if submit.timeout_s is not None and not submit.timeout_s > 0:  # rejects NaN as well
+    deadline = deadline_of(submit, now)
+    if deadline is not None and not deadline > now:  # rejects NaN as well
         return DeadlineExpired(f"request {submit.request_id}: its deadline had passed when it came")
     if submit.generated_token_ids.size:
         return None  # it ran elsewhere, and goes before all that never ran
     is_full = len(state.waiting) >= limits.max_queue_len
-    if not is_full and submit.timeout_s is None:
+    if not is_full and deadline is None:
         return None
     job = _job_of(state, submit)
     if is_full and not _make_room(state, forecast, job):
         return _queue_is_full(state, forecast, job)
-    return (
-        None if submit.timeout_s is None else forecast.refusal(submit.request_id, job, submit.timeout_s, now)
-    )
+    return None if deadline is None else forecast.refusal(submit.request_id, job, deadline, now)
 
 
 def _make_room(state: SchedulerState, forecast: Forecast, job: Job) -> bool:
@@ -80,7 +81,7 @@ def _job_of(state: SchedulerState, submit: Submit) -> Job:
     most = max_len_of(state.config, submit) - num_prompt_tokens
     num_sequences = params.beam_width or params.num_sequences
     row_steps = num_sequences * state.pace.expect_tokens(most, may_stop=may_stop)
-    return Job(num_sequences, num_prompt_tokens, row_steps, submit.tenant, submit.priority)
+    return Job(num_sequences, num_prompt_tokens, row_steps, submit.tenant, rank_of(submit))
 
 
 def _check_kind(config: EngineConfig, submit: Submit) -> InvalidRequest | None:

@@ -35,9 +35,9 @@ class Forecast:
         # Since when requests have found the queue too long, without a break of CONGESTION_S, and when the last did.
         self._congested_since, self._congested_at = math.inf, -math.inf
 
-    def refusal(self, request_id: str, job: Job, time_left_s: float, now: float) -> QuireError | None:
+    def refusal(self, request_id: str, job: Job, deadline: float, now: float) -> QuireError | None:
         """Return the error with which to refuse a new request that cannot be complete in time, or None."""
-        state, step_s = self._state, self._state.pace.step_s
+        state, step_s, time_left_s = self._state, self._state.pace.step_s, deadline - now
         if error := self._hopeless(request_id, job, time_left_s):
             return error
         if not state.running and not state.waiting:
@@ -56,9 +56,11 @@ class Forecast:
             retry_after_s=_bounded(max(queue_s, total_s - time_left_s)),
         )
 
-    def refusal_at_start(self, sequence: Sequence, time_left_s: float) -> QuireError | None:
+    def refusal_at_start(self, sequence: Sequence, now: float) -> QuireError | None:
         """Return the error with which to refuse a waiting sequence that is to get its row now, or None."""
-        job = self._state.waiting.backlog.job_of(sequence)
+        if sequence.deadline is None or sequence.has_run:
+            return None
+        job, time_left_s = self._state.waiting.backlog.job_of(sequence), sequence.deadline - now
         if not self._state.running:
             return self._hopeless(sequence.request_id, job, time_left_s)
         compute_s = self._compute_s(job)

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
-from ....proto.errors import DeadlineExpired
 from ....proto.lora import NO_SLOT
 from ....proto.step import NewSequence, StepPlan
 from ...kv.prefix_lookup import Prefix
@@ -36,7 +35,6 @@ class Planner:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
-        self.fail_expired(now)
         quarantine = self._state.quarantine
         if quarantine.is_active:
             quarantine.forget_ended({sequence.arrival for sequence in self._state.alive.values()})
@@ -77,17 +75,6 @@ class Planner:
         """Return whether ranks that have nothing to compute have adapters to read, and report when they have."""
         lora = self._state.lora
         return lora is not None and lora.is_loading and not self._state.in_flight
-
-    def fail_expired(self, now: float) -> None:
-        """End the sequences whose deadline has passed."""
-        for sequence in self._state.expired(now):
-            if (
-                sequence.seq_id in self._state.alive
-            ):  # it did not end with another sequence of its request just now
-                error = DeadlineExpired(
-                    f"request {sequence.request_id}: its deadline passed before it was complete"
-                )
-                self._state.fail_request((sequence.gateway, sequence.handle), error)
 
     # Trials: while a request is on trial, no other is in a step
 
@@ -356,9 +343,7 @@ class Planner:
 
     def _fail_unless_in_time(self, sequence: Sequence, now: float) -> bool:
         """Fail a waiting sequence that cannot be complete before its deadline any more; True if it failed."""
-        if sequence.deadline is None or sequence.has_run:
-            return False
-        error = self._forecast.refusal_at_start(sequence, sequence.deadline - now)
+        error = self._forecast.refusal_at_start(sequence, now)
         if error is None:
             return False
         self._state.fail_request((sequence.gateway, sequence.handle), error)
@@ -391,7 +376,7 @@ class Planner:
                 continue
             at_work = self._partitions_at_work((*advancing.tolist(), *builder.chunk_rows))
             is_stuck = not at_work if partition is None else partition not in at_work
-            if is_stuck or (by_priority and victim.priority < sequence.priority):
+            if is_stuck or (by_priority and victim.rank > sequence.rank):
                 row = row_of(victim)
                 state.preempt(victim, builder.now)
                 return row

@@ -39,7 +39,7 @@ class Job(Work):
     """A request, or one waiting sequence and the children that are attached to it, which share its prompt."""
 
     tenant: str = ""
-    priority: int = 0
+    rank: int = 0
 
     @property
     def num_steps(self) -> float:
@@ -63,7 +63,7 @@ _RESUMED = -math.inf
 _CLASSES: Mapping[str, Callable[[Job], float | str]] = {
     "fcfs": lambda job: 0,
     "longest-prefix": lambda job: 0,
-    "priority": lambda job: -job.priority,
+    "priority": lambda job: job.rank,
     "shortest-prefill": lambda job: int(job.num_prompt_tokens).bit_length(),
     "fair": lambda job: job.tenant,
 }
@@ -91,7 +91,7 @@ class Backlog:
         num_steps = self._pace.expect_tokens(
             sequence.max_len - num_tokens, may_stop=not sequence.ends_at_max_len
         )
-        job = Job(width, num_tokens, width * num_steps, sequence.tenant, sequence.priority)
+        job = Job(width, num_tokens, width * num_steps, sequence.tenant, sequence.rank)
         key = _RESUMED if sequence.has_run else self._class_of(job)
         self._classes[key] = self._classes.get(key, Work()).plus(job)
         self._jobs[sequence.seq_id] = job, key

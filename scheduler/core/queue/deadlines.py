@@ -1,14 +1,20 @@
-"""DeadlineQueue: live sequences by deadline."""
+"""Deadlines on the scheduler's clock: a request brings the time that it has left."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
 
+from ....proto.stream import Submit
 from ...sequences.sequence import Sequence
 
 # Entries of ended sequences that the heap keeps, beside as many as are alive.
 _MAX_ENDED = 1024
+
+
+def deadline_of(submit: Submit, now: float) -> float | None:
+    """Return the deadline of a request that comes now. Returns None if it has none."""
+    return None if submit.timeout_s is None else now + submit.timeout_s
 
 
 class DeadlineQueue:
@@ -22,9 +28,11 @@ class DeadlineQueue:
         self._alive = alive
         self._entries: list[tuple[float, int]] = []  # (deadline, seq_id)
 
-    def add(self, deadline: float, seq_id: int) -> None:
-        self._drop_ended()
-        heapq.heappush(self._entries, (deadline, seq_id))
+    def add(self, sequence: Sequence) -> None:
+        """Add a sequence, if it has a deadline."""
+        if sequence.deadline is not None:
+            self._drop_ended()
+            heapq.heappush(self._entries, (sequence.deadline, sequence.seq_id))
 
     def expire(self, now: float) -> list[Sequence]:
         """Remove and return the live sequences whose deadline has passed."""

@@ -6,9 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ....proto.stream import Submit
 from ...sequences.sequence import Sequence
 
 AdmissionKey = Callable[[Sequence], Any]
+
+
+def rank_of(submit: Submit) -> int:
+    """Return the rank of a request: a smaller one goes first, whereas a higher priority does."""
+    return -submit.priority
 
 
 def first_come_first_served(sequence: Sequence) -> int:
@@ -16,9 +22,9 @@ def first_come_first_served(sequence: Sequence) -> int:
     return sequence.arrival
 
 
-def by_priority(sequence: Sequence) -> tuple[int, int]:
+def by_rank(sequence: Sequence) -> tuple[int, int]:
     """Order by priority, highest first, then by arrival."""
-    return -sequence.priority, sequence.arrival
+    return sequence.rank, sequence.arrival
 
 
 def shortest_prefill_first(sequence: Sequence) -> tuple[int, int]:
@@ -27,14 +33,14 @@ def shortest_prefill_first(sequence: Sequence) -> tuple[int, int]:
 
 
 def by_precedence(sequence: Sequence) -> tuple[int, int, int]:
-    """Order running sequences, unambiguously: `by_priority`, then by seq_id."""
-    return -sequence.priority, sequence.arrival, sequence.seq_id
+    """Order running sequences, unambiguously: `by_rank`, then by seq_id."""
+    return sequence.rank, sequence.arrival, sequence.seq_id
 
 
 # policy |-> its order of admission. `fair` and `longest-prefix` depend on more than the sequence (waiting.py).
 ADMISSION_KEYS: Mapping[str, AdmissionKey] = {
     "fcfs": first_come_first_served,
-    "priority": by_priority,
+    "priority": by_rank,
     "shortest-prefill": shortest_prefill_first,
 }
 
@@ -63,13 +69,13 @@ def choose_victim(
     makes progress.
     """
     candidates = (sequence for sequence in running if goes_before(beneficiary, sequence))
-    return min(
+    return max(
         candidates,
         key=lambda sequence: (
-            sequence.priority,
-            num_computed_tokens(sequence),
-            -sequence.arrival,
-            -sequence.seq_id,
+            sequence.rank,
+            -num_computed_tokens(sequence),
+            sequence.arrival,
+            sequence.seq_id,
         ),
         default=None,
     )

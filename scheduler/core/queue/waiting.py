@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...sequences.sequence import Sequence
 from .backlog import Backlog
 from .pace import Pace
-from .policy import ADMISSION_KEYS, AdmissionKey, by_priority, counter_on_arrival, service
+from .policy import ADMISSION_KEYS, AdmissionKey, by_rank, counter_on_arrival, service
 
 # Sequences near the front of the queue that the longest-prefix policy compares: one prefix lookup for each.
 LONGEST_PREFIX_WINDOW = 64
@@ -278,7 +278,7 @@ class WaitingQueue:
         else:
             self._new = _Heap(ADMISSION_KEYS[policy])
         self._by_priority = policy == "priority"
-        self._resumed = _Heap(by_priority)
+        self._resumed = _Heap(by_rank)
         self._parked: dict[int, Sequence] = {}  # seq_id |-> sequence that cannot start yet
         self.backlog = Backlog(policy, pace or Pace(), self._fair)
 
@@ -322,7 +322,7 @@ class WaitingQueue:
             passed: seq_ids of sequences that others may go before in this step.
         """
         resumed, new = self._resumed.peek(passed), self._new.peek(passed)
-        if resumed is None or (self._by_priority and new is not None and new.priority > resumed.priority):
+        if resumed is None or (self._by_priority and new is not None and new.rank < resumed.rank):
             return new
         return resumed
 

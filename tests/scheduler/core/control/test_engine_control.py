@@ -68,6 +68,19 @@ def test_update_aborts_all_requests_if_it_shall(driver: Driver) -> None:
     assert driver.scheduler.blocks.num_held_blocks == 0
 
 
+def test_request_that_expires_ends_before_the_command_is_carried_out(driver: Driver) -> None:
+    driver.add(3, PROMPTS[0], timeout_s=5.0)
+    while driver.scheduler.num_in_flight:
+        driver.apply_result()
+    order(driver, UPDATE)
+    driver.now += 6.0
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.command is not None
+    driver.record(driver.scheduler.take_outgoing())
+    assert driver.finishes[3].grpc_status == "DEADLINE_EXCEEDED"
+
+
 def test_refused_update_keeps_the_version(driver: Driver) -> None:
     driver.group.command_error = "no such file"
     order(driver, UPDATE)

@@ -20,7 +20,7 @@ def waiting(
         seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),
         seed=0, num_prompt_tokens=num_prompt_tokens, max_len=num_prompt_tokens + 99,
         token_ids=array("i", [0] * num_prompt_tokens), eos_token_ids=(1,), arrived_at=0.0, tenant=tenant,
-        priority=priority, has_run=has_run,
+        rank=-priority, has_run=has_run,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_everything_that_waits_goes_before_a_new_request() -> None:
 
 def test_lower_priorities_do_not_go_before_a_request() -> None:
     made = queue("priority", waiting(1, priority=1), waiting(2, priority=3), waiting(3, priority=5))
-    assert [num_before(made, priority=priority) for priority in (0, 3, 4, 9)] == [3, 2, 1, 0]
+    assert [num_before(made, rank=-priority) for priority in (0, 3, 4, 9)] == [3, 2, 1, 0]
 
 
 def test_longer_prompts_do_not_go_before_a_short_one() -> None:
@@ -57,7 +57,7 @@ def test_longer_prompts_do_not_go_before_a_short_one() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"])
 def test_sequences_that_ran_go_before_all(policy: str) -> None:
     made = queue(policy, waiting(1, 1000, priority=-9, tenant="other", has_run=True))
-    assert num_before(made, priority=9, num_prompt_tokens=1) == 1
+    assert num_before(made, rank=-9, num_prompt_tokens=1) == 1
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"])
@@ -68,7 +68,7 @@ def test_removed_sequences_leave_nothing(policy: str) -> None:
     made = queue(policy, *sequences)
     for sequence in sequences:
         made.remove(sequence)
-    assert num_before(made, tenant="t1", num_prompt_tokens=9999, priority=-1) == 0
+    assert num_before(made, tenant="t1", num_prompt_tokens=9999, rank=1) == 0
     assert not made.backlog._classes
     assert not made.backlog._jobs
 

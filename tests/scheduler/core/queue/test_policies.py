@@ -298,7 +298,7 @@ def test_sequence_that_keeps_its_turn_goes_before_later_preempted_ones(policy: s
     kept = not_none(queue.peek())
     queue.keep_turn(kept)
     queue.keep_turn(kept)
-    preempted = make_sequence(20, num_prompt_tokens=1, priority=kept.priority)
+    preempted = make_sequence(20, num_prompt_tokens=1, priority=-kept.rank)
     preempted.has_run = True
     queue.push(preempted)
     assert queue.peek() is kept
@@ -319,5 +319,5 @@ def make_sequence(number: int, num_prompt_tokens: int, priority: int) -> Sequenc
     return Sequence(
         seq_id=number, arrival=number, gateway=b"", handle=number, request_id="", sampling=SamplingParams(),
         seed=0, num_prompt_tokens=num_prompt_tokens, max_len=9, token_ids=array("i"), eos_token_ids=(),
-        arrived_at=0.0, priority=priority,
+        arrived_at=0.0, rank=-priority,
     )  # fmt: skip
