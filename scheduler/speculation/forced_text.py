@@ -2,82 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import MAX_FORCED_TOKENS
+from .load_switch import LoadSwitch
 
 # A row that has used its room within this many chances has room in each step; another one in every so many steps.
 _MAX_UNUSED = 12
 _PROBE_INTERVAL_STEPS = 8
-# One step in so many has no room, to measure how long such a step takes; the first ones soon.
-PLAIN_INTERVAL_STEPS, _FIRST_PLAIN_INTERVAL_STEPS = 16, 4
-# Steps of a kind that must be measured before the two are compared.
-_MIN_STEPS = 4.0
-# Factor of the weight of earlier steps per step: half after 34 steps.
-_DECAY = 0.98
-# A step counts at most as this many times the mean of its kind: other processes delay single steps.
-_MAX_RATIO = 2.0
-# Steps without room after room has not paid; twice as many each time that it does not pay again.
-_MIN_PAUSE_STEPS, _MAX_PAUSE_STEPS = 64, 1024
-
-
-@dataclass(slots=True)
-class _Pace:
-    """Weighted sums over the steps of a kind."""
-
-    num_steps: float = 0.0
-    num_tokens: float = 0.0
-    seconds: float = 0.0
-
-    @property
-    def is_known(self) -> bool:
-        return self.num_steps >= _MIN_STEPS and self.num_tokens > 0
-
-    @property
-    def seconds_per_token(self) -> float:
-        return self.seconds / self.num_tokens
-
-    def add(self, num_tokens: int, seconds: float) -> None:
-        if self.is_known:
-            seconds = min(seconds, _MAX_RATIO * self.seconds / self.num_steps)
-        self.num_steps = _DECAY * self.num_steps + 1.0
-        self.num_tokens = _DECAY * self.num_tokens + num_tokens
-        self.seconds = _DECAY * self.seconds + seconds
-
-
-@dataclass(slots=True)
-class _Load:
-    """Whether room for forced text pays, in steps of about equally many rows.
-
-    Attributes:
-        plain, roomy: steps without and with room.
-        num_pause_steps, pause_interval: steps without room that are left, and of the whole pause.
-        num_roomy_steps: since the last step without room.
-    """
-
-    plain: _Pace = field(default_factory=_Pace)
-    roomy: _Pace = field(default_factory=_Pace)
-    num_pause_steps: int = 0
-    pause_interval: int = 0
-    num_roomy_steps: int = 0
-
-    def may_have_room(self) -> bool:
-        """Return whether the next step may have room."""
-        if self.num_pause_steps:
-            self.num_pause_steps -= 1
-            return False
-        if self.plain.is_known and self.roomy.is_known:
-            if self.roomy.seconds_per_token > self.plain.seconds_per_token:
-                self.pause_interval = min(max(_MIN_PAUSE_STEPS, 2 * self.pause_interval), _MAX_PAUSE_STEPS)
-                self.num_pause_steps, self.roomy = self.pause_interval, _Pace()
-                return False
-            self.pause_interval = 0
-        interval = PLAIN_INTERVAL_STEPS if self.plain.is_known else _FIRST_PLAIN_INTERVAL_STEPS
-        self.num_roomy_steps = (self.num_roomy_steps + 1) % interval
-        return self.num_roomy_steps > 0
 
 
 class ForcedText:
@@ -100,7 +33,9 @@ class ForcedText:
         self.num_rows = 0
         self._has_grammar = np.zeros(num_rows, np.bool_)
         self._num_unused = np.zeros(num_rows, np.int32)  # chances that the row has not used since it last did
-        self._loads: dict[int, _Load] = {}  # power of two that the number of rows is below |-> measurements
+        self._loads: dict[
+            int, LoadSwitch
+        ] = {}  # power of two that the number of rows is below |-> measurements
 
     def add(self, row: int) -> None:
         """Note that a sequence with a grammar has got a row."""
@@ -125,7 +60,7 @@ class ForcedText:
         if step_id % _PROBE_INTERVAL_STEPS:
             has_room &= self._num_unused[rows] < _MAX_UNUSED
         num_rows = int(np.count_nonzero(has_room))
-        if not 0 < num_rows <= most or not self._load(rows.size).may_have_room():
+        if not 0 < num_rows <= most or not self._load(rows.size).is_on:
             return None
         lens = np.minimum(limits, min(MAX_FORCED_TOKENS, most // num_rows))
         chosen: IntArray = np.where(has_room, lens, 0).astype(np.int32)
@@ -142,8 +77,7 @@ class ForcedText:
             has_drafts: it had room for forced text.
         """
         if self.num_rows:
-            load = self._load(num_rows)
-            (load.roomy if has_drafts else load.plain).add(num_tokens, seconds)
+            self._load(num_rows).observe_step(num_tokens, seconds, has_drafts=has_drafts)
 
-    def _load(self, num_rows: int) -> _Load:
-        return self._loads.setdefault(num_rows.bit_length(), _Load())
+    def _load(self, num_rows: int) -> LoadSwitch:
+        return self._loads.setdefault(num_rows.bit_length(), LoadSwitch(is_on=True))
