@@ -29,7 +29,7 @@ def no_idle_canaries() -> Iterator[None]:
 def patient_grammar_workers() -> Iterator[None]:
     """A process that compiles grammars imports first, which took more than 60 s on two cores with a load of 30."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.cluster.text.sandbox.grammar_pool.TASK_TIMEOUT_S", PROGRAM_TIMEOUT_S)
+        patch.setattr("quire.cluster.text.sandbox.grammar_workers.TASK_TIMEOUT_S", PROGRAM_TIMEOUT_S)
         yield
 
 

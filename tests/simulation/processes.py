@@ -115,7 +115,7 @@ class _Controller:
 
 
 class _NoWorkers:
-    """Stands for `TextWorkers`: the simulation's prompts are token ids."""
+    """Stands for `TokenizerWorkers`: the simulation's prompts are token ids."""
 
     def start(self) -> None: ...
     def close(self) -> None: ...

@@ -11,8 +11,8 @@ from ...fleet.replica.client import ReplicaClient
 from ...os_utils.change_notifier import ChangeNotifier
 from ...text.requests.request import RequestChecker
 from ...text.requests.tokenizer import Tokenizer
-from ...text.sandbox.grammar_pool import GrammarWorkers
-from ...text.sandbox.text_pool import TextWorkers
+from ...text.sandbox.grammar_workers import GrammarWorkers
+from ...text.sandbox.tokenizer_workers import TokenizerWorkers
 from .replica_pool import ReplicaPool
 
 
@@ -28,14 +28,14 @@ class ServedModel:
     tokenizer: Tokenizer
     checker: RequestChecker
     pool: ReplicaPool
-    workers: TextWorkers
+    workers: TokenizerWorkers
     grammar_workers: GrammarWorkers
     scales_from_zero: bool = False
 
     @staticmethod
     def of(config: EngineConfig, tokenizer: Tokenizer, pool: ReplicaPool) -> ServedModel:
         """Return a model whose prompts are rendered and tokenized in processes of their own."""
-        workers, grammar_workers = TextWorkers(tokenizer), GrammarWorkers(config)
+        workers, grammar_workers = TokenizerWorkers(tokenizer), GrammarWorkers(config)
         checker = RequestChecker(config, tokenizer, workers, grammar_workers)
         pool.adapters.configure(config.lora)
         return ServedModel(config, tokenizer, checker, pool, workers, grammar_workers)

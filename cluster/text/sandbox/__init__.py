@@ -1,1 +1,1 @@
-"""Processes that render and tokenize prompts within limits of time and memory."""
+"""Processes that work on what users send, within limits of time and memory."""

@@ -12,8 +12,7 @@ import pytest
 from quire.cluster.gateway.access import tenant_turns
 from quire.cluster.gateway.access.tenant_turns import TenantTurns
 from quire.cluster.gateway.generation.generation import GenerationCall
-from quire.cluster.text.sandbox import grammar_pool as grammar_pool
-from quire.cluster.text.sandbox import text_pool as text_pool
+from quire.cluster.text.sandbox import grammar_workers, tokenizer_workers
 from quire.proto.errors import InvalidRequest, Overloaded
 from quire.proto.sampling import SamplingParams
 
@@ -82,8 +81,8 @@ def test_error_of_the_work_ends_its_turn() -> None:
 
 
 def test_one_tenant_cannot_use_all_worker_processes() -> None:
-    assert 2 * tenant_turns.MAX_AT_ONCE < text_pool.NUM_WORKERS
-    assert tenant_turns.MAX_AT_ONCE < grammar_pool.NUM_WORKERS
+    assert 2 * tenant_turns.MAX_AT_ONCE < tokenizer_workers.NUM_WORKERS
+    assert tenant_turns.MAX_AT_ONCE < grammar_workers.NUM_WORKERS
 
 
 def test_digest_of_a_prompt_with_a_huge_number_is_refused() -> None:

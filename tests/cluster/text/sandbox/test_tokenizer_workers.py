@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +16,9 @@ from quire.cluster.text.requests.chat import Chat
 from quire.cluster.text.requests.chat_template import Rendering, TemplateError, prepare_rendering
 from quire.cluster.text.requests.prompt_encoder import MAX_PROMPT_CHARS, LocalPromptEncoder
 from quire.cluster.text.requests.tokenizer import Tokenizer
-from quire.cluster.text.sandbox import text_pool as pool
-from quire.cluster.text.sandbox.text_pool import MAX_LOCAL_CHARS, TextWorkers
-from quire.cluster.text.sandbox.worker_process import WorkerProcess
-from quire.proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable
+from quire.cluster.text.sandbox import tokenizer_workers, worker_pool
+from quire.cluster.text.sandbox.tokenizer_workers import MAX_LOCAL_CHARS, TokenizerWorkers
+from quire.proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable, ShuttingDown
 
 LONG_TEXT = "The quick brown fox, naïve — and 1,024 dogs.\n" * 200
 TEMPLATE = (
@@ -33,8 +32,8 @@ def tokenizer(make_model: Callable[..., Path]) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def workers(tokenizer: Tokenizer) -> Iterator[TextWorkers]:
-    workers = TextWorkers(tokenizer, 2)
+def workers(tokenizer: Tokenizer) -> Iterator[TokenizerWorkers]:
+    workers = TokenizerWorkers(tokenizer, 2)
     workers.start()
     yield workers
     workers.close()
@@ -45,20 +44,20 @@ def rendering(source: str, **options: object) -> Rendering:
     return prepare_rendering(chat, source, {"bos_token": "<|endoftext|>"})
 
 
-def pids(workers: TextWorkers) -> list[int]:
-    return [slot._process.pid for slot in workers._slots if slot._process is not None]
+def pids(workers: TokenizerWorkers) -> list[int]:
+    return [worker.process.pid for worker in workers._workers if worker.process is not None]
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])
 def test_worker_tokenizes_as_this_process(
-    workers: TextWorkers, tokenizer: Tokenizer, add_special_tokens: bool
+    workers: TokenizerWorkers, tokenizer: Tokenizer, add_special_tokens: bool
 ) -> None:
     expected = tokenizer.encode(LONG_TEXT, add_special_tokens=add_special_tokens)
     assert workers.encode_text(LONG_TEXT, add_special_tokens=add_special_tokens).tolist() == expected
     assert workers.encode_text("A dog", add_special_tokens=True).tolist() == tokenizer.encode("A dog")
 
 
-def test_worker_renders_as_this_process(workers: TextWorkers, tokenizer: Tokenizer) -> None:
+def test_worker_renders_as_this_process(workers: TokenizerWorkers, tokenizer: Tokenizer) -> None:
     token_ids, end = workers.encode_chat(rendering(TEMPLATE, number=1, deep={"a": [1.5, None, True]}))
     expected_ids, expected_end = LocalPromptEncoder(tokenizer).encode_chat(rendering(TEMPLATE))
     assert (token_ids.tolist(), end) == (expected_ids.tolist(), expected_end)
@@ -80,32 +79,31 @@ def test_worker_renders_as_this_process(workers: TextWorkers, tokenizer: Tokeniz
     ],
 )
 def test_template_beyond_the_limits_is_refused_in_words(
-    workers: TextWorkers, template: str, problem: str, monkeypatch: pytest.MonkeyPatch
+    workers: TokenizerWorkers, template: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "RENDER_TIME_S", 0.2 if problem == "within 0.2 s" else 60.0)
+        patch.setattr(tokenizer_workers, "RENDER_TIME_S", 0.2 if problem == "within 0.2 s" else 60.0)
         with pytest.raises((TemplateError, InvalidRequest), match=f"(?i){problem}"):
             workers.encode_chat(rendering(template))
     assert workers.encode_chat(rendering("{{ messages[0].role }}"))[1] == "user"
 
 
 def test_operation_that_cannot_be_interrupted_ends_with_its_process(
-    workers: TextWorkers, monkeypatch: pytest.MonkeyPatch
+    workers: TokenizerWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "TASK_TIMEOUT_S", 0.5)
+        patch.setattr(tokenizer_workers, "TASK_TIMEOUT_S", 0.5)
         with pytest.raises(InvalidRequest, match="was not tokenized within"):
             workers.encode_chat(rendering("{{ 9 ** (9 ** 9) }}"))
     assert workers.encode_chat(rendering("{{ messages[0].role }}"))[1] == "user"
 
 
-def test_worker_that_was_killed_is_replaced(workers: TextWorkers) -> None:
+def test_worker_that_was_killed_is_replaced(workers: TokenizerWorkers) -> None:
     """A killed process is no fault of the prompt, which is answered by the next one."""
     workers.encode_text(LONG_TEXT, add_special_tokens=True)
     before = pids(workers)
-    for slot in workers._slots:
-        if slot._process is not None:
-            slot._process.send_signal(signal.SIGKILL)
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
     assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
     assert not set(before) & set(pids(workers))
 
@@ -113,18 +111,17 @@ def test_worker_that_was_killed_is_replaced(workers: TextWorkers) -> None:
 def test_prompt_whose_workers_are_killed_is_unavailable(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = TextWorkers(tokenizer, 1)
-    start = WorkerProcess.start
+    workers = TokenizerWorkers(tokenizer, 1)
+    (worker,) = workers._workers
+    start = worker.start
 
-    def start_and_kill(slot: WorkerProcess) -> socket.socket:
-        connection = start(slot)
-        assert slot._process is not None
-        slot._process.send_signal(signal.SIGKILL)
-        return connection
+    def start_and_kill() -> None:
+        start()
+        worker.kill()
 
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(WorkerProcess, "start", start_and_kill)
+            patch.setattr(worker, "start", start_and_kill)
             with pytest.raises(ReplicaUnavailable, match="was killed twice"):
                 workers.encode_text(LONG_TEXT, add_special_tokens=True)
         assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
@@ -135,14 +132,13 @@ def test_prompt_whose_workers_are_killed_is_unavailable(
 def test_worker_that_does_not_answer_is_replaced(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = TextWorkers(tokenizer, 1)
+    workers = TokenizerWorkers(tokenizer, 1)
     try:
         workers.encode_text(LONG_TEXT, add_special_tokens=True)
-        (slot,) = workers._slots
-        assert slot._process is not None
-        slot._process.send_signal(signal.SIGSTOP)
+        (pid,) = pids(workers)
+        os.kill(pid, signal.SIGSTOP)
         with monkeypatch.context() as patch:
-            patch.setattr(pool, "TASK_TIMEOUT_S", 0.05)
+            patch.setattr(tokenizer_workers, "TASK_TIMEOUT_S", 0.05)
             with pytest.raises(InvalidRequest, match=r"was not tokenized within 0\.05 s"):
                 workers.encode_text(LONG_TEXT, add_special_tokens=True)
         assert len(workers.encode_text(LONG_TEXT, add_special_tokens=True))
@@ -151,17 +147,19 @@ def test_worker_that_does_not_answer_is_replaced(
 
 
 def test_full_pool_refuses_within_its_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "QUEUE_TIMEOUT_S", 0.01)
-    workers = TextWorkers(tokenizer, 1)
-    workers._idle.get()
+    monkeypatch.setattr(worker_pool, "QUEUE_TIMEOUT_S", 0.01)
+    workers = TokenizerWorkers(tokenizer, 1)
     try:
-        with pytest.raises(Overloaded, match="no process was free"):
+        with workers._worker(), pytest.raises(Overloaded, match="no process was free"):
+            workers.encode_text(LONG_TEXT, add_special_tokens=True)
+        monkeypatch.setattr(worker_pool, "MAX_WAITING", 0)
+        with pytest.raises(Overloaded, match="0 calls wait already"):
             workers.encode_text(LONG_TEXT, add_special_tokens=True)
     finally:
         workers.close()
 
 
-def test_threads_share_the_workers(workers: TextWorkers, tokenizer: Tokenizer) -> None:
+def test_threads_share_the_workers(workers: TokenizerWorkers, tokenizer: Tokenizer) -> None:
     texts = [LONG_TEXT + "x" * count for count in range(6)]
     results: dict[int, list[int]] = {}
 
@@ -181,15 +179,17 @@ def test_threads_share_the_workers(workers: TextWorkers, tokenizer: Tokenizer) -
 
 
 def test_close_ends_the_processes(tokenizer: Tokenizer) -> None:
-    workers = TextWorkers(tokenizer)
+    workers = TokenizerWorkers(tokenizer)
     workers.start()
-    (process,) = [slot._process for slot in workers._slots if slot._process is not None]
+    (process,) = [worker.process for worker in workers._workers if worker.process is not None]
     workers.close()
     assert process.returncode is not None
     workers.close()
+    with pytest.raises(ShuttingDown, match="to tokenize the prompt"):
+        workers.encode_text(LONG_TEXT, add_special_tokens=True)
 
 
-def test_long_prompt_does_not_stall_the_event_loop(workers: TextWorkers) -> None:
+def test_long_prompt_does_not_stall_the_event_loop(workers: TokenizerWorkers) -> None:
     """Tokenizing this text in the process itself stalls it for 24 times the limit."""
     text = LONG_TEXT * 40
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.text.requests.grammar_compiler import LocalGrammarCompiler
-from quire.cluster.text.sandbox import grammar_main as __main__
-from quire.cluster.text.sandbox import grammar_pool as pool
-from quire.cluster.text.sandbox.grammar_pool import GrammarWorkers
-from quire.cluster.text.sandbox.worker_process import WorkerProcess
+from quire.cluster.text.sandbox import compiling, grammar_workers, worker_pool
+from quire.cluster.text.sandbox.grammar_workers import GrammarWorkers
 from quire.proto.config import EngineConfig
-from quire.proto.errors import InvalidRequest, Overloaded
+from quire.proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from quire.proto.structured_outputs import StructuredOutputsParams
 from quire.worker.structured.compilation import MAX_COMPILED_BYTES, GrammarLibrary
 
@@ -71,7 +72,7 @@ def test_unsupported_constraint_is_refused_by_keyword(workers: GrammarWorkers) -
 def test_hostile_constraint_is_bounded(
     workers: GrammarWorkers, form: StructuredOutputsParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "COMPILE_TIME_S", 2)
+    monkeypatch.setattr(grammar_workers, "COMPILE_TIME_S", 2)
     with suppress(InvalidRequest):
         assert len(workers.compile(form)) <= MAX_COMPILED_BYTES + 1
     assert workers.compile(StructuredOutputsParams(choice=["still", "here"]))
@@ -110,14 +111,14 @@ def test_schema_of_many_values_is_refused_before_it_is_written() -> None:
 def test_answers_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = GrammarWorkers(config, 0)
     answers: list[bytes | str] = [b"xgrammar", "is not supported"]
-    monkeypatch.setattr(workers, "_run", lambda task: answers.pop(0))
+    monkeypatch.setattr(workers, "_compile", lambda task: answers.pop(0))
     form, other = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(choice=["b"])
     assert workers.compile(form) == workers.compile(form) == b"xgrammar"
     for _ in range(2):
         with pytest.raises(InvalidRequest, match="is not supported"):
             workers.compile(other)
     assert answers == []
-    monkeypatch.setattr(pool, "MAX_CACHE_BYTES", 4 * pool._ENTRY_BYTES)
+    monkeypatch.setattr(grammar_workers, "MAX_CACHE_BYTES", 4 * grammar_workers._ENTRY_BYTES)
     answers = [json.dumps([number]).encode() for number in range(9)]
     for number in range(8):
         workers.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
@@ -127,7 +128,7 @@ def test_answers_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch)
 def test_without_a_free_worker_the_request_may_come_back(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "QUEUE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(worker_pool, "QUEUE_TIMEOUT_S", 0.01)
     with pytest.raises(Overloaded, match="no process was free"):
         GrammarWorkers(config, 0).compile(StructuredOutputsParams(choice=["a"]))
 
@@ -135,16 +136,89 @@ def test_without_a_free_worker_the_request_may_come_back(
 def test_late_answer_of_a_busy_machine_is_not_kept(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(process: WorkerProcess, task: object, timeout_s: float) -> object:
+    def run(task: object, timeout_s: float) -> object:
         raise TimeoutError
 
     workers, params = GrammarWorkers(config), StructuredOutputsParams(choice=["a"])
-    monkeypatch.setattr(WorkerProcess, "run", run)
+    monkeypatch.setattr(workers, "run", run)
     with pytest.raises(Overloaded, match="has not answered for"):
         workers.compile(params)
-    monkeypatch.setattr(WorkerProcess, "run", lambda *_: {"compiled": b"compiled"})
+    monkeypatch.setattr(workers, "run", lambda *_: {"compiled": b"compiled"})
     assert workers.compile(params) == b"compiled"
     workers.close()
+
+
+def test_grammar_whose_workers_are_killed_is_unavailable(config: EngineConfig) -> None:
+    """A killed process is no fault of the grammar: the refusal is not kept."""
+    workers, params = GrammarWorkers(config, 1), StructuredOutputsParams(choice=["a"])
+    (worker,) = workers._workers
+    start = worker.start
+
+    def start_and_kill() -> None:
+        start()
+        worker.kill()
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "start", start_and_kill)
+            with pytest.raises(ReplicaUnavailable, match="was killed twice"):
+                workers.compile(params)
+        assert workers.compile(params)
+    finally:
+        workers.close()
+
+
+# Five calls for three workers, which are stopped as they start: two wait when the pool is closed.
+CLOSED_UNDER_LOAD = """
+import functools, os, signal, threading
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.cluster.text.sandbox import grammar_workers
+from quire.proto.errors import ShuttingDown
+from quire.proto.structured_outputs import StructuredOutputsParams
+
+grammar_workers.TASK_TIMEOUT_S = 3600
+workers = grammar_workers.GrammarWorkers(resolve(EngineOptions("demo", device="cpu"), Machine.this()))
+
+def stop_after(worker, start):
+    start()
+    os.kill(worker.process.pid, signal.SIGSTOP)
+
+def compile():
+    try:
+        workers.compile(StructuredOutputsParams(choice=["a"]))
+    except ShuttingDown as error:
+        print(error, flush=True)
+
+is_full = threading.Event()
+for worker in workers._workers:
+    worker.start = functools.partial(stop_after, worker, worker.start)
+wait_for_idle = workers._wait_for_idle
+def waiting():
+    if workers._num_waiting == 1:
+        is_full.set()
+    wait_for_idle()
+workers._wait_for_idle = waiting
+threads = [threading.Thread(target=compile) for _ in range(5)]
+for thread in threads:
+    thread.start()
+is_full.wait()
+workers.close()
+for thread in threads:
+    thread.join()
+print("closed", workers._num_waiting, [worker.process.returncode for worker in workers._workers])
+"""
+
+
+def test_close_ends_compilations_that_run_and_wait() -> None:
+    command = [sys.executable, "-c", CLOSED_UNDER_LOAD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=True)
+    assert done.stdout.splitlines() == [
+        *["the gateway stops, with its processes to compile the grammar"] * 5,
+        "closed 0 [-9, -9, -9]",
+    ]
+    assert done.stderr == ""
 
 
 def test_grammar_that_ranks_read_for_long_is_refused(
@@ -153,6 +227,6 @@ def test_grammar_that_ranks_read_for_long_is_refused(
     model = config.model
     library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
     task = {"spec": {"kind": "regex", "text": "a+"}, "time_s": 600}
-    assert "compiled" in __main__._answer(library, "auto", task)
-    monkeypatch.setattr(__main__, "MAX_LOAD_S", 0.0)
-    assert "ms to read it" in __main__._answer(library, "auto", task)["problem"]
+    assert "compiled" in compiling._compile(library, "auto", task)
+    monkeypatch.setattr(compiling, "MAX_LOAD_S", 0.0)
+    assert "ms to read it" in compiling._compile(library, "auto", task)["problem"]

@@ -3,86 +3,59 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
-import weakref
 from collections import OrderedDict
+
+import msgpack
 
 from ....proto.config import EngineConfig
 from ....proto.errors import InvalidRequest, Overloaded
 from ....proto.structured_outputs import StructuredOutputsParams
 from ..requests.grammar_compiler import grammar_spec
-from .worker_process import WorkerProcess
+from .worker_pool import LimitExceeded, WorkerPool
 
-# Tenants may use two at once. Each process starts when it is needed.
+# Tenants may use two at once.
 NUM_WORKERS = 3
 # Processor time of one compilation.
 COMPILE_TIME_S = 10
 # From the task to its answer. The first task of a process loads the libraries, for 3 s on a busy machine.
 TASK_TIMEOUT_S = 60.0
-# Until a worker is free.
-QUEUE_TIMEOUT_S = 30.0
 # Compiled grammars and refusals that are kept.
 MAX_CACHE_BYTES = 64 << 20
 _ENTRY_BYTES = 1024  # of an entry beside its grammar
 
 
-class GrammarWorkers:
-    """Processes that compile the grammars of one model. Threads may share one; calls block.
-
-    A worker that takes too long or ends is replaced. The processes start with the first constraint, and end with
-    `close` or with this process.
-    """
+class GrammarWorkers(WorkerPool):
+    """Processes that compile the grammars of one model. Threads may share one; calls block."""
 
     def __init__(self, config: EngineConfig, num_workers: int = NUM_WORKERS) -> None:
-        model = config.model
-        arguments = json.dumps(
-            [
-                model.path,
-                model.vocab_size,
-                model.eos_token_ids,
-                config.structured_outputs.structured_outputs_backend,
-            ]
-        )
-        slots = [WorkerProcess(f"{__package__}.grammar_main", [arguments]) for _ in range(num_workers)]
-        self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
-        for slot in slots:
-            self._idle.put(slot)
+        model, backend = config.model, config.structured_outputs.structured_outputs_backend
+        setup = msgpack.packb((model.path, model.vocab_size, model.eos_token_ids, backend))
+        super().__init__("compile", setup, num_workers, "compile the grammar")
         self._cache = _Cache()
-        self._close = weakref.finalize(self, _close, slots)
 
     def compile(self, params: StructuredOutputsParams) -> bytes:
-        """Raises InvalidRequest if the limits do not suffice, Overloaded if no worker is free or answers in time."""
+        """Raises InvalidRequest if the limits do not suffice, and the errors of `run` that are no fault of it."""
         spec = grammar_spec(params)
         key = json.dumps(spec, sort_keys=True)
         answer = self._cache.get(key)
         if answer is None:
-            answer = self._run({"spec": spec, "time_s": COMPILE_TIME_S})
+            answer = self._compile({"spec": spec, "time_s": COMPILE_TIME_S})
             self._cache.put(key, answer)
         if isinstance(answer, str):
             raise InvalidRequest(f"sampling.structured_outputs.{params.kind}", answer)
         return answer
 
-    def close(self) -> None:
-        """End the processes. Safe to call twice."""
-        self._close()
-
-    def _run(self, task: dict[str, object]) -> bytes | str:
+    def _compile(self, task: dict[str, object]) -> bytes | str:
         """Return the compiled grammar, or the problem."""
         try:
-            slot = self._idle.get(timeout=QUEUE_TIMEOUT_S)
-        except queue.Empty:
-            raise Overloaded(f"no process was free to compile the grammar in {QUEUE_TIMEOUT_S:g} s") from None
-        try:
-            answer = slot.run(task, TASK_TIMEOUT_S)
+            answer = self.run(task, TASK_TIMEOUT_S)
         except TimeoutError:
             # It had less processor time than it may use, or its process would have ended: the machine is busy.
             raise Overloaded(
                 f"the process that compiles the grammar has not answered for {TASK_TIMEOUT_S:g} s"
             ) from None
-        finally:
-            self._idle.put(slot)
-        if answer is None:
+        except LimitExceeded:
             return f"needs more than {COMPILE_TIME_S} s or too much memory to be compiled; use a simpler one"
         compiled, problem = answer.get("compiled"), answer.get("problem")
         return f"is not supported: {problem}" if compiled is None else bytes(compiled)
@@ -115,8 +88,3 @@ class _Cache:
 
 def _size(key: str, answer: bytes | str) -> int:
     return len(key) + len(answer) + _ENTRY_BYTES
-
-
-def _close(slots: list[WorkerProcess]) -> None:
-    for slot in slots:
-        slot.kill()
