@@ -41,8 +41,8 @@ from ...text.requests.request import AnyPrompt, Request, TextPair
 from ...text.requests.request_stream import RequestStream
 from ...text.requests.resume_position import ResumePosition
 from ...text.requests.resumed_output import ResumedOutput
+from ..access.tenant_concurrency import TenantConcurrency
 from ..access.tenant_limits import NO_TENANTS, Admission, TenantLimiter
-from ..access.tenant_turns import TenantTurns
 from ..routing.served_models import ServedModel, ServedModels
 from .active_request import ActiveRequest
 from .request_log import RequestLog
@@ -191,7 +191,7 @@ class GenerationService:
         self._ends = ChangeNotifier()  # of requests
         self._end_reason = ""  # set once every request is to end
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
-        self.prompt_turns, self.form_turns = TenantTurns(), TenantTurns()
+        self.prompt_concurrency, self.form_concurrency = TenantConcurrency(), TenantConcurrency()
 
     @asynccontextmanager
     async def run(self, call: GenerationCall) -> AsyncIterator[Generation]:
@@ -376,13 +376,13 @@ class GenerationService:
             pooling=call.pooling,
             lora=model.pool.adapters.find(call.model),
         )
-        return check() if call.is_short else await self.turns_of(call).run(call.tenant, check)
+        return check() if call.is_short else await self._concurrency_of(call).run(call.tenant, check)
 
-    def turns_of(self, call: GenerationCall) -> TenantTurns:
-        """Return the turns of a call that takes long to check: those with a form wait for other processes."""
+    def _concurrency_of(self, call: GenerationCall) -> TenantConcurrency:
+        """Return the limit of a call that takes long to check: those with a form wait for other processes."""
         has_form = call.sampling.structured_outputs is not None
         has_form |= isinstance(call.prompt, Chat) and call.prompt.may_constrain
-        return self.form_turns if has_form else self.prompt_turns
+        return self.form_concurrency if has_form else self.prompt_concurrency
 
 
 def _with_time_left(request: Request, elapsed_s: float) -> Request:

@@ -107,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check = functools.partial(
             model.checker.token_ids, prompt_from_message(message), add_special_tokens=adds_special_tokens
         )
-        token_ids = await self._generation.prompt_turns.run(self._tenant("", context), check)
+        token_ids = await self._generation.prompt_concurrency.run(self._tenant("", context), check)
         texts = map(model.tokenizer.token_text, token_ids) if message.return_tokens else ()
         return await asyncio.to_thread(
             inference_pb2.TokenizeResponse,

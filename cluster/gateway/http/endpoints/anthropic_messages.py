@@ -75,7 +75,7 @@ def router(services: GatewayServices) -> APIRouter:
             model = services.models.find(body.model or "")
             tenant = services.authenticator.tenant(request.state.caller, "")
             check = partial(model.checker.token_ids, body.chat())
-            token_ids = await services.generation.prompt_turns.run(tenant, check)
+            token_ids = await services.generation.prompt_concurrency.run(tenant, check)
         return {"input_tokens": len(token_ids)}
 
     return router

@@ -58,7 +58,7 @@ def router(services: GatewayServices) -> APIRouter:
             check = partial(
                 model.checker.token_ids, _prompt(body), add_special_tokens=body.add_special_tokens
             )
-            token_ids = await services.generation.prompt_turns.run(tenant, check)
+            token_ids = await services.generation.prompt_concurrency.run(tenant, check)
 
         def content() -> bytes:
             texts = map(model.tokenizer.token_text, token_ids) if body.return_token_strs else None

@@ -1,4 +1,4 @@
-"""TenantTurns: long work of one tenant leaves room for that of others, also after its callers have gone."""
+"""TenantConcurrency: long work of one tenant leaves room for that of others, also after its callers have gone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.gateway.access import tenant_turns
-from quire.cluster.gateway.access.tenant_turns import TenantTurns
+from quire.cluster.gateway.access import tenant_concurrency
+from quire.cluster.gateway.access.tenant_concurrency import TenantConcurrency
 from quire.cluster.gateway.generation.generation import GenerationCall
 from quire.cluster.text.sandbox import grammar_workers, tokenizer_workers
 from quire.proto.errors import InvalidRequest, Overloaded
@@ -25,64 +25,64 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 def test_other_tenants_do_not_wait_for_long_work() -> None:
     async def scenario() -> None:
-        turns, is_over, started = TenantTurns(), threading.Event(), threading.Semaphore(0)
+        limit, is_over, started = TenantConcurrency(), threading.Event(), threading.Semaphore(0)
 
         def long_work() -> bool:
             started.release()
             return is_over.wait(DEADLINE_S)
 
-        calls = [asyncio.create_task(turns.run("iron", long_work)) for _ in range(9)]
-        for _ in range(tenant_turns.MAX_AT_ONCE):
+        calls = [asyncio.create_task(limit.run("iron", long_work)) for _ in range(9)]
+        for _ in range(tenant_concurrency.MAX_CONCURRENT):
             await asyncio.to_thread(started.acquire)
-        assert await turns.run("gold", lambda: 7) == 7
+        assert await limit.run("gold", lambda: 7) == 7
         assert not started.acquire(blocking=False)
         is_over.set()
         assert all(await asyncio.gather(*calls))
-        assert turns._places == {}
+        assert limit._tenants == {}
 
     run(scenario())
 
 
-def test_turn_of_a_caller_who_has_gone_lasts_until_its_work_has_ended(
+def test_work_of_a_caller_who_has_gone_counts_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tenant_turns, "QUEUE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(tenant_concurrency, "QUEUE_TIMEOUT_S", 0.01)
 
     async def scenario() -> None:
-        turns, is_over, has_begun = TenantTurns(1), threading.Event(), asyncio.Event()
+        limit, is_over, has_begun = TenantConcurrency(1), threading.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def long_work() -> bool:
             loop.call_soon_threadsafe(has_begun.set)
             return is_over.wait(DEADLINE_S)
 
-        call = asyncio.create_task(turns.run("iron", long_work))
+        call = asyncio.create_task(limit.run("iron", long_work))
         await has_begun.wait()
         call.cancel()
         await asyncio.wait([call])
         with pytest.raises(Overloaded, match="earlier requests of the tenant"):
-            await turns.run("iron", lambda: None)
+            await limit.run("iron", lambda: None)
         is_over.set()
-        while turns._places:
+        while limit._tenants:
             await asyncio.sleep(0)
-        assert await turns.run("iron", lambda: 7) == 7
+        assert await limit.run("iron", lambda: 7) == 7
 
     run(scenario())
 
 
-def test_error_of_the_work_ends_its_turn() -> None:
+def test_work_that_raises_counts_no_more() -> None:
     async def scenario() -> None:
-        turns = TenantTurns(1)
+        limit = TenantConcurrency(1)
         for _ in range(3):
             with pytest.raises(ZeroDivisionError):
-                await turns.run("", lambda: 1 // 0)
+                await limit.run("", lambda: 1 // 0)
 
     run(scenario())
 
 
 def test_one_tenant_cannot_use_all_worker_processes() -> None:
-    assert 2 * tenant_turns.MAX_AT_ONCE < tokenizer_workers.NUM_WORKERS
-    assert tenant_turns.MAX_AT_ONCE < grammar_workers.NUM_WORKERS
+    assert 2 * tenant_concurrency.MAX_CONCURRENT < tokenizer_workers.NUM_WORKERS
+    assert tenant_concurrency.MAX_CONCURRENT < grammar_workers.NUM_WORKERS
 
 
 def test_digest_of_a_prompt_with_a_huge_number_is_refused() -> None:
