@@ -58,7 +58,7 @@ class EngineCommand:
             named by UPDATE_WEIGHTS before all is awake.
         path: of UPDATE_WEIGHTS: a model directory with the same tensors, on every node of the replica.
         version: of UPDATE_WEIGHTS: the name of these weights, which outputs report.
-        stamp: of UPDATE_WEIGHTS by a gateway: updates sort by stamp, and a replica carries out the latest one once.
+        timestamp: of UPDATE_WEIGHTS by a gateway: updates sort by it, and a replica carries out the latest one once.
         tags: of WAKE_UP: what wakes; all if empty. Requests are refused until all is awake.
     """
 
@@ -67,5 +67,5 @@ class EngineCommand:
     level: int = 1
     path: str = ""
     version: str = ""
-    stamp: str = ""
+    timestamp: str = ""
     tags: tuple[SleepTag, ...] = sent_if_set(())

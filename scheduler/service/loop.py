@@ -364,7 +364,7 @@ class StepLoop:
             generates=self._config.model.generates,
             loras=() if scheduler.lora is None else scheduler.lora.registry,
             weights_path="" if update is None else update.path,
-            weights_stamp="" if update is None else update.stamp,
+            weights_timestamp="" if update is None else update.timestamp,
             num_used_blocks=blocks.num_held_blocks,
             num_used_tokens=scheduler.num_used_tokens,
             prefix_query_tokens=blocks.num_query_tokens,

@@ -13,7 +13,7 @@ from ...client.wire.engine_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
 from ..routing.replica_pool import ReplicaPool
-from ..routing.stamp import new_stamp
+from ..routing.weights_registry import new_timestamp
 
 MAX_VERSION_CHARS = 256
 MAX_PATH_CHARS = 4096
@@ -59,7 +59,7 @@ async def control_replicas(pool: ReplicaPool, command: EngineCommand) -> None:
     if not clients:
         raise ReplicaUnavailable(f"no replica of {pool.model} runs")
     if command.action is Action.UPDATE_WEIGHTS:
-        command = replace(command, stamp=new_stamp())
+        command = replace(command, timestamp=new_timestamp())
     results = await asyncio.gather(
         *(client.control(command, COMMAND_TIMEOUT_S) for client in clients), return_exceptions=True
     )

@@ -23,7 +23,7 @@ from ....proto.lora import (
 from ....proto.replica_status import ReplicaStatus
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
-from .stamp import new_stamp
+from .weights_registry import new_timestamp
 
 # For all ranks of a replica to read an adapter.
 LOAD_TIMEOUT_S = 120.0
@@ -76,7 +76,7 @@ class LoraRegistry:
             ReplicaUnavailable: no replica answers.
         """
         self._check(name, path, replace)
-        entry = LoraReference(name, str(Path(path).absolute()), new_stamp())
+        entry = LoraReference(name, str(Path(path).absolute()), new_timestamp())
         previous = self._entries.get(name)
         clients = list(clients)
         results = await asyncio.gather(
@@ -97,7 +97,7 @@ class LoraRegistry:
         """
         if self.find(name) is None:
             raise ModelNotFound(f"adapter {name!r} is not loaded")
-        entry = LoraReference(name, "", new_stamp())
+        entry = LoraReference(name, "", new_timestamp())
         merge_references(self._entries, [entry])
         for client in clients:
             client.register_lora(entry)
@@ -120,7 +120,7 @@ class LoraRegistry:
     ) -> None:
         """Have replicas that may have read an adapter forget it, and know the previous one of the name again."""
         path = "" if previous is None else previous.path
-        restored = LoraReference(entry.name, path, new_stamp())
+        restored = LoraReference(entry.name, path, new_timestamp())
         merge_references(self._entries, [restored])
         for client in clients:
             client.register_lora(restored)

@@ -1,13 +1,14 @@
 """WeightsRegistry: the latest update of one model's weights, as one gateway knows it.
 
-There is no central record. The gateway that orders an update stamps it, replicas send the stamp of their weights with
-each status, and the latest stamp wins. So a replica that was restarted, or that a fleet has added, loads the latest
-weights before it gets requests.
+There is no central record. The gateway that orders an update gives it a timestamp, replicas send that of their weights
+with each status, and the latest timestamp wins. So a replica that was restarted, or that a fleet has added, loads the
+latest weights before it gets requests.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 
@@ -20,6 +21,11 @@ from ...fleet.replica.client import ReplicaClient
 RETRY_S = 30.0
 
 _log = logging.getLogger(__name__)
+
+
+def new_timestamp() -> str:
+    """Return a text that sorts after those of earlier calls, on clocks that agree, and is unique."""
+    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
 
 
 class WeightsRegistry:
@@ -35,26 +41,28 @@ class WeightsRegistry:
         self._asked_at: dict[ReplicaClient, float] = {}
 
     @property
-    def stamp(self) -> str:
-        """Return the stamp of the latest update; empty before the first."""
-        return "" if self._latest is None else self._latest.stamp
+    def timestamp(self) -> str:
+        """Return the timestamp of the latest update; empty before the first."""
+        return "" if self._latest is None else self._latest.timestamp
 
     def is_current(self, status: ReplicaStatus) -> bool:
         """Return whether a replica has the latest weights."""
-        return status.weights_stamp >= self.stamp
+        return status.weights_timestamp >= self.timestamp
 
     def on_update(self, command: EngineCommand) -> None:
         """Record an update that at least one replica has carried out."""
-        if command.stamp > self.stamp:
+        if command.timestamp > self.timestamp:
             self._latest = command
             self._asked_at.clear()
 
     def on_status(self, client: ReplicaClient, status: ReplicaStatus) -> None:
         """Learn of an update by another gateway, or have a replica load the weights that it lacks."""
-        if status.weights_stamp > self.stamp:
+        if status.weights_timestamp > self.timestamp:
             version, path = status.weights_version, status.weights_path
             self.on_update(
-                EngineCommand(Action.UPDATE_WEIGHTS, path=path, version=version, stamp=status.weights_stamp)
+                EngineCommand(
+                    Action.UPDATE_WEIGHTS, path=path, version=version, timestamp=status.weights_timestamp
+                )
             )
         if self._latest is None or self.is_current(status):
             self._asked_at.pop(client, None)

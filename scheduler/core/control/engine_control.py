@@ -87,7 +87,7 @@ class EngineControl:
 
         An update that this replica has carried out, or that another gateway has ordered already, is not repeated.
         """
-        if command.stamp and command.stamp == (self._update.stamp if self._update else ""):
+        if command.timestamp and command.timestamp == (self._update.timestamp if self._update else ""):
             self._answer(caller, "")
             return
         if caller is None and self._is_ordered(command):
@@ -168,7 +168,7 @@ class EngineControl:
         """Return why a command cannot be carried out; empty if it can."""
         if len(self._orders) >= MAX_ORDERS:
             return f"{len(self._orders)} commands wait already"
-        if command.stamp and self._update is not None and command.stamp < self._update.stamp:
+        if command.timestamp and self._update is not None and command.timestamp < self._update.timestamp:
             return f"weights {self._update.version!r} were ordered later, and are in use"
         return ""
 
@@ -187,7 +187,7 @@ class EngineControl:
     def _is_ordered(self, command: EngineCommand) -> bool:
         """Return whether the same update waits or is carried out."""
         under_way = () if self._under_way is None else (self._under_way,)
-        return any(command.stamp == other.stamp for other, _ in (*under_way, *self._orders))
+        return any(command.timestamp == other.timestamp for other, _ in (*under_way, *self._orders))
 
     def _apply(self, command: EngineCommand) -> None:
         if command.action is Action.SLEEP:

@@ -110,7 +110,7 @@ def test_refused_update_leaves_the_weights_of_all_replicas(
         await until_ready(pool, "replica-0", "replica-1")
         with pytest.raises(InvalidRequest, match="missing"):
             await control_replicas(pool, update_command("/missing", "step-1", PauseMode.KEEP))
-        assert pool.weights.stamp == ""
+        assert pool.weights.timestamp == ""
         assert await generate(pool) == (Reference(folders[0]).generate(PROMPT, NUM_TOKENS), "")
         await pool.close()
         with pytest.raises(ReplicaUnavailable, match="no replica of tiny runs"):

@@ -229,7 +229,7 @@ def test_commands_that_wait_are_bounded(driver: Driver) -> None:
 
 def test_stamped_update_is_carried_out_once_and_never_replaces_a_later_one(driver: Driver) -> None:
     control = driver.scheduler.control
-    first, second = (replace(UPDATE, version=each, stamp=each) for each in ("1", "2"))
+    first, second = (replace(UPDATE, version=each, timestamp=each) for each in ("1", "2"))
     for _ in range(3):
         control.order(second, None)  # of gateways whose replicas lack it
     order(driver, second)
@@ -244,7 +244,7 @@ def test_stamped_update_is_carried_out_once_and_never_replaces_a_later_one(drive
 
 def test_failed_update_without_a_caller_is_reported_for_the_log(driver: Driver) -> None:
     driver.group.command_error = "no such file"
-    driver.scheduler.control.order(replace(UPDATE, stamp="1"), None)
+    driver.scheduler.control.order(replace(UPDATE, timestamp="1"), None)
     driver.run(depth=2)
     assert driver.scheduler.control.take_problems() == ["no such file"]
     assert driver.scheduler.control.take_problems() == []
