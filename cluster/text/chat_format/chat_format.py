@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from .deltas import ContentDelta
-from .detection import detect_reasoning_format, detect_tool_call_format
 from .model_output import ModelOutput, Parse
 from .output_parser import ChatOutputParser, new_call_id
 from .reasoning import ReasoningStart
-from .registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, ToolCallFormat
+from .registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, detect
+from .tool_calls.tool_format import ToolCallFormat
 
+Format = TypeVar("Format", ToolCallFormat, ReasoningFormat)
 Tools = Mapping[str, Mapping[str, Any]]  # name |-> JSON schema of the parameters
 
 
@@ -39,11 +40,9 @@ class ChatFormat:
     @staticmethod
     def find(tool_call_parser: str, reasoning_parser: str, template: str | None) -> ChatFormat:
         """Return the formats of these names; ``auto`` means what the chat template shows, ``none`` none."""
-        tool_calls = _name(tool_call_parser, detect_tool_call_format, template)
-        reasoning = _name(reasoning_parser, detect_reasoning_format, template)
         return ChatFormat(
-            None if tool_calls is None else TOOL_CALL_FORMATS[tool_calls],
-            None if reasoning is None else REASONING_FORMATS[reasoning],
+            _find(TOOL_CALL_FORMATS, tool_call_parser, template),
+            _find(REASONING_FORMATS, reasoning_parser, template),
         )
 
     def without_tool_calls(self) -> ChatFormat:
@@ -106,7 +105,6 @@ class ChatFormat:
         return read
 
 
-def _name(wanted: str, detect: Callable[[str], str | None], template: str | None) -> str | None:
-    if wanted == NONE or (wanted == AUTO and template is None):
-        return None
-    return detect(template or "") if wanted == AUTO else wanted
+def _find(formats: Mapping[str, Format], wanted: str, template: str | None) -> Format | None:
+    name = wanted if wanted != AUTO else detect(formats, template or "")
+    return None if name is None or name == NONE else formats[name]

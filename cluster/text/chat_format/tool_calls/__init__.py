@@ -1,1 +1,1 @@
-"""Formats of tool calls, one module per format."""
+"""Formats of tool calls, declared with what reads, detects and forces them."""

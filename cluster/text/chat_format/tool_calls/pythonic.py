@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4: a Python list of calls as the whole reply, ``[name(key=value, ...), ...]``."""
+"""Format of Llama 3.2 and 4: a Python list of calls as the whole reply, ``[name(key=value, ...), ...]``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 from ..deltas import ContentDelta
 from ..model_output import ModelOutput, Parse
 from ..typed_arguments import dump, literal
+from .tool_format import ToolCallFormat
 
 _START, _END = "<|python_start|>", "<|python_end|>"
-MARKERS = _START, _END
 
 _NAME = re.compile(r"\s*([^\W\d][\w.\-]*)\s*\(")
 _KEY = re.compile(r"\s*([^\W\d]\w*)\s*=(?=[^=])")
@@ -17,7 +17,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 _WHITESPACE = " \t\r\n"
 
 
-def pythonic(output: ModelOutput) -> Parse[None]:
+def _pythonic(output: ModelOutput) -> Parse[None]:
     """Read calls at the beginning of the text. The first must be of a function that the request offers."""
     output.bookmark()
     yield from output.skip()
@@ -93,3 +93,6 @@ def _json(text: str) -> str:
         return dump(literal(text))
     except ValueError:
         return dump(text)
+
+
+PYTHONIC = ToolCallFormat(_pythonic, (_START, _END), shown_by=[("[func_name1(",)])

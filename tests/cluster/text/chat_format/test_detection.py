@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.cluster.text.chat_format.chat_format import ChatFormat
-from quire.cluster.text.chat_format.detection import detect_reasoning_format, detect_tool_call_format
-from quire.cluster.text.chat_format.registry import REASONING_FORMATS, TOOL_CALL_FORMATS
+from quire.cluster.text.chat_format.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, detect
 
 # family |-> (part of its template, tool calls, reasoning)
 TEMPLATES = {
@@ -39,8 +38,8 @@ TEMPLATES = {
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_format_is_found_in_template(family: str) -> None:
     template, tool_calls, reasoning = TEMPLATES[family]
-    assert detect_tool_call_format(template) == tool_calls
-    assert detect_reasoning_format(template) == reasoning
+    assert detect(TOOL_CALL_FORMATS, template) == tool_calls
+    assert detect(REASONING_FORMATS, template) == reasoning
     found = ChatFormat.find("auto", "auto", template)
     assert found.tool_calls is (None if tool_calls is None else TOOL_CALL_FORMATS[tool_calls])
     assert found.reasoning is (None if reasoning is None else REASONING_FORMATS[reasoning])

@@ -12,7 +12,6 @@ from grammars import demo_library, random_walk
 from quire.cluster.text.chat_format.chat_format import ChatFormat
 from quire.cluster.text.chat_format.deltas import AssistantMessage, collect_message
 from quire.cluster.text.chat_format.registry import TOOL_CALL_FORMATS
-from quire.cluster.text.chat_format.tool_structures import TOOL_STRUCTURES
 from quire.cluster.text.requests.chat import Chat
 from quire.cluster.text.requests.tool_constraint import tool_constraint
 from quire.proto.errors import InvalidRequest
@@ -54,7 +53,9 @@ def parsed(chat: Chat, format_name: str, text: str) -> AssistantMessage:
     return collect_message([*parser.push(text), *parser.finish()])
 
 
-@pytest.mark.parametrize("format_name", sorted(TOOL_STRUCTURES))
+@pytest.mark.parametrize(
+    "format_name", sorted(name for name, each in TOOL_CALL_FORMATS.items() if each.structure is not None)
+)
 def test_forced_calls_are_what_the_parser_reads(library: GrammarLibrary, format_name: str) -> None:
     wanted = chat()
     grammar, names, num_finished = compiled(library, wanted, format_name), set(), 0
@@ -122,7 +123,7 @@ def test_allowed_functions_are_the_only_ones_within_text(library: GrammarLibrary
 
 
 def test_nothing_is_constrained_without_need() -> None:
-    structure = TOOL_STRUCTURES["hermes"]
+    structure = TOOL_CALL_FORMATS["hermes"].structure
     assert tool_constraint(chat(tool_choice="auto"), structure, None) is None
     assert tool_constraint(chat(tool_choice="none", tools=[tool("f", strict=True)]), structure, None) is None
     assert tool_constraint(chat(tools=(), tool_choice="auto"), None, None) is None
@@ -148,10 +149,10 @@ def test_calls_that_cannot_be_forced_are_refused(
 def test_forced_call_excludes_another_form() -> None:
     form = StructuredOutputsParams(json_object=True)
     with pytest.raises(InvalidRequest, match="auto or none with structured_outputs"):
-        tool_constraint(chat(), TOOL_STRUCTURES["hermes"], form)
+        tool_constraint(chat(), TOOL_CALL_FORMATS["hermes"].structure, form)
     restricted = chat(tool_choice=allowed("auto", "weather"))
     with pytest.raises(InvalidRequest, match="auto or none with structured_outputs"):
-        tool_constraint(restricted, TOOL_STRUCTURES["hermes"], form)
+        tool_constraint(restricted, TOOL_CALL_FORMATS["hermes"].structure, form)
 
 
 @pytest.mark.parametrize(
