@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .cluster.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from .cluster.offline.engine_arguments import EngineArgs
     from .cluster.offline.llm import LLM
-    from .cluster.offline.prompts import TextPrompt, TokensPrompt
+    from .cluster.offline.prompts import LoRARequest, TextPrompt, TokensPrompt
     from .cluster.text.chat_format.deltas import (
         AssistantMessage,
         ChatDelta,
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         ToolCallStart,
     )
     from .cluster.text.requests.chat import Chat
-    from .cluster.text.requests.lora_request import LoRARequest
     from .cluster.text.requests.outputs import (
         CompletionDelta,
         CompletionFinished,
@@ -65,7 +64,7 @@ if TYPE_CHECKING:
         StreamEvent,
         Usage,
     )
-    from .cluster.text.requests.pooling_outputs import (
+    from .cluster.text.requests.pooling import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -83,7 +82,7 @@ if TYPE_CHECKING:
 _BEAMS = ".cluster.offline.beams"
 _DELTAS = ".cluster.text.chat_format.deltas"
 _OUTPUTS = ".cluster.text.requests.outputs"
-_POOLING_OUTPUTS = ".cluster.text.requests.pooling_outputs"
+_POOLING_OUTPUTS = ".cluster.text.requests.pooling"
 _PROMPTS = ".cluster.offline.prompts"
 _REPLICA_STATUS = ".proto.replica_status"
 _STATUS = ".cluster.client.wire.status"
@@ -115,7 +114,7 @@ _MODULES = {
     "FleetInfo": _STATUS,
     "KvCacheInfo": _REPLICA_STATUS,
     "LatencyInfo": _STATUS,
-    "LoRARequest": ".cluster.text.requests.lora_request",
+    "LoRARequest": ".cluster.offline.prompts",
     "LoraInfo": _STATUS,
     "Logprob": _OUTPUTS,
     "ModelInfo": _STATUS,

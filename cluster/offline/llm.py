@@ -29,9 +29,8 @@ from ..config.machine import Machine
 from ..config.resolve import resolve
 from ..text.requests.chat import Chat, Tool
 from ..text.requests.chat_messages import Message
-from ..text.requests.lora_request import LoRARequest
 from ..text.requests.outputs import RequestOutput
-from ..text.requests.pooling_outputs import (
+from ..text.requests.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     ScoringRequestOutput,
@@ -42,7 +41,7 @@ from .beams import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
 from .pooling import PooledPrompt, PooledRequests
-from .prompts import PromptInput, read_prompts
+from .prompts import LoRARequest, PromptInput, read_prompts
 from .weight_tensors import write_tensors
 
 if TYPE_CHECKING:

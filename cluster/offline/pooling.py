@@ -11,19 +11,19 @@ from ...proto.errors import InvalidRequest
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
 from ..text.requests.outputs import Usage
-from ..text.requests.pooling_outputs import (
+from ..text.requests.pooling import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PooledResult,
+    ScorePrompts,
     ScoringOutput,
     ScoringRequestOutput,
     collect_pooled,
     cosine_similarity,
 )
 from ..text.requests.request import AnyPrompt, Request, RequestChecker
-from ..text.requests.score_prompts import ScorePrompts
 from ..text.requests.tokenizer import Tokenizer
 from .engine import Engine, OutputCollector
 

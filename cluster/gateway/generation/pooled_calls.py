@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 
 from ....proto.errors import InvalidRequest
 from ...text.requests.outputs import Usage
-from ...text.requests.pooling_outputs import PooledResult, collect_pooled, cosine_similarity
+from ...text.requests.pooling import PooledResult, ScorePrompts, collect_pooled, cosine_similarity
 from ...text.requests.request import Request
-from ...text.requests.score_prompts import ScorePrompts
 from ..routing.served_models import ServedModel
 from .generation import GenerationCall, GenerationService
 

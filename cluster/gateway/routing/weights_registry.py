@@ -1,8 +1,8 @@
 """WeightsRegistry: the latest update of one model's weights, as one gateway knows it.
 
-There is no central record. The gateway that orders an update gives it a timestamp, replicas send that of their weights
-with each status, and the latest timestamp wins. So a replica that was restarted, or that a fleet has added, loads the
-latest weights before it gets requests.
+There is no central record. The gateway that orders an update gives it a timestamp, replicas send that of their
+weights with each status, and the latest timestamp wins. So a replica that was restarted, or that a fleet has added,
+loads the latest weights before it gets requests.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from .chat import Chat
 from .chat_encoder import ChatEncoder
 from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
 from .json_values import check_text
-from .prompt_encoder import END_CHARS, LocalPromptEncoder, PromptEncoder
-from .tokenizer import Tokenizer
+from .tokenizer import END_CHARS, LocalPromptEncoder, PromptEncoder, Tokenizer
 
 MAX_NAME_CHARS = 256
 # Longer texts are compared with the context before they are tokenized.

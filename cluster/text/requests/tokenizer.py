@@ -1,13 +1,16 @@
-"""Tokenizer. Only gateways, LLM and clients see text; the rest of quire uses token ids."""
+"""Tokenizer and PromptEncoder. Only gateways, LLM and clients see text; the rest of quire uses token ids."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+
+from ....proto.block_tables import IntArray
 from ....proto.errors import InvalidRequest, ModelLoadError, first_line
 from ....proto.model.tiktoken_file import (
     TiktokenFormat,
@@ -15,7 +18,12 @@ from ....proto.model.tiktoken_file import (
     load_tiktoken,
     read_tokenizer_config,
 )
-from .token_bytes import TokenBytes
+from .chat_template import Rendering, render
+
+# Limit for a rendered prompt.
+MAX_PROMPT_CHARS = 4 << 20
+# Characters of a rendered prompt that tell the state in which it leaves the model.
+END_CHARS = 1024
 
 
 class Tokenizer:
@@ -186,3 +194,72 @@ def _load_tiktoken(folder: Path, tiktoken: TiktokenFormat) -> Any:
         else config.get("chat_template"),
         **named,
     )
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """Return character of a byte-level token |-> byte: visible characters of Latin-1 stand for themselves."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _bytes_of_characters()
+
+
+class TokenBytes(dict[int, bytes]):
+    """token id |-> its bytes; those of an id outside the vocabulary are none. Filled as ids come.
+
+    Args:
+        token_of: returns the token of an id, None for an id without one.
+        hidden: tokens without bytes.
+    """
+
+    def __init__(self, token_of: Callable[[int], str | None], hidden: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._token_of = token_of
+        self._hidden = hidden
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._token_of(token_id)
+        if token is None or token in self._hidden:
+            found = b""
+        else:
+            try:
+                found = bytes(map(_BYTE_OF.__getitem__, token))
+            except KeyError:  # an added token is its own text
+                found = token.encode()
+        self[token_id] = found
+        return found
+
+
+class PromptEncoder(Protocol):
+    """Tokenizes prompts. Threads may share one."""
+
+    def encode_text(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> IntArray:
+        """Return the token ids of a text, or of two texts as the model's tokenizer joins them."""
+        ...
+
+    def encode_chat(self, rendering: Rendering) -> tuple[IntArray, str]:
+        """Return the token ids of a rendered conversation, and the end of its text.
+
+        Raises:
+            TemplateError: the template cannot be rendered.
+        """
+        ...
+
+
+class LocalPromptEncoder:
+    """Tokenizes in the thread of the caller, without limits of time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def encode_text(self, text: str, *, add_special_tokens: bool, pair: str | None = None) -> IntArray:
+        token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, pair=pair)
+        return np.asarray(token_ids, dtype=np.int32)
+
+    def encode_chat(self, rendering: Rendering) -> tuple[IntArray, str]:
+        text = render(rendering, MAX_PROMPT_CHARS)
+        return self.encode_text(text, add_special_tokens=False), text[-END_CHARS:]

@@ -9,8 +9,7 @@ import numpy as np
 from ....proto.block_tables import IntArray
 from ....proto.errors import InvalidRequest
 from ..requests.chat_template import Rendering, TemplateError
-from ..requests.prompt_encoder import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEncoder
-from ..requests.tokenizer import Tokenizer
+from ..requests.tokenizer import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEncoder, Tokenizer
 from .worker_pool import LimitExceeded, WorkerPool
 
 # Tenants may use two at once for prompts without and two with a form.

@@ -8,8 +8,7 @@ import pytest
 
 from quire.cluster.text.requests.chat import Chat
 from quire.cluster.text.requests.chat_encoder import ChatEncoder
-from quire.cluster.text.requests.prompt_encoder import LocalPromptEncoder
-from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
 from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
 

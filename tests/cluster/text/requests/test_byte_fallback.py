@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 from quire import SamplingParams
 from quire.cluster.text.requests.chat import Chat
 from quire.cluster.text.requests.chat_encoder import ChatEncoder
-from quire.cluster.text.requests.incremental_decoder import (
+from quire.cluster.text.requests.detokenizer import (
     ByteFallbackDecoder,
     WindowDecoder,
     incremental_decoder,
 )
 from quire.cluster.text.requests.output_processor import OutputProcessor
 from quire.cluster.text.requests.outputs import CompletionDelta
-from quire.cluster.text.requests.prompt_encoder import LocalPromptEncoder
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
-from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
 from quire.proto.config import ChatConfig
 from quire.proto.stream import Finish, FinishReason
 

@@ -27,8 +27,7 @@ from quire.cluster.text.chat_format.deltas import AssistantMessage, collect_mess
 from quire.cluster.text.requests.chat import MAX_MESSAGES, Chat
 from quire.cluster.text.requests.chat_encoder import ChatEncoder
 from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
-from quire.cluster.text.requests.prompt_encoder import LocalPromptEncoder
-from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
 from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingDefaults

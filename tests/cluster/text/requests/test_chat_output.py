@@ -26,10 +26,9 @@ from quire.cluster.text.requests.outputs import (
     RequestStarted,
     collect_output,
 )
-from quire.cluster.text.requests.prompt_encoder import LocalPromptEncoder
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
-from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
 from quire.proto.codec import NO_INTS
 from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest

@@ -10,8 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import quire.cluster.cli.demo
-from quire.cluster.text.requests.detokenizer import Detokenizer, StopFinder
-from quire.cluster.text.requests.incremental_decoder import ByteDecoder, WindowDecoder, incremental_decoder
+from quire.cluster.text.requests.detokenizer import (
+    ByteDecoder,
+    Detokenizer,
+    StopFinder,
+    WindowDecoder,
+    incremental_decoder,
+)
 from quire.cluster.text.requests.tokenizer import Tokenizer
 
 VOCAB_SIZE = 3072

@@ -14,7 +14,7 @@ import regex  # type: ignore[import-untyped]
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.cluster.text.requests.incremental_decoder import incremental_decoder
+from quire.cluster.text.requests.detokenizer import incremental_decoder
 from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.errors import ModelLoadError
 from quire.proto.model.tiktoken_file import FORMATS

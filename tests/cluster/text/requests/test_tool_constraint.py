@@ -13,7 +13,7 @@ from quire.cluster.text.chat_format.chat_format import ChatFormat
 from quire.cluster.text.chat_format.deltas import AssistantMessage, collect_message
 from quire.cluster.text.chat_format.registry import TOOL_CALL_FORMATS
 from quire.cluster.text.requests.chat import Chat
-from quire.cluster.text.requests.tool_constraint import tool_constraint
+from quire.cluster.text.requests.chat_encoder import tool_constraint
 from quire.proto.errors import InvalidRequest
 from quire.proto.structured_outputs import StructuredOutputsParams
 from quire.worker.structured.compilation import GrammarLibrary

@@ -14,8 +14,7 @@ from loop_stall import watch_stalls
 
 from quire.cluster.text.requests.chat import Chat
 from quire.cluster.text.requests.chat_template import Rendering, TemplateError, prepare_rendering
-from quire.cluster.text.requests.prompt_encoder import MAX_PROMPT_CHARS, LocalPromptEncoder
-from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import MAX_PROMPT_CHARS, LocalPromptEncoder, Tokenizer
 from quire.cluster.text.sandbox import tokenizer_workers, worker_pool
 from quire.cluster.text.sandbox.tokenizer_workers import MAX_LOCAL_CHARS, TokenizerWorkers
 from quire.proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable, ShuttingDown

@@ -1,14 +1,22 @@
-"""Outputs of pooled requests. The names and fields are vLLM's, with `usage` added."""
+"""Pooled requests: the prompts of rerankers, and outputs, whose names and fields are vLLM's with `usage` added."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ....proto.codec import FloatArray
+from ....proto.config import EngineConfig
+from .chat import Chat
 from .outputs import CompletionFinished, PooledVector, StreamEvent, Usage
+from .request import AnyPrompt, TextPair
+from .tokenizer import Tokenizer
+
+# A template for rerankers names the roles of a query and a document.
+_ROLES = (re.compile(r"""["']query["']"""), re.compile(r"""["']document["']"""))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,3 +124,22 @@ def cosine_similarity(left: FloatArray, right: FloatArray) -> float:
     """Return the cosine of the angle between two vectors; 0 if one of them is 0."""
     norm = float(np.linalg.norm(left) * np.linalg.norm(right))
     return float(np.dot(left, right)) / norm if norm else 0.0
+
+
+class ScorePrompts:
+    """Makes the prompts of pairs for one model."""
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer) -> None:
+        template = config.chat.chat_template or tokenizer.chat_template() or ""
+        self._has_roles = all(role.search(template) for role in _ROLES)
+
+    def prompt(self, query: str, document: str, instruction: str | None = None) -> AnyPrompt:
+        """Return the prompt of a pair.
+
+        Args:
+            instruction: a system message, if the model has a template for rerankers; ignored otherwise.
+        """
+        if not self._has_roles:
+            return TextPair(query, document)
+        roles = {"system": instruction, "query": query, "document": document}
+        return Chat([{"role": role, "content": text} for role, text in roles.items() if text is not None])
