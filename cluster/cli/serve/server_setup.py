@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 
 from ....proto.errors import ConfigError, Problems
 from ...config.server_options import ServerOptions
-from ...gateway.access.listen_address import ListenAddress
-from ...gateway.access.security import Security
+from ...gateway.access.security import ListenAddress, Security
 from ...gateway.generation.retention import RetentionLimits
 from ...gateway.metrics.call_log import CallLog
 from ...gateway.tracing.export import exported_traces

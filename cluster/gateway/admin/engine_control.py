@@ -1,4 +1,4 @@
-"""Operators' commands to all replicas of a model: pause, resume, sleep, wake up, and other weights."""
+"""Operators' commands to replicas: pause, resume, sleep, wake up, other weights, and faults."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from ....proto import admin_pb2
 from ....proto.engine_command import COMMAND_TIMEOUT_S, Action, EngineCommand, PauseMode
-from ....proto.errors import InvalidRequest, ReplicaUnavailable
+from ....proto.errors import ConfigError, InvalidRequest, ReplicaUnavailable
+from ....proto.faults import SIGNALS, Fault, FaultKind
 from ...client.wire.engine_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
 from ..routing.replica_pool import ReplicaPool
 from ..routing.weights_registry import new_timestamp
+from .services import GatewayServices
 
 MAX_VERSION_CHARS = 256
 MAX_PATH_CHARS = 4096
 # For the replicas to report their new state; a busy scheduler answers within 0.1 s.
 STATUS_TIMEOUT_S = 10.0
+
+_KINDS = {
+    admin_pb2.FAULT_KIND_KILL: FaultKind.KILL,
+    admin_pb2.FAULT_KIND_STOP: FaultKind.STOP,
+    admin_pb2.FAULT_KIND_EXCEPTION: FaultKind.EXCEPTION,
+    admin_pb2.FAULT_KIND_SLOW: FaultKind.SLOW,
+    admin_pb2.FAULT_KIND_POISON: FaultKind.POISON,
+}
 
 
 def sleep_command(level: int, mode: PauseMode) -> EngineCommand:
@@ -85,3 +96,40 @@ def is_sleeping(pool: ReplicaPool) -> bool:
 def is_paused(pool: ReplicaPool) -> bool:
     """Return whether a replica is paused."""
     return any(status.is_paused for status in pool.statuses)
+
+
+async def inject_fault(
+    services: GatewayServices, message: admin_pb2.InjectFaultRequest
+) -> admin_pb2.InjectFaultResponse:
+    """Cause the fault that an operator asks for.
+
+    Raises:
+        ConfigError: the server does not permit faults.
+        InvalidRequest: no such replica or process, or the process cannot have such a fault.
+        ReplicaUnavailable: the process does not run or does not answer.
+    """
+    if services.faults is None:
+        raise ConfigError("this server permits no faults; start it with --enable-chaos for a game day")
+    rank = message.rank if message.HasField("rank") else None
+    kind = _KINDS.get(message.kind)
+    if kind is None:
+        raise InvalidRequest("kind", f"is {message.kind}, which is no kind of fault")
+    if rank is None and kind not in SIGNALS:
+        raise InvalidRequest(
+            "kind", f"is {kind}, which only ranks have; a scheduler can be killed or stopped"
+        )
+    fault = Fault(kind, message.delay_s, message.duration_s, message.token_id)
+    replica_id = _find_replica(services, message.replica_id)
+    pid = await services.faults.inject(replica_id, rank, fault)
+    return admin_pb2.InjectFaultResponse(replica_id=replica_id, pid=pid)
+
+
+def _find_replica(services: GatewayServices, prefix: str) -> str:
+    known = sorted(replica_id for model in services.models for replica_id in model.pool.clients)
+    found = [prefix] if prefix in known else [each for each in known if each.startswith(prefix)]
+    if len(found) != 1:
+        problem = "which is no replica" if not found else "which several replicas have"
+        raise InvalidRequest(
+            "replica_id", f"is {prefix!r}, {problem}; there are {', '.join(known) or 'none'}"
+        )
+    return found[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 
 from ...text.requests.observer import RequestObserver
 from ..access.authentication import Authenticator
@@ -79,3 +81,12 @@ class GatewayServices:
             allows_lora_updates,
             allows_engine_control,
         )
+
+
+@functools.cache
+def server_version() -> str:
+    """Return the version of the installed package; ``0`` in a source tree that is not installed."""
+    try:
+        return metadata.version("quire")
+    except metadata.PackageNotFoundError:
+        return "0"

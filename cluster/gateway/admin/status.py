@@ -1,22 +1,28 @@
-"""The state of a gateway's replicas and traffic, for operators."""
+"""The state of a gateway's replicas and traffic for operators: whole, as load of its models, and as events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from ....proto import admin_pb2
 from ....proto.block_map import BlockMap
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
+from ....proto.replica_status import ReplicaStatus
 from ...client.wire.status_messages import replica_to_message
 from ...fleet.replica.client import ReplicaClient
 from ..metrics.recent_traffic import Latency
 from ..routing.replica_pool import ReplicaPool
-from ..routing.served_models import ServedModel
+from ..routing.served_models import ServedModel, ServedModels
 from .services import GatewayServices
 
 # A replica answers within 0.1 s whatever its ranks do; one that does not is shown by its latest status.
 STATUS_TIMEOUT_S = 0.4
+
+_Object = admin_pb2.DeploymentStatus | admin_pb2.Replica | admin_pb2.Node
+# Fields of a replica that are events; the other ones are figures, which change all the time.
+_REPLICA_FIELDS = ("replica_id", "model", "ready", "problem", "state", "version")
 
 
 async def current_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
@@ -117,3 +123,74 @@ def _traffic(services: GatewayServices, model: ServedModel) -> admin_pb2.ModelTr
 
 def _latency(latency: Latency) -> admin_pb2.LatencyQuantiles:
     return admin_pb2.LatencyQuantiles(p50_s=latency.p50, p99_s=latency.p99)
+
+
+class FleetEvents:
+    """Changes since the last call, for one reader. A slow reader sees only the latest state of an object.
+
+    Args:
+        clock: Unix time in seconds.
+    """
+
+    def __init__(self, services: GatewayServices, clock: Callable[[], float] = time.time) -> None:
+        self._services = services
+        self._clock = clock
+        self._known: dict[tuple[str, str], _Object] = {}
+
+    def take(self) -> list[admin_pb2.WatchEventsResponse]:
+        """Return an event for each object that is new, has changed or exists no more; at first for each object."""
+        present, known = _objects(latest_status(self._services)), self._known
+        self._known = present
+        changed = [(key, each, False) for key, each in present.items() if known.get(key) != each]
+        removed = [(key, each, True) for key, each in known.items() if key not in present]
+        return [self._event(kind, each, is_removed) for (kind, _), each, is_removed in changed + removed]
+
+    def _event(self, kind: str, each: _Object, is_removed: bool) -> admin_pb2.WatchEventsResponse:
+        event = admin_pb2.WatchEventsResponse(time=self._clock(), removed=is_removed)
+        getattr(event, kind).CopyFrom(each)
+        return event
+
+
+def _objects(status: admin_pb2.GetStatusResponse) -> dict[tuple[str, str], _Object]:
+    """Return (kind, id) |-> object."""
+    objects: dict[tuple[str, str], _Object] = {
+        ("deployment", deployment.model): deployment for deployment in status.deployments
+    }
+    objects |= {("replica", replica.replica_id): _without_figures(replica) for replica in status.replicas}
+    objects |= {("node", node.node_id): node for node in status.nodes}
+    return objects
+
+
+def _without_figures(replica: admin_pb2.Replica) -> admin_pb2.Replica:
+    values = {name: getattr(replica, name) for name in _REPLICA_FIELDS}
+    return admin_pb2.Replica(**values, node_ids=replica.node_ids)
+
+
+def current_load(models: ServedModels) -> admin_pb2.GetLoadResponse:
+    """Return the load of each model. Never waits."""
+    return admin_pb2.GetLoadResponse(models=map(_load_of, models))
+
+
+def _load_of(model: ServedModel) -> admin_pb2.ModelLoad:
+    pool = model.pool
+    statuses = [
+        client.latest_status
+        for replica_id, client in pool.clients.items()
+        if not pool.why_unavailable(replica_id) and client.latest_status is not None
+    ]
+    return admin_pb2.ModelLoad(
+        model=model.name,
+        num_ready_replicas=len(statuses),
+        num_running=sum(status.num_running for status in statuses),
+        num_waiting=sum(status.num_waiting for status in statuses),
+        num_unplaced=pool.num_waiting,
+        num_queued_tokens=sum(status.queued_tokens for status in statuses),
+        kv_use=_mean_kv_use(statuses),
+        tokens_per_s=sum(status.tokens_per_s for status in statuses),
+        queue_delay_s=pool.queue_delay_s,
+        fullest_kv_use=max((max(each.kv_use, each.fullest_kv_use) for each in statuses), default=0.0),
+    )
+
+
+def _mean_kv_use(statuses: list[ReplicaStatus]) -> float:
+    return sum(status.kv_use for status in statuses) / len(statuses) if statuses else 0.0

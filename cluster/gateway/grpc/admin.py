@@ -16,15 +16,17 @@ from ...client.wire.deployment_messages import deployment_from_message
 from ...client.wire.engine_messages import mode_from_message
 from ...client.wire.status_messages import block_map_to_message
 from ...fleet.controller.commands import FleetCommand
-from ..admin.engine_control import control_replicas, sleep_command, update_command, wake_up_command
-from ..admin.fault_injection import inject_fault
-from ..admin.fleet_events import FleetEvents
+from ..admin.engine_control import (
+    control_replicas,
+    inject_fault,
+    sleep_command,
+    update_command,
+    wake_up_command,
+)
 from ..admin.services import GatewayServices
-from ..admin.status import block_map, current_status, latest_status
+from ..admin.status import FleetEvents, block_map, current_load, current_status, latest_status
 from ..routing.fleet_interface import Fleet
-from ..routing.load import current_load
-from .grpc_errors import convert_errors
-from .timed_responses import write_in_time
+from .responses import convert_errors, write_in_time
 
 # A map is for a display, which shows the replica's silence instead.
 BLOCK_MAP_TIMEOUT_S = 3.0

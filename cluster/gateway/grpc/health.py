@@ -15,8 +15,7 @@ from ....proto import inference_pb2
 from ....proto.errors import Overloaded
 from ...os_utils.change_notifier import ChangeNotifier
 from ..routing.served_models import ServedModels
-from .grpc_errors import convert_errors
-from .timed_responses import end_call, write_in_time
+from .responses import convert_errors, end_call, write_in_time
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 # A client watches each model at most once over a connection. Callers of health need no token.

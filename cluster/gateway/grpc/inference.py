@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,8 @@ import grpc.aio
 
 from ....proto import inference_pb2, inference_pb2_grpc
 from ....proto.errors import InvalidRequest, QuireError
+from ....proto.pooling import PoolingParams
+from ....proto.sampling import SamplingParams
 from ...client.wire.request_limits import check_counts
 from ...client.wire.request_messages import (
     prompt_from_message,
@@ -23,14 +25,11 @@ from ...client.wire.request_messages import (
 from ...client.wire.response_messages import event_to_message, output_to_message
 from ...text.requests.outputs import PromptLogprobsDelta, collect_output
 from ..access.authentication import authorization_of
-from ..admin.services import GatewayServices
+from ..admin.services import GatewayServices, server_version
 from ..generation.generation import GenerationCall
-from ..generation.pooled_calls import pool_all
+from ..generation.pooled_calls import PooledAnswer, check_num_inputs, pool_all
 from ..routing.served_models import ServedModel
-from .embed_messages import embed_calls, embed_response
-from .grpc_errors import convert_errors
-from .timed_responses import write_in_time
-from .version import server_version
+from .responses import convert_errors, write_in_time
 
 # As many as a JSON body may have.
 MAX_DETOKENIZED = 1 << 19
@@ -214,3 +213,48 @@ def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]
     """Return the caller's W3C trace context."""
     metadata = context.invocation_metadata() or ()
     return {key: str(value) for key, value in metadata if key in ("traceparent", "tracestate")}
+
+
+def embed_calls(message: inference_pb2.EmbedRequest) -> list[GenerationCall]:
+    """Return a call for each prompt, without its tenant. Raises InvalidRequest for an invalid field."""
+    check_num_inputs("prompts", len(message.prompts))
+    params = PoolingParams(
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        use_activation=message.use_activation if message.HasField("use_activation") else True,
+        truncate_prompt_tokens=(
+            message.truncate_prompt_tokens if message.HasField("truncate_prompt_tokens") else None
+        ),
+    )
+    adds_special_tokens = message.add_special_tokens if message.HasField("add_special_tokens") else True
+    return [
+        GenerationCall(
+            _prompt(index, prompt),
+            SamplingParams(),
+            model=message.model,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            add_special_tokens=adds_special_tokens,
+            pooling=params,
+        )
+        for index, prompt in enumerate(message.prompts)
+    ]
+
+
+def embed_response(model: str, answers: Sequence[PooledAnswer]) -> inference_pb2.EmbedResponse:
+    """Return the vectors of the prompts, and the tokens of all."""
+    usages = [answer.result.usage for answer in answers]
+    return inference_pb2.EmbedResponse(
+        model=model,
+        vectors=(inference_pb2.Vector(values=answer.result.values) for answer in answers),
+        usage=inference_pb2.Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in usages),
+            cached_tokens=sum(usage.cached_tokens for usage in usages),
+        ),
+    )
+
+
+def _prompt(index: int, prompt: inference_pb2.EmbedPrompt) -> str | list[int]:
+    kind = prompt.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest(f"prompts[{index}]", "is empty, must have text or token_ids")
+    return prompt.text if kind == "text" else list(prompt.token_ids.ids)

@@ -18,14 +18,13 @@ from ....proto.errors import ConfigError
 from ...os_utils.background import run_in_background
 from ...os_utils.descriptors import max_connections
 from ..access.authentication import AuthenticationInterceptor
-from ..access.listen_address import ListenAddress
+from ..access.security import ListenAddress
 from ..admin.services import GatewayServices
 from .admin import AdminService
-from .grpc_errors import convert_errors
 from .health import INFERENCE, HealthService
 from .inference import InferenceService
 from .message_guard import MessageGuard
-from .timed_responses import write_in_time
+from .responses import convert_errors, write_in_time
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from ..admin.services import GatewayServices
-from ..grpc.version import server_version
+from ..admin.services import GatewayServices, server_version
 from .endpoints import (
     anthropic_messages,
     chat_completions,

@@ -12,9 +12,8 @@ from typing import Any
 from ....proto.errors import Overloaded, QuireError
 from ...client.wire.message_fields import from_message
 from ...client.wire.status import FleetInfo
-from ..admin.services import GatewayServices
+from ..admin.services import GatewayServices, server_version
 from ..admin.status import block_map, latest_status
-from ..grpc.version import server_version
 from .json_bodies import json_bytes
 
 FRAME_S = 1.0

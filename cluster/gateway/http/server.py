@@ -12,7 +12,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from ....proto.errors import ConfigError, ShuttingDown
-from ..access.listen_address import ListenAddress
+from ..access.security import ListenAddress
 from ..admin.services import GatewayServices
 from ..grpc.server import END_TIMEOUT_S
 from .app import create_app

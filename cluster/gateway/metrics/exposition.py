@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -11,13 +13,34 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
 
-from .fleet_metrics import collect_fleet
-from .replica_metrics import collect_replicas
+from ....proto import admin_pb2
+from ....proto.config import EngineConfig
+from ....proto.replica_status import RankStatus, ReplicaStatus
+from ...client.wire.message_fields import from_message
+from ...client.wire.status import FleetInfo
+from ...fleet.replica.client import ReplicaClient
+from ...os_utils.processes import process_usage
+from . import of_fleet, of_replicas, of_requests
 from .request_metrics import RequestMetrics
 from .samples import Samples
 from .views import FleetView, ModelsView
 
 OPENMETRICS = "application/openmetrics-text"
+
+# Beginning of a reason of the autoscaler, without its numbers |-> label.
+REASONS = {
+    "no request for": "idle",
+    "idle for less than": "keep_alive",
+    "prompt tokens arrive": "arrivals",
+    "prompt tokens wait": "backlog",
+    "KV memory of": "kv_memory",
+    "rows of": "rows",
+    "a request has waited": "wait",
+    "held for": "held",
+    "min_replicas is": "min_replicas",
+    "max_replicas is": "max_replicas",
+}
+OTHER = "other"
 
 
 class Exposition(Collector):
@@ -54,3 +77,98 @@ class Exposition(Collector):
             body = encode(self._registry, escaping=ALLOWUTF8)
             return body, f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def collect_replicas(samples: Samples, models: ModelsView) -> None:
+    """Add the samples of every replica of this gateway; a replica without a status has only those of its state."""
+    for model in models:
+        samples.add(of_requests.UNPLACED_REQUESTS, (model.name,), model.pool.num_waiting)
+        for replica_id, client in model.pool.clients.items():
+            labels = (model.name, replica_id)
+            samples.add(of_replicas.REPLICA_READY, labels, not model.pool.why_unavailable(replica_id))
+            samples.add(of_replicas.REPLICA_SILENCE, labels, client.silence_s)
+            _collect_status(samples, labels, client)
+            if client.latest_status is not None:
+                _collect_cache_config(samples, labels, model.config, client.latest_status)
+                _collect_drafts(samples, labels, model.config, client.latest_status)
+
+
+def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaClient) -> None:
+    status = client.latest_status
+    if status is None:
+        return
+    for metric, value_of in of_replicas.OF_STATUS.items():
+        samples.add(metric, labels, value_of(status))
+    samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
+    if status.num_host_blocks:
+        samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
+    for rank in status.ranks:
+        _collect_rank(samples, labels, rank)
+
+
+def _collect_drafts(
+    samples: Samples, labels: tuple[str, str], config: EngineConfig, status: ReplicaStatus
+) -> None:
+    if config.drafts_forced_text:
+        samples.add(of_replicas.FORCED_TOKENS, labels, sum(status.num_accepted_tokens))
+    if config.speculative is None:
+        return
+    for metric, value_of in of_replicas.OF_DRAFTS.items():
+        samples.add(metric, labels, value_of(status))
+    accepted = {str(place): count for place, count in enumerate(status.num_accepted_tokens)}
+    samples.add_counts(of_replicas.SPEC_ACCEPTED_PER_POSITION, labels, accepted)
+
+
+def block_counts(status: ReplicaStatus) -> dict[str, int]:
+    """Return state |-> KV blocks; the states add up to all blocks."""
+    counts = {
+        "active": status.num_used_blocks,
+        "fenced": status.num_fenced_blocks,
+        "cached": status.num_cached_blocks,
+    }
+    return counts | {"empty": status.num_blocks - sum(counts.values())}
+
+
+def _host_block_counts(status: ReplicaStatus) -> dict[str, int]:
+    active, cached = status.num_used_host_blocks, status.num_cached_host_blocks
+    return {"active": active, "cached": cached, "empty": status.num_host_blocks - active - cached}
+
+
+def _collect_rank(samples: Samples, labels: tuple[str, str], rank: RankStatus) -> None:
+    number = str(rank.rank)
+    samples.add(of_replicas.RANK_INFO, (*labels, number, rank.node, rank.device), 1)
+    usage = process_usage(rank.pid) if rank.node == socket.gethostname() else None
+    if usage is not None:
+        samples.add(of_replicas.RANK_MEMORY, (*labels, number), usage.resident_bytes)
+        samples.add(of_replicas.RANK_CPU, (*labels, number), usage.cpu_s)
+
+
+def _collect_cache_config(
+    samples: Samples, labels: tuple[str, str], config: EngineConfig, status: ReplicaStatus
+) -> None:
+    sizes = str(status.block_size), str(status.num_blocks), str(status.num_host_blocks)
+    prefix_caching = str(config.cache.prefix_caching)
+    samples.add(of_replicas.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_cache_dtype, prefix_caching), 1)
+
+
+def collect_fleet(samples: Samples, state: admin_pb2.GetStatusResponse) -> None:
+    """Add the samples of a fleet's state."""
+    fleet = from_message(FleetInfo, state)
+    samples.add(of_fleet.STALE, (), bool(fleet.problem))
+    for deployment in fleet.deployments:
+        labels = (deployment.model,)
+        samples.add(of_fleet.TARGET, labels, deployment.target_replicas)
+        samples.add(of_fleet.MIN, labels, deployment.min_replicas)
+        samples.add(of_fleet.MAX, labels, deployment.max_replicas)
+        samples.add(of_fleet.REASON, (*labels, reason_label(deployment.reason)), 1)
+    states = Counter((replica.model, replica.state or "unknown") for replica in fleet.replicas)
+    for labels_of_state, count in states.items():
+        samples.add(of_fleet.REPLICAS, labels_of_state, count)
+    draining = sum(node.draining for node in fleet.nodes)
+    samples.add_counts(of_fleet.NODES, (), {"draining": draining, "ready": len(fleet.nodes) - draining})
+
+
+def reason_label(reason: str) -> str:
+    """Return the label of an autoscaler's reason: a fixed word, since the text has numbers in it."""
+    words = reason.lstrip("0123456789. ")
+    return next((label for beginning, label in REASONS.items() if words.startswith(beginning)), OTHER)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from ...os_utils.background import run_in_background
 from ...text.requests.observer import Observers, RequestObserver
 from .exposition import Exposition
-from .recent_traffic import SAMPLE_S, RecentTraffic
+from .recent_traffic import INTERVAL_S, SAMPLE_S, RecentTraffic, TrafficLog
 from .request_metrics import RequestMetrics
-from .traffic_log import INTERVAL_S, TrafficLog
 from .views import FleetView, ModelsView
 
 

@@ -1,18 +1,25 @@
-"""RecentTraffic: rates and latencies of the last minute, from samples of the totals."""
+"""RecentTraffic: rates and latencies of the last minute, from samples of the totals, also as lines of the log."""
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ....proto.replica_status import ReplicaStatus
 from . import of_requests
 from .request_metrics import ERROR, ModelRequests, RequestMetrics
 from .values import quantile
+from .views import ModelsView, ModelView
 
 SAMPLE_S = 1.0
 NUM_SAMPLES = 61  # a minute
+# Between the lines of the log.
+INTERVAL_S = 10
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +128,50 @@ class RecentTraffic:
 def _latency(bounds: Sequence[float], first: tuple[int, ...], last: tuple[int, ...]) -> Latency:
     counts = [after - before for before, after in zip(first, last, strict=True)]
     return Latency(quantile(0.5, bounds, counts), quantile(0.99, bounds, counts))
+
+
+class TrafficLog:
+    """Writes the traffic of the last INTERVAL_S; nothing for a model without requests."""
+
+    def __init__(self, models: ModelsView, recent: RecentTraffic) -> None:
+        self._models = models
+        self._recent = recent
+
+    def write(self) -> None:
+        for model in self._models:
+            traffic = self._recent.of(model.name, INTERVAL_S)
+            if traffic.num_open or traffic.completions_per_s:
+                _log.info("%s: %s", model.name, describe(traffic, _statuses(model)))
+
+
+def describe(traffic: Traffic, statuses: list[ReplicaStatus]) -> str:
+    """Return the line: throughput, latencies of callers, and the load of the replicas.
+
+    Args:
+        statuses: the latest of each replica.
+    """
+    parts = [
+        f"{traffic.generated_tokens_per_s:,.0f} generated and {traffic.prompt_tokens_per_s:,.0f} prompt tokens/s",
+        f"{sum(each.num_running for each in statuses)} running, {sum(each.num_waiting for each in statuses)} waiting",
+    ]
+    if num_blocks := sum(each.num_blocks for each in statuses):
+        parts.append(f"KV {sum(each.num_used_blocks for each in statuses) / num_blocks:.0%}")
+    if queries := sum(each.prefix_query_tokens for each in statuses):
+        parts.append(f"prefix hits {sum(each.prefix_hit_tokens for each in statuses) / queries:.0%}")
+    for name, latency in (("first token", traffic.first_token), ("between tokens", traffic.inter_token)):
+        if latency.p50 is not None:
+            parts.append(f"{name} {_milliseconds(latency)}")
+    if traffic.errors_per_s:
+        parts.append(f"{traffic.errors_per_s * traffic.seconds:.0f} errors")
+    return ", ".join(parts)
+
+
+def _statuses(model: ModelView) -> list[ReplicaStatus]:
+    latest = (client.latest_status for client in model.pool.clients.values())
+    return [status for status in latest if status is not None]
+
+
+def _milliseconds(latency: Latency) -> str:
+    assert latency.p50 is not None
+    assert latency.p99 is not None
+    return f"p50 {1e3 * latency.p50:.0f} ms p99 {1e3 * latency.p99:.0f} ms"

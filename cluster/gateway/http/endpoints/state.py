@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from .....proto.lora import LoraReference
-from ...admin.services import GatewayServices
-from ...grpc.version import server_version
+from ...admin.services import GatewayServices, server_version
 from ...routing.served_models import ServedModel
 from ..errors import OPENAI_ERRORS
 from ..probes import Probes, load_of

@@ -6,7 +6,7 @@ import pytest
 from fake_fleet import FakeLauncher
 from running_fleet import DEADLINE_S, run, running
 
-from quire.cluster.gateway.routing.fleet_messages import fleet_state_to_message
+from quire.cluster.gateway.routing.controller_sync import fleet_state_to_message
 from quire.proto import admin_pb2
 from quire.proto.errors import InvalidRequest
 

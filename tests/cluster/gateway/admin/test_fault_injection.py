@@ -10,7 +10,7 @@ from recording_injector import RecordingInjector
 from serving import ServerFactory, run
 
 from quire import AsyncClient
-from quire.cluster.gateway.admin.fault_injection import inject_fault
+from quire.cluster.gateway.admin.engine_control import inject_fault
 from quire.proto import admin_pb2
 from quire.proto.errors import ConfigError, InvalidRequest
 from quire.proto.faults import Fault, FaultKind

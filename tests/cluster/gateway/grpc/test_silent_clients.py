@@ -16,7 +16,7 @@ from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, drain, eventuall
 from silent_client import SilentClient
 
 from quire import AsyncClient
-from quire.cluster.gateway.grpc import health, timed_responses
+from quire.cluster.gateway.grpc import health, responses
 from quire.cluster.gateway.grpc.server import Gateway
 from quire.proto import admin_pb2, inference_pb2
 from quire.proto.errors import ReplicaUnavailable
@@ -89,7 +89,7 @@ def test_calls_of_clients_that_do_not_read_are_ended(
     serve: ServerFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They get the status if they read again."""
-    monkeypatch.setattr(timed_responses, "WRITE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(responses, "WRITE_TIMEOUT_S", 0.1)
 
     async def scenario() -> None:
         async with serve() as server, SilentClient(server.target) as silent:
@@ -113,7 +113,7 @@ def test_calls_of_clients_that_do_not_read_are_ended(
 def test_request_ends_when_its_client_does_not_read(
     serve: ServerFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timed_responses, "WRITE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(responses, "WRITE_TIMEOUT_S", 1.0)
 
     async def scenario() -> None:
         async with (

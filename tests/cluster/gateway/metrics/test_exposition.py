@@ -17,8 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from quire.cluster.gateway.generation.generation import GenerationCall
 from quire.cluster.gateway.metrics import catalog
 from quire.cluster.gateway.metrics.definition import Kind
-from quire.cluster.gateway.metrics.exposition import Exposition
-from quire.cluster.gateway.metrics.fleet_metrics import reason_label
+from quire.cluster.gateway.metrics.exposition import Exposition, reason_label
 from quire.cluster.gateway.metrics.request_metrics import RequestMetrics
 from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished, Usage
 from quire.cluster.text.requests.request import Request

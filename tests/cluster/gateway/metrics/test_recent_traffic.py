@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 
 from quire.cluster.gateway.metrics import of_requests
-from quire.cluster.gateway.metrics.recent_traffic import NUM_SAMPLES, Latency, RecentTraffic, Traffic
+from quire.cluster.gateway.metrics.recent_traffic import (
+    INTERVAL_S,
+    NUM_SAMPLES,
+    Latency,
+    RecentTraffic,
+    Traffic,
+    TrafficLog,
+    describe,
+)
 from quire.cluster.gateway.metrics.request_metrics import RequestMetrics
-from quire.cluster.gateway.metrics.traffic_log import INTERVAL_S, TrafficLog, describe
 
 
 class Clock:

@@ -1,13 +1,15 @@
-"""Responses and statuses of gRPC calls whose clients may never read them."""
+"""Responses and statuses of gRPC calls, whose clients may never read them."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NoReturn
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
 
 import grpc.aio
 
-from ....proto.errors import DeadlineExpired, QuireError
+from ....proto.errors import DeadlineExpired, ProtocolError, QuireError
 from ...client.wire.grpc_status import to_grpc_status
 
 # As over HTTP. gRPC sends a message as HTTP/2 flow control lets the client receive it, so a client that reads slowly
@@ -15,6 +17,11 @@ from ...client.wire.grpc_status import to_grpc_status
 WRITE_TIMEOUT_S = 60.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+_log = logging.getLogger(__name__)
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+Handler = Callable[[Any, RequestT, grpc.aio.ServicerContext[Any, Any]], Awaitable[ResponseT]]
 
 
 class UnreadResponse(DeadlineExpired):
@@ -59,3 +66,23 @@ async def _write(context: Context, response: object) -> bool:
     except grpc.aio.InternalError:
         return False
     return True
+
+
+def convert_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, ResponseT]:
+    """Turn what the handler raises into a gRPC status; an unexpected exception is logged and becomes INTERNAL."""
+
+    async def converting(
+        self: Any, request: RequestT, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> ResponseT:
+        try:
+            return await handler(self, request, context)
+        except QuireError as error:
+            await end_call(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception:
+            _log.exception("a call failed unexpectedly")
+            fault = ProtocolError("the gateway failed on this call; its log has the traceback")
+            await end_call(context, fault)
+
+    return converting
