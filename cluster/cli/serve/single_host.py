@@ -130,7 +130,7 @@ async def _serve_replica(
         await servers.start()
         stopwatch.lap("gateway")
         for model in models:
-            model.workers.start()
+            model.tokenizer_workers.start()
         is_ready = await servers.wait_until_ready(failure, signaled, timeout_s=CANARY_TIMEOUT_S)
         stopwatch.lap("canary")
         if is_ready:

@@ -17,11 +17,17 @@ from ...text.chat_format.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
-from ...text.requests.chat import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TOOLS, Chat
+from ...text.requests.chat import (
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Chat,
+    allowed_tools,
+    is_allowed_tools,
+)
 from ...text.requests.chat_messages import Message
 from ...text.requests.json_size import JsonSize
 from ...text.requests.json_values import MAX_VALUES
-from ...text.requests.tool_choice import allowed_tools, is_allowed_tools
 from .message_fields import from_message, to_message
 
 # Content parts and tool calls of a conversation, which are counted before any is converted.

@@ -28,22 +28,22 @@ class ServedModel:
     tokenizer: Tokenizer
     checker: RequestChecker
     pool: ReplicaPool
-    workers: TokenizerWorkers
+    tokenizer_workers: TokenizerWorkers
     grammar_workers: GrammarWorkers
     scales_from_zero: bool = False
 
     @staticmethod
     def of(config: EngineConfig, tokenizer: Tokenizer, pool: ReplicaPool) -> ServedModel:
         """Return a model whose prompts are rendered and tokenized in processes of their own."""
-        workers, grammar_workers = TokenizerWorkers(tokenizer), GrammarWorkers(config)
-        checker = RequestChecker(config, tokenizer, workers, grammar_workers)
+        tokenizer_workers, grammar_workers = TokenizerWorkers(tokenizer), GrammarWorkers(config)
+        checker = RequestChecker(config, tokenizer, tokenizer_workers, grammar_workers)
         pool.adapters.configure(config.lora)
-        return ServedModel(config, tokenizer, checker, pool, workers, grammar_workers)
+        return ServedModel(config, tokenizer, checker, pool, tokenizer_workers, grammar_workers)
 
     def resize(self, config: EngineConfig) -> None:
         """Check further requests against another configuration."""
         self.config = config
-        self.checker = RequestChecker(config, self.tokenizer, self.workers, self.grammar_workers)
+        self.checker = RequestChecker(config, self.tokenizer, self.tokenizer_workers, self.grammar_workers)
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class ServedModels:
         """Remove every model and end its running requests."""
         for model in self:
             await self.remove(model.name).pool.close()
-            model.workers.close()
+            model.tokenizer_workers.close()
             model.grammar_workers.close()
 
 

@@ -10,8 +10,7 @@ from pydantic import Field
 from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
 from .....proto.structured_outputs import StructuredOutputsParams
-from ....text.requests.chat import Chat
-from ....text.requests.tool_choice import allowed_tools, is_allowed_tools
+from ....text.requests.chat import Chat, allowed_tools, is_allowed_tools
 from ..structured_output import ResponseFormat, requested_form, schema_form
 from .bounded import JsonObject, JsonObjects, Members, TextOrObject, TextOrObjects
 from .request_model import RequestModel
