@@ -14,7 +14,9 @@ from ..fleet.ray.local_cluster import LocalCluster
 from ..fleet.replica.client import ReplicaClient
 from ..fleet.replica.launch import launch_replica
 from ..fleet.replica.replica import new_replica_id
-from ..text.requests.request_stream import output_events
+from ..text.requests.output_processor import OutputProcessor
+from ..text.requests.outputs import OutputEvent
+from ..text.requests.sequence_update import RequestStream
 from .engine import OutputCollector
 
 # A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.
@@ -67,7 +69,7 @@ async def _follow(client: ReplicaClient, collector: OutputCollector, advance: Ca
     # No caller sees a part of an output, and waking this task for each token takes time from the ranks.
     running = client.submit(collector.request, wakes_at_ends=not collector.finds_stops)
     try:
-        async for event in output_events(running, collector.processor):
+        async for event in _output_events(running, collector.processor):
             collector.events.append(event)
         advance()
     finally:
@@ -83,3 +85,16 @@ def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
     else:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(asyncio.run, coroutine).result()
+
+
+async def _output_events(stream: RequestStream, processor: OutputProcessor) -> AsyncIterator[OutputEvent]:
+    """Yield the events of a request until it ends. Stops each sequence at its stop string.
+
+    Raises:
+        QuireError: the error that ended the request. Its other sequences may still run: the caller aborts them.
+    """
+    async for index, update in stream:
+        for event in processor.process(index, update):
+            yield event
+        if processor.has_stop_string(index):
+            stream.stop(index)

@@ -47,8 +47,7 @@ from ....proto.stream import (
 from ....proto.transport.network import CurveKeys
 from ...os_utils.background import run_in_background
 from ...text.requests.request import Request
-from ...text.requests.request_stream import UpdateQueue
-from ...text.requests.sequence_update import SequenceUpdate, updates_by_handle
+from ...text.requests.sequence_update import SequenceUpdate, UpdateQueue, updates_by_handle
 from .connection import Connection, ZmqConnection
 
 _log = logging.getLogger(__name__)

@@ -38,9 +38,9 @@ from ...text.requests.observer import Observers, RequestObserver, RequestWatch
 from ...text.requests.output_processor import OutputProcessor
 from ...text.requests.outputs import OutputEvent, RequestStarted, StreamEvent
 from ...text.requests.request import AnyPrompt, Request, TextPair
-from ...text.requests.request_stream import RequestStream
 from ...text.requests.resume_position import ResumePosition
 from ...text.requests.resumed_output import ResumedOutput
+from ...text.requests.sequence_update import RequestStream
 from ..access.tenant_concurrency import TenantConcurrency
 from ..access.tenant_limits import NO_TENANTS, Admission, TenantLimiter
 from ..routing.served_models import ServedModel, ServedModels

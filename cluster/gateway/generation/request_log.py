@@ -14,9 +14,9 @@ from ...text.requests.outputs import (
     RequestStarted,
     StreamEvent,
 )
-from ...text.requests.request_stream import RequestStream
 from ...text.requests.resume_position import ResumePosition
 from ...text.requests.resumed_output import ResumedOutput
+from ...text.requests.sequence_update import RequestStream
 
 # Estimates of an event's memory, measured with sys.getsizeof.
 _EVENT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 250, 8, 300

@@ -20,8 +20,7 @@ from ...fleet.replica.client import ReplicaClient
 from ...os_utils.background import run_in_background
 from ...text.requests.observer import MoveCause
 from ...text.requests.request import Request
-from ...text.requests.request_stream import UpdateQueue
-from ...text.requests.sequence_update import SequenceUpdate
+from ...text.requests.sequence_update import SequenceUpdate, UpdateQueue
 
 # After this many replica failures under one request, without a token between, it is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3

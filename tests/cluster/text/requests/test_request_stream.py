@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from quire.cluster.text.requests.request_stream import UpdateQueue
-from quire.cluster.text.requests.sequence_update import SequenceUpdate
+from quire.cluster.text.requests.sequence_update import SequenceUpdate, UpdateQueue
 from quire.proto.errors import ReplicaUnavailable
 from quire.proto.stream import Finish, FinishReason
 
