@@ -239,6 +239,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "hyperclovax": {},
     "jais2": {},
     "laguna": _EXPERTS,
+    "laguna-current-names": _EXPERTS | {"checkpoint": {"save_original_format": False}},
     "mellum": _EXPERTS,
     "nanochat": {},
     "persimmon": {},
@@ -252,7 +253,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # No tensor-parallel plan, or one with styles besides columns and rows.
 ONE_RANK_ONLY = {
     *("afmoe", "cohere2_moe", "dots1", "exaone_moe", "gpt_bigcode", "granitemoe", "granitemoeshared"),
-    *("hy_v3", "laguna", "mellum", "persimmon", "solar_open"),
+    *("hy_v3", "laguna", "laguna-current-names", "mellum", "persimmon", "solar_open"),
     *("aria_text", "bitnet", "flint", "granite_swa", "granitemoe_swa"),
     "flex_olmo",
     "gpt2",

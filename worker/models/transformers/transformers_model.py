@@ -325,18 +325,24 @@ def _is_plain(module: nn.Module) -> bool:
 def _rename_stored(checkpoint: Checkpoint, causal: Any, conversions: Iterable[Any]) -> None:
     """Rename the checkpoint's tensors to the current names of the modules.
 
-    Some modules were renamed after models had been published, and checkpoints of base models lack the prefix.
+    Some modules were renamed after models had been published, and checkpoints of base models lack the prefix. The
+    pattern of an old name may match the current one, too: Laguna's ``shared_expert.`` matches ``shared_experts``.
     """
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
-    expected = set(causal.state_dict())
-    modules = {name.rpartition(".")[0] for name in expected}
+    modules = {name.rpartition(".")[0] for name in causal.state_dict()}
+
+    def has_module(name: str) -> bool:
+        """Return whether the model has a tensor's module: a quantized layer's tensors have names of their own."""
+        return name.rpartition(".")[0] in modules
+
     for stored in checkpoint.names():
         name = stored
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
+        if not has_module(name) and has_module(stored):
+            name = stored
         prefixed = f"{causal.base_model_prefix}.{name}"
-        # A quantized layer has tensors of other names than its weight.
-        if name.rpartition(".")[0] not in modules and prefixed.rpartition(".")[0] in modules:
+        if not has_module(name) and has_module(prefixed):
             name = prefixed
         if name != stored:
             checkpoint.rename(stored, name)
