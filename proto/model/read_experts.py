@@ -35,6 +35,7 @@ def read_experts(model: ModelConfig, family: Family) -> Experts | None:
         shared_intermediate_size=size * (model.hf.get(family.shared_count_field) or 0)
         if family.shared_size_field is None
         else required(model, family.shared_size_field),
+        shared_bias=bool(model.hf.get(family.mlp_bias_field)),
     )
     experts = ROUTINGS[family.routing](experts, model.hf)
     _check_groups(model, experts)

@@ -137,6 +137,7 @@ FAMILIES = {
         qkv_bias_field="use_bias",
         output_bias_field="use_bias",
         mlp_bias_field="use_bias",
+        head_bias_field="use_bias",
         interleaved_rope=True,
         expert_fields=("moe_num_experts", "moe_intermediate_size"),
         top_k_field="moe_k",
@@ -145,7 +146,8 @@ FAMILIES = {
         routing="corrected_softmax",
     ),
     "Qwen2MoeForCausalLM": Family(
-        qkv_bias=True,
+        qkv_bias_field="qkv_bias",
+        output_bias_field=None,
         expert_fields=("num_experts", "moe_intermediate_size"),
         shared_size_field="shared_expert_intermediate_size",
         routing="gated_sharing",

@@ -51,6 +51,7 @@ class Experts:
             weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
         scale: multiplies the weights of a token's experts.
         shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
+        shared_bias: the projections of that network have biases.
         shared_gate: each token's result of that network is multiplied by the sigmoid of a linear layer.
         interleaved: the experts are stored as in gpt-oss: rows of gate and up alternate, and all layers have biases.
         transposed: stacks of all experts store each matrix as [inputs, outputs].
@@ -72,6 +73,7 @@ class Experts:
     correction_bias: bool = False
     scale: float = 1.0
     shared_intermediate_size: int = 0
+    shared_bias: bool = False
     shared_gate: bool = False
     interleaved: bool = False
     transposed: bool = False

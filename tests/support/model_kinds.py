@@ -24,6 +24,7 @@ _ROUTED_EXPERTS = {
     "topk_group": 1,
 }
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64}
 # Model type, or type and variant |-> overrides of its configuration.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -166,6 +167,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "ernie4_5-biased": {"use_bias": True},
     "ernie4_5_moe": {"use_bias": False},
+    "ernie4_5_moe-biased": {"use_bias": True},
     "olmoe": {"norm_topk_prob": True},
     "seed_oss": {"attention_bias": True},
     "hunyuan_v1_dense": {},
@@ -248,7 +250,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "vaultgemma": {},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hunyuan_v1_moe-alpha": {"num_experts": 4, "moe_topk": [2, 2, 2], "rope_parameters": HUNYUAN_ROPE},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": _SHARED_EXPERTS,
+    "qwen2_moe-unbiased": _SHARED_EXPERTS | {"qkv_bias": False},
 }
 # No tensor-parallel plan, or one with styles besides columns and rows.
 ONE_RANK_ONLY = {

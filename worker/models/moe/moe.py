@@ -120,10 +120,12 @@ class SharedExperts:
         intermediate_size = experts.shared_intermediate_size
         shard = load.shard(intermediate_size)
         projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
-        self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=False)
+        self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=experts.shared_bias)
         shape = hidden_size, intermediate_size
         parts = [WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))]
         self.down, self.lora = load.linear(parts), load.adapters(parts)
+        bias = load.replicated(f"{name}.down_proj.bias", hidden_size) if experts.shared_bias else None
+        self.down_bias = bias if load.comm.rank == 0 else None  # the ranks' results are added up
         self.gate = gate
         self.token_gate: Tensor | None = None
         if experts.shared_gate:
@@ -132,7 +134,7 @@ class SharedExperts:
     def forward_partial(self, x: Tensor) -> Tensor:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
         inner = self.gate_up.forward_gated(x, self.gate)
-        y = self.down.multiply(inner)
+        y = self.down.multiply(inner, self.down_bias)
         self.lora.add(y, inner)
         return y if self.token_gate is None else y.mul_(F.linear(x, self.token_gate).sigmoid())
 
