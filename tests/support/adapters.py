@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,8 @@ def write_adapter(
         if weight.dim() == 3:
             parameters.append(name)
             is_only = not {"gate_up_proj", "down_proj"} <= set(modules)
-            tensors |= _random_stack(name, weight, rank, alpha, stacks, generator, is_only=is_only)
+            own_rank, own_alpha = _own(ranks, name, rank), _own(alphas, name, alpha)
+            tensors |= _random_stack(name, weight, own_rank, own_alpha, stacks, generator, is_only=is_only)
             continue
         if kind.startswith("embed"):
             weight = weight.T
@@ -163,7 +165,8 @@ def _stacked_update(name: str, weight: Tensor, config: dict[str, Any], tensors: 
     a = tensors[f"{prefix}.lora_A.weight"].unflatten(0, (count, -1))
     b = tensors[f"{prefix}.lora_B.weight"].unflatten(1, (-1, count))
     update: Tensor = torch.einsum(f"ore,eri->{config['stacks']}", b, a)
-    return update.mul(config["lora_alpha"] / config["r"])
+    rank = _own(config.get("rank_pattern", {}), name, config["r"])
+    return update.mul(_own(config.get("alpha_pattern", {}), name, config["lora_alpha"]) / rank)
 
 
 def _stored_as(name: str, *, is_only: bool) -> str:
@@ -173,8 +176,8 @@ def _stored_as(name: str, *, is_only: bool) -> str:
 
 
 def _own(table: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the entry of a module in a pattern of ends of names."""
-    return next((value for end, value in table.items() if f".{module}".endswith(f".{end}")), default)
+    """Return the entry of a module in a pattern, as PEFT finds it."""
+    return next((own for key, own in table.items() if re.match(rf"(.*\.)?({key})$", module)), default)
 
 
 def _untied_weights(model: Path) -> dict[str, Tensor]:

@@ -33,6 +33,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 # Initializations that change the base model's weights beside the adapter.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.]+")
+# PEFT 0.21 writes ``.*\.gate_up_proj`` for experts that it has fused; the end of a name matches without it, too.
+_ANY_PREFIX = r".*\."
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +127,17 @@ def _read_number(name: str, value: Any) -> float:
 
 
 def _read_table(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a table by module. Regular expressions, which PEFT allows, could take forever."""
+    """Return a table by module. Regular expressions, which PEFT allows, could take forever: few are understood."""
     table = values.get(name) or {}
     if not isinstance(table, dict):
         raise ValueError(f"{name} is {table!r}, must be an object")
-    for key in table:
-        if not _PLAIN_NAME.fullmatch(key):
+    plain: dict[str, Any] = {}
+    for key, value in table.items():
+        own = key.removeprefix(_ANY_PREFIX).replace(r"\.", ".")
+        if not _PLAIN_NAME.fullmatch(own):
             raise ValueError(f"{name} has the key {key!r}; only plain names of modules are supported")
-    return table
+        plain.setdefault(own, value)
+    return plain
 
 
 def _own(table: Mapping[str, float], module: str, default: float) -> float:

@@ -99,6 +99,8 @@ def test_ranks_read_their_parts(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": 2}}, 0.5),
         ({"alpha_pattern": {"self_attn.q_proj": 12, "o_proj": 1}}, 3.0),
         ({"r": 2, "rank_pattern": {f"{NAME}.q_proj": 4}}, 2.0),
+        ({"rank_pattern": {r".*\.q_proj": 8}}, 1.0),  # as PEFT 0.21 writes a pattern
+        ({"rank_pattern": {r".*\.proj": 8}}, 2.0),
     ],
 )
 def test_scaling_follows_alpha_and_rank(config: dict[str, Any], scaling: float, tmp_path: Path) -> None:

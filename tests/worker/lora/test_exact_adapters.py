@@ -67,7 +67,12 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "qwen3_moe-stacked": (
         {"mlp_only_layers": [1], "checkpoint": {"save_original_format": False}},
         [
-            {"modules": ("q_proj", "gate_up_proj", "down_proj"), "seed": 4},
+            {  # patterns as PEFT 0.21 writes them for experts that were modules of their own
+                "modules": ("q_proj", "gate_up_proj", "down_proj"),
+                "rank_pattern": {r".*\.gate_up_proj": 8},
+                "alpha_pattern": {r".*\.gate_up_proj": 24},
+                "seed": 4,
+            },
             {"modules": ("gate_up_proj", "down_proj"), "rank": 3, "stacks": "eio", "seed": 8},  # of PEFT 0.18
             {"modules": ("down_proj",), "rank": 8, "seed": 9},
         ],
