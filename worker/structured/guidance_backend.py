@@ -13,7 +13,7 @@ import numpy as np
 from ...proto.block_tables import IntArray
 from .grammar import GrammarSpec, MatcherFailed, UnsupportedConstraint, num_words
 from .json_schema import close_objects
-from .lark_tags import WHITESPACE, lark_of_tag
+from .lark_tags import WHITESPACE, lark_of_tag, with_python_classes
 from .vocabulary import Vocabulary
 
 # Limits of one step: about 15 ms each. A mask that needs more allows only the end of the output.
@@ -148,7 +148,7 @@ def _grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
                 return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
             return str(matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE}))
         case "regex":
-            return str(matcher.grammar_from_regex(spec.text))
+            return str(matcher.grammar_from_regex(with_python_classes(spec.text)))
         case "choice" | "grammar":
             return str(llguidance.grammar_from(spec.kind, spec.text))
         case _:

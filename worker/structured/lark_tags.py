@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,19 @@ from .vocabulary import Vocabulary
 WHITESPACE = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE_CHARS}}}"
 
 _TEXT = r"/(.|\n)*/"
+# Class of Python's re |-> the same characters in Rust's syntax, whose own \w has combining marks and joiners, too,
+# and lacks numbers as ², and whose \s lacks four separators. A class may be nested in another one.
+_CLASSES = {
+    r"\w": r"[\p{L}\p{N}_]",
+    r"\W": r"[^\p{L}\p{N}_]",
+    r"\s": r"[\s\x1C-\x1F]",
+    r"\S": r"[^\s\x1C-\x1F]",
+}
+
+
+def with_python_classes(pattern: str) -> str:
+    """Return a regular expression whose classes have the characters that they have in Python."""
+    return re.sub(r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), pattern, flags=re.DOTALL)
 
 
 def lark_of_tag(tag: Any, vocabulary: Vocabulary) -> str:
@@ -91,7 +105,7 @@ class _Writer:
         return self._item(end, "")
 
     def regex(self, form: Mapping[str, Any]) -> str:
-        pattern = form["pattern"].replace("/", r"\/").replace("\n", r"\n")
+        pattern = with_python_classes(form["pattern"]).replace("/", r"\/").replace("\n", r"\n")
         return f"/{pattern}/"
 
     def any_text(self, form: Mapping[str, Any]) -> str:

@@ -80,6 +80,24 @@ def test_constraint_allows_its_texts_only(
     assert [each for each in forbidden if accepts(library, matcher, each)] == []
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"\w", r"\W", r"[^\w.]", r"[\W5]", r"\s", r"[^\s,]", r"[\s\S]", r"\\w|\d"]
+)
+def test_classes_of_a_regex_are_pythons(library: GrammarLibrary, pattern: str) -> None:
+    """Letters, marks, digits, numbers, connectors, joiners, symbols and spaces of several scripts."""
+    texts = [*"a_5-é中ß\u0301\u093e\u0345\u0663²½Ⅷ\u203f\u200dⒶ€ \u00a0\u2028\n\x1c\x85.,", r"\w"]
+    matcher = new_matcher(library, GUIDANCE, "regex", pattern)
+    allowed = [text for text in texts if accepts(library, matcher, text)]
+    assert allowed == [text for text in texts if re.fullmatch(pattern, text)]
+
+
+def test_classes_of_a_structural_tags_regex_are_pythons(library: GrammarLibrary) -> None:
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": r"\w+/\w"}}
+    matcher = new_matcher(library, GUIDANCE, "structural_tag", json.dumps(tag))
+    assert accepts(library, matcher, "é²/_")
+    assert not accepts(library, matcher, "e\u0301/_")
+
+
 ONE_TEXT = {"type": "object", "properties": {"a": {"type": "string"}}}
 
 
