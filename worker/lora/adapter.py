@@ -95,10 +95,11 @@ def _check_embeddings(tensors: AdapterTensors, layers: LoraLayers) -> None:
                 kind = "an embedding" if layer.is_embedding else "a linear layer"
                 raise ValueError(f"module {part.name} is {kind}, and its matrices are not those of {kind}")
             shapes[part.name] = part.shape[::-1] if layer.is_embedding else part.shape
-    for module, shape in tensors.base_shapes.items():
-        if shapes.get(module) != shape:
+    for (module, kind), shape in tensors.base_shapes.items():
+        own = shapes.get(module)
+        if own is None or shape != (own if kind == "weight" else own[:1]):
             raise ValueError(
-                f"it has a weight of {module} of its own, of shape {list(shape)}; only the adapters of a model's "
+                f"it has a {kind} of {module} of its own, of shape {list(shape)}; only the adapters of a model's "
                 "weights are supported"
             )
 

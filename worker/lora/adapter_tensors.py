@@ -14,15 +14,15 @@ _PREFIX = "base_model.model."
 # Ends of names |-> matrix, of linear layers and of embeddings.
 _LINEAR = {".lora_A.weight": "a", ".lora_B.weight": "b"}
 _EMBEDDING = {".lora_embedding_A": "a", ".lora_embedding_B": "b"}
-# PEFT stores the model's own weight of the embedding and of the head beside their adapters.
-_BASE = ".base_layer.weight"
+# PEFT stores the model's own weight of the embedding and of the head beside their adapters, and the head's bias.
+_BASE = (".base_layer.weight", ".base_layer.bias")
 
 
 class AdapterTensors:
     """The matrices A [R, K] and B [N, R] of each module that an adapter changes.
 
     Attributes:
-        base_shapes: module |-> shape of the model's own weight, which the file has besides.
+        base_shapes: (module, ``weight`` or ``bias``) |-> shape of the model's own one, which the file has besides.
 
     Raises:
         ValueError: the file has other tensors, or one matrix of a module without the other.
@@ -37,11 +37,10 @@ class AdapterTensors:
                 raise ValueError(
                     f"module {module} has {next(iter(names.values()))!r} alone, without its partner"
                 )
-        self.base_shapes = {
-            name.removeprefix(_PREFIX).removesuffix(_BASE): each.shape
-            for name, each in file.tensors.items()
-            if name.endswith(_BASE)
-        }
+        self.base_shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        for name in sorted(file.tensors.keys() - stored.keys()):
+            module, _, kind = name.removeprefix(_PREFIX).rsplit(".", 2)
+            self.base_shapes[module, kind] = file.tensors[name].shape
 
     @property
     def modules(self) -> frozenset[str]:

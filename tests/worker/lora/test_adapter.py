@@ -37,6 +37,7 @@ def make_layers(rank: int = 0, size: int = 1, targets: tuple[str, ...] = ()) -> 
     )
     layers.add_layer([WeightSlice(f"{NAME}.o_proj", (12, 8), 1, rank * 8 // size, 8 // size)])
     layers.add_embedding(WeightSlice(EMBEDDING, (12, 20), 1, rank * 20 // size, 20 // size))
+    layers.add_layer([WeightSlice("lm_head", (20, 12), 0, rank * 20 // size, 20 // size)])
     return layers
 
 
@@ -62,6 +63,22 @@ def write(folder: Path, tensors: dict[str, Tensor] | None = None, **config: Any)
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", **config}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return str(folder)
+
+
+def of_head() -> dict[str, Tensor]:
+    key = "base_model.model.lm_head"
+    return {f"{key}.lora_A.weight": torch.randn(4, 12), f"{key}.lora_B.weight": torch.randn(20, 4)}
+
+
+def test_copies_of_the_models_own_head_are_not_read(tmp_path: Path) -> None:
+    """PEFT stores the weight and the bias of a head beside its adapter."""
+    key = "base_model.model.lm_head.base_layer"
+    path = write(
+        tmp_path, {**of_head(), f"{key}.weight": torch.randn(20, 12), f"{key}.bias": torch.randn(20)}
+    )
+    assert [factors is not None for factors in read_adapter(path, make_layers()).factors] == [False] * 3 + [
+        True
+    ]
 
 
 def test_ranks_read_their_parts(tmp_path: Path) -> None:
@@ -164,6 +181,10 @@ def without(name: str) -> dict[str, Tensor]:
             {**of_embedding(), f"base_model.model.{EMBEDDING}.base_layer.weight": torch.zeros(21, 12)},
             f"it has a weight of {EMBEDDING} of its own, of shape [21, 12]",
         ),
+        (
+            {**of_head(), "base_model.model.lm_head.base_layer.bias": torch.zeros(21)},
+            "it has a bias of lm_head of its own, of shape [21]",
+        ),
         ({**matrices(), f"{KEY}.q_proj.lora_magnitude_vector.weight": torch.zeros(8)}, "is not a matrix"),
         (
             {f"{KEY}.q_proj.lora_A.weight": torch.zeros(4, 12, dtype=torch.int8)},
@@ -171,17 +192,17 @@ def without(name: str) -> dict[str, Tensor]:
         ),
         (
             {
-                "base_model.model.lm_head.lora_A.weight": torch.zeros(4, 12),
-                "base_model.model.lm_head.lora_B.weight": torch.zeros(20, 4),
+                "base_model.model.head.lora_A.weight": torch.zeros(4, 12),
+                "base_model.model.head.lora_B.weight": torch.zeros(20, 4),
             },
-            "it changes lm_head; adapters of this",
+            "it changes head; adapters of this",
         ),
         (without("q_proj.lora_B"), "without its partner"),
         (matrices(rank=3), "has shape [3, 12], must have [4, 12]"),
         ({**matrices(), f"{KEY}.o_proj.lora_B.weight": torch.zeros(11, 4)}, "must have [12, 4]"),
         ({**matrices(), f"{KEY}.q_proj.lora_B.weight": torch.full((8, 4), float("nan"))}, "not finite"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_unfit_tensors_are_refused_by_name(tensors: dict[str, Tensor], problem: str, tmp_path: Path) -> None:
     path = write(tmp_path, tensors)
