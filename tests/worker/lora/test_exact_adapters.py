@@ -79,7 +79,7 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "gpt_oss": ({}, [{"modules": ("v_proj", "gate_up_proj", "down_proj"), "stacks": "eio", "seed": 4}]),
     "llama4_text": ({}, [{"modules": ("gate_up_proj", "down_proj"), "stacks": "eio", "seed": 4}]),
-    "qwen2_moe": ({}, [{"modules": (*MLP, "gate"), "seed": 4}]),  # with a shared expert
+    "qwen2_moe": ({}, [{"modules": (*MLP, "gate", "shared_expert_gate"), "seed": 4}]),
     "deepseek_v3": ({}, [{"modules": (*MLP, "gate"), "seed": 4}]),
     "deepseek_v32": ({"index_topk": 7}, [{"modules": (*MLP, "gate", "o_proj"), "seed": 4}]),
     "mixtral": ({}, [{"modules": ("w1", "w2", "w3"), "seed": 4}]),

@@ -127,16 +127,30 @@ class SharedExperts:
         bias = load.replicated(f"{name}.down_proj.bias", hidden_size) if experts.shared_bias else None
         self.down_bias = bias if load.comm.rank == 0 else None  # the ranks' results are added up
         self.gate = gate
-        self.token_gate: Tensor | None = None
+        self.token_gate: TokenGate | None = None
         if experts.shared_gate:
-            self.token_gate = load.replicated(f"{name}_gate.weight", 1, hidden_size)
+            self.token_gate = TokenGate(load, hidden_size, f"{name}_gate")
 
     def forward_partial(self, x: Tensor) -> Tensor:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
         inner = self.gate_up.forward_gated(x, self.gate)
         y = self.down.multiply(inner, self.down_bias)
         self.lora.add(y, inner)
-        return y if self.token_gate is None else y.mul_(F.linear(x, self.token_gate).sigmoid())
+        return y if self.token_gate is None else y.mul_(self.token_gate.forward(x))
+
+
+class TokenGate:
+    """Factor of each token's result of the shared experts; every rank holds it in full."""
+
+    def __init__(self, load: LoadContext, hidden_size: int, name: str) -> None:
+        self.weight = load.replicated(f"{name}.weight", 1, hidden_size)
+        self.lora = load.adapters([WeightSlice(name, (1, hidden_size), 0, 0, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, E] -> [T, 1]."""
+        y = F.linear(x, self.weight)
+        self.lora.add(y, x)
+        return y.sigmoid()
 
 
 class MixtureOfExperts:
