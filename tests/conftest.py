@@ -285,11 +285,28 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "rotary_dim": 4},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "dff": 128},
+    "dbrx": {"d_model": 64, "n_layers": 3, "n_heads": 8, "max_seq_len": 512},
 }
-# Fields of TINY that the configurations of these kinds lack.
-_KINDS_LACK = dict.fromkeys(("olmo", "olmoe", "phi3", "stablelm"), ("head_dim",)) | dict.fromkeys(
-    ("gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "persimmon"),
-    ("head_dim", "num_key_value_heads"),
+# Fields of TINY that the configurations of these kinds lack, or that have other names there.
+_RENAMED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+_KINDS_LACK = (
+    dict.fromkeys(("olmo", "olmoe", "phi3", "stablelm"), ("head_dim",))
+    | dict.fromkeys(
+        (
+            "gpt2",
+            "gptj",
+            "gpt_neox",
+            "gpt_bigcode",
+            "opt",
+            "bloom",
+            "falcon",
+            "persimmon",
+            "modernbert-decoder",
+        ),
+        ("head_dim", "num_key_value_heads"),
+    )
+    | dict.fromkeys(("ctrl", "dbrx"), (*_RENAMED, "head_dim", "num_key_value_heads"))
 )
 
 
@@ -338,6 +355,8 @@ _SHARP = (
     "k_norm.",
     "c_attn.",
     "query_key_value.",
+    "Wq.",
+    "Wk.",
     "qkv_proj.",
 )
 

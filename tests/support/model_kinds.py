@@ -248,6 +248,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "phi": {},
     "solar_open": _ROUTED_EXPERTS,
     "vaultgemma": {},
+    "beam": _EXPERTS | {"n_group": 1, "topk_group": 1, "sliding_window": 11},
+    "ctrl": {},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {
+            "hidden_size": 64,
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
+    "kolibri1": _LOCAL_EXPERTS
+    | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64, "sliding_window": 11},
+    "modernbert_decoder": {
+        "sliding_window": 11,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "cls_token_id": 0,
+        "sep_token_id": 0,
+    },
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hunyuan_v1_moe-alpha": {"num_experts": 4, "moe_topk": [2, 2, 2], "rope_parameters": HUNYUAN_ROPE},
     "qwen2_moe": _SHARED_EXPERTS,
@@ -258,6 +278,7 @@ ONE_RANK_ONLY = {
     *("afmoe", "cohere2_moe", "dots1", "exaone_moe", "gpt_bigcode", "granitemoe", "granitemoeshared"),
     *("hy_v3", "laguna", "laguna-current-names", "mellum", "persimmon", "solar_open"),
     *("aria_text", "bitnet", "flint", "granite_swa", "granitemoe_swa"),
+    *("beam", "ctrl", "dbrx", "kolibri1", "modernbert_decoder"),
     "flex_olmo",
     "gpt2",
     "opt",
@@ -283,6 +304,12 @@ TYPICAL = {
     "qwen3_moe",
     "gpt_neox",
 }
+
+
+def model_type_of(kind: str) -> str:
+    """Return transformers' model type of a kind."""
+    family = kind.split("-")[0]
+    return "modernbert-decoder" if family == "modernbert_decoder" else family
 
 
 def ranks_for(kind: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_kinds import KINDS, TYPICAL, ranks_for
+from model_kinds import KINDS, TYPICAL, model_type_of, ranks_for
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
@@ -36,7 +36,7 @@ def references(make_model: Any) -> References:
 
     def reference(kind: str) -> tuple[Path, Reference]:
         if kind not in made:
-            folder = make_model(kind.split("-")[0], seed=7, **KINDS[kind])
+            folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
             made[kind] = folder, Reference(folder)
         return made[kind]
 
