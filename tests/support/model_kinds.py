@@ -243,6 +243,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "laguna": _EXPERTS,
     "laguna-current-names": _EXPERTS | {"checkpoint": {"save_original_format": False}},
     "mellum": _EXPERTS,
+    "mellum-unaligned": _EXPERTS | {"moe_intermediate_size": 50},
     "nanochat": {},
     "persimmon": {},
     "phi": {},
@@ -276,7 +277,7 @@ KINDS: dict[str, dict[str, Any]] = {
 # No tensor-parallel plan, or one with styles besides columns and rows.
 ONE_RANK_ONLY = {
     *("afmoe", "cohere2_moe", "dots1", "exaone_moe", "gpt_bigcode", "granitemoe", "granitemoeshared"),
-    *("hy_v3", "laguna", "laguna-current-names", "mellum", "persimmon", "solar_open"),
+    *("hy_v3", "laguna", "laguna-current-names", "mellum", "mellum-unaligned", "persimmon", "solar_open"),
     *("aria_text", "bitnet", "flint", "granite_swa", "granitemoe_swa"),
     *("beam", "ctrl", "dbrx", "kolibri1", "modernbert_decoder"),
     "flex_olmo",

@@ -314,7 +314,19 @@ def _build(model: ModelConfig, dtype: torch.dtype) -> Any:
         ) from error
     # transformers creates no masks for an implementation that it does not know.
     causal.config._attn_implementation = IMPLEMENTATION
+    if not _has_aligned_experts(causal):
+        causal.set_experts_implementation("eager")
     return causal
+
+
+def _has_aligned_experts(causal: nn.Module) -> bool:
+    """Return whether torch can multiply all experts at once, which takes rows of whole multiples of 16 bytes."""
+    return all(
+        length * weight.itemsize % 16 == 0
+        for weight in causal.parameters()
+        if weight.dim() == 3
+        for length in weight.shape[1:]
+    )
 
 
 def _is_plain(module: nn.Module) -> bool:
