@@ -21,7 +21,7 @@ from ..weights.safetensors_file import SafetensorsFile, StoredTensor
 from ..weights.weight_slice import WeightSlice
 from .adapter_config import CONFIG_NAME, WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from .adapter_tensors import AdapterTensors
-from .expert_stacks import StoredStack, find_stacks, read_stack
+from .expert_stacks import StoredStack, find_stacks, read_stack, rename_routers
 from .layers import LayerFactors, LoraLayer, LoraLayers, PartFactors
 
 # Names that an error lists.
@@ -57,6 +57,7 @@ def read_adapter(path: str, layers: LoraLayers) -> LoraAdapter:
         raise ValueError(f"it has no {WEIGHTS_NAME}; other formats are not read")
     with closing(SafetensorsFile(folder / WEIGHTS_NAME)) as file:
         tensors = AdapterTensors(file)
+        rename_routers(tensors, layers.modules)
         stacks = find_stacks(tensors, layers)
         _check_modules(tensors, stacks.values(), layers)
         _check_embeddings(tensors, layers)

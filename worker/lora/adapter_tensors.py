@@ -54,6 +54,10 @@ class AdapterTensors:
             module for module, names in self._names.items() if names["a"].endswith(tuple(_EMBEDDING))
         )
 
+    def rename(self, module: str, name: str) -> None:
+        """Give a module the name that the model has for it."""
+        self._names[name] = self._names.pop(module)
+
     def shape(self, module: str, matrix: str) -> tuple[int, ...]:
         """Return the shape of matrix ``a`` or ``b``."""
         return self._file.tensors[self._names[module][matrix]].shape

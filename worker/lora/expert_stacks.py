@@ -9,7 +9,8 @@ inputs. The shapes tell which is which.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,8 @@ from .layers import LayerFactors, LoraLayer
 
 # Names of blocks that hold a mixture; transformers calls the first what some checkpoints call the others.
 _BLOCKS = ("mlp", "block_sparse_moe", "feed_forward")
+_ROUTERS = ("gate", "router", "gate.wg")
+_ROUTER = re.compile(rf"(.+)\.({'|'.join(_BLOCKS)})\.({'|'.join(map(re.escape, _ROUTERS))})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,19 @@ class StoredStack:
 
     module: str
     is_swapped: bool
+
+
+def rename_routers(tensors: AdapterTensors, known: Collection[str]) -> None:
+    """Give routers their names in the model, if PEFT stored them under transformers' names.
+
+    Args:
+        known: the modules of the model.
+    """
+    for module in tensors.modules.difference(known):
+        if (found := _ROUTER.fullmatch(module)) is not None:
+            names = [f"{found[1]}.{block}.{router}" for block in _BLOCKS for router in _ROUTERS]
+            for name in [name for name in names if name in known and name not in tensors.modules][:1]:
+                tensors.rename(module, name)
 
 
 def find_stacks(tensors: AdapterTensors, layers: Iterable[LoraLayer]) -> dict[LoraLayer, StoredStack]:

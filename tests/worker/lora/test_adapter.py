@@ -81,6 +81,19 @@ def test_copies_of_the_models_own_head_are_not_read(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["mlp.gate", "mlp.router", "block_sparse_moe.gate"])
+def test_router_is_found_under_transformers_name(name: str, tmp_path: Path) -> None:
+    """Mixtral's checkpoints call the block of experts otherwise than transformers and PEFT."""
+    layers = make_layers()
+    layers.add_layer([WeightSlice("model.layers.0.block_sparse_moe.gate", (4, 12), 0, 0, 4)])
+    key = f"base_model.model.model.layers.0.{name}"
+    tensors = {f"{key}.lora_A.weight": torch.randn(4, 12), f"{key}.lora_B.weight": torch.randn(4, 4)}
+    (*others, router) = read_adapter(write(tmp_path, tensors), layers).factors
+    assert router is not None
+    assert torch.equal(router.a[0, 0], tensors[f"{key}.lora_A.weight"])
+    assert not any(others)
+
+
 def test_ranks_read_their_parts(tmp_path: Path) -> None:
     tensors = matrices() | of_embedding()
     # PEFT stores the model's own embedding besides.
