@@ -283,6 +283,7 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_scale": 0.5,
     },
     "gptj": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "rotary_dim": 4},
+    "codegen": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "n_ctx": 512, "rotary_dim": 4},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 8, "n_positions": 512, "dff": 128},
@@ -296,6 +297,7 @@ _KINDS_LACK = (
         (
             "gpt2",
             "gptj",
+            "codegen",
             "gpt_neox",
             "gpt_bigcode",
             "opt",

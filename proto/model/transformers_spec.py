@@ -49,6 +49,8 @@ _DECODERS = ("gpt_neox", "gpt_neox_japanese")
 # Styles of the tensor-parallel plan; every rank holds all other layers in full.
 COLUMN, ROW = "colwise", "rowwise"
 REPLICATED = ("replicate", "replicated_with_grad_allreduce")
+# The embedding is sharded by its vocabulary whether or not a plan names it, as those since transformers 5.24 do.
+_EMBEDDING = "embedding_rowwise"
 _WITH_IMAGES = "ForConditionalGeneration"
 
 
@@ -122,7 +124,7 @@ def list_architectures() -> dict[str, Listed]:
     found: dict[str, Listed] = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         config_class = _config_class(model_type)
-        plan = getattr(config_class, "base_model_tp_plan", None) or {}
+        plan = _plan_of(config_class)
         for architecture in _causal_architectures(model_type):
             try:
                 fields = config_class().to_dict()
@@ -152,8 +154,7 @@ def read_transformers_spec(model: ModelConfig, tensor_parallel_size: int) -> Tra
     _check_rope(model)
     if model.num_kv_heads < 1:
         raise ConfigError(f"{model.name}: it has {model.num_kv_heads} KV heads, must have at least 1")
-    config_class = _config_class(str(model.hf["model_type"]))
-    plan = dict(getattr(config_class, "base_model_tp_plan", None) or {})
+    plan = _plan_of(_config_class(str(model.hf["model_type"])))
     if tensor_parallel_size > 1:
         _check_plan(model, plan, tensor_parallel_size)
     return TransformersSpec(model.architecture, plan)
@@ -193,6 +194,12 @@ def _check_plan(model: ModelConfig, plan: Mapping[str, str], size: int) -> None:
             raise ConfigError(
                 f"{model.name}: tensor_parallel_size {size} does not divide its {what}, {count}"
             )
+
+
+def _plan_of(config_class: Any) -> dict[str, str]:
+    """Return the tensor-parallel plan of the layers; empty if there is none."""
+    plan = getattr(config_class, "base_model_tp_plan", None) or {}
+    return {layer: style for layer, style in plan.items() if style != _EMBEDDING}
 
 
 def _other_styles(plan: Mapping[str, str]) -> list[str]:

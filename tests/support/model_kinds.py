@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+from packaging.version import Version
+
 # As published: `dynamic` with a fixed base.
 HUNYUAN_ROPE = {
     "rope_type": "dynamic",
@@ -269,6 +272,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "cls_token_id": 0,
         "sep_token_id": 0,
     },
+    "apertus1p5_text": {},
+    "codegen": {"bos_token_id": 0, "eos_token_id": 0},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hunyuan_v1_moe-alpha": {"num_experts": 4, "moe_topk": [2, 2, 2], "rope_parameters": HUNYUAN_ROPE},
     "qwen2_moe": _SHARED_EXPERTS,
@@ -305,6 +310,15 @@ TYPICAL = {
     "qwen3_moe",
     "gpt_neox",
 }
+
+
+# Kinds that not all supported versions of transformers have |-> architecture, served since transformers 5.24.
+SINCE_5_24 = {"apertus1p5_text": "Apertus1p5TextForCausalLM", "codegen": "CodeGenForCausalLM"}
+
+
+def is_installed(kind: str) -> bool:
+    """Return whether the installed transformers has a kind with an attention that quire can replace."""
+    return kind not in SINCE_5_24 or Version(transformers.__version__) >= Version("5.24")
 
 
 def model_type_of(kind: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from model_kinds import KINDS, model_type_of, ranks_for
+from model_kinds import KINDS, SINCE_5_24, model_type_of, ranks_for
 from published_checkpoints import CHECKPOINTS, Published
 from quantized_models import SCHEMES
 
@@ -32,7 +32,7 @@ def architectures() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for kind in KINDS:
-        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(kind)]
+        names = SINCE_5_24.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(kind)]
         found.setdefault(names if isinstance(names, str) else names[0], []).append(kind)
     return found
 

@@ -80,7 +80,7 @@ def test_yarn_extends_the_context(describe: Any) -> None:
     [
         ("t5", "T5ForConditionalGeneration", "encoder and a decoder"),
         ("mamba", "MambaForCausalLM", "recurrent state"),
-        ("codegen", "CodeGenForCausalLM", "does not go through transformers' attention interface"),
+        ("xglm", "XGLMForCausalLM", "does not go through transformers' attention interface"),
         ("longcat_flash", "LongcatFlashForCausalLM", "multi-head latent attention"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_kinds import KINDS, TYPICAL, model_type_of, ranks_for
+from model_kinds import KINDS, TYPICAL, is_installed, model_type_of, ranks_for
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
@@ -22,6 +22,7 @@ def cases(kinds: Iterable[str], quick: tuple[int, ...]) -> list[Any]:
     return [
         pytest.param(kind, tp, marks=() if tp in quick or kind in TYPICAL else pytest.mark.slow)
         for kind in kinds
+        if is_installed(kind)
         for tp in ranks_for(kind)
     ]
 
