@@ -189,8 +189,9 @@ def compile():
     try:
         workers.compile(StructuredOutputsParams(choice=["a"]))
     except ShuttingDown as error:
-        print(error, flush=True)
+        ended.append(str(error))  # threads that print at once mix their lines
 
+ended = []
 is_full = threading.Event()
 for worker in workers._workers:
     worker.start = functools.partial(stop_after, worker, worker.start)
@@ -207,6 +208,8 @@ is_full.wait()
 workers.close()
 for thread in threads:
     thread.join()
+for line in ended:
+    print(line)
 print("closed", workers._num_waiting, [worker.process.returncode for worker in workers._workers])
 """
 
