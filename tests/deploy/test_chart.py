@@ -19,7 +19,7 @@ from quire.cluster.config.engine_options import EngineOptions
 from quire.proto.options.option import declared_options
 
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "cluster" / "provision" / "chart"
+CHART = ROOT / "cluster" / "cli" / "provision" / "chart"
 CUSTOM = json.loads(Path(__file__).with_name("custom_resources.json").read_text())
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 # name |-> the values that docs/kubernetes.md shows

@@ -18,7 +18,7 @@ import yaml
 from certificates import HAS_OPENSSL, make_authority, make_certificate
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "cluster" / "provision" / "container"
+FOLDER = ROOT / "cluster" / "cli" / "provision" / "container"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 
