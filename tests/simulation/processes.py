@@ -10,9 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.fleet.controller.commands import FleetCommand
 from quire.cluster.fleet.controller.fleet import Fleet
-from quire.cluster.fleet.controller.fleet_state import Demand, FleetState
+from quire.cluster.fleet.controller.fleet_state import Demand, FleetCommand, FleetState
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.cluster.gateway.routing import controller_sync

@@ -14,9 +14,8 @@ from typing import Any
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.fleet.controller.commands import FleetCommand
 from quire.cluster.fleet.controller.fleet import Fleet
-from quire.cluster.fleet.controller.fleet_state import Demand, FleetState, NodeEntry
+from quire.cluster.fleet.controller.fleet_state import Demand, FleetCommand, FleetState, NodeEntry
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchStage, OnProgress
 from quire.cluster.fleet.replica.record import ReplicaRecord

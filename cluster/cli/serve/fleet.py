@@ -8,9 +8,9 @@ from contextlib import ExitStack
 
 from ...config.deployment import ClusterOptions, Deployment
 from ...config.server_options import ServerOptions
-from ...fleet.controller.commands import Deploy
 from ...fleet.controller.controller import find_or_start_controller
 from ...fleet.controller.controller_client import ControllerClient
+from ...fleet.controller.fleet_state import Deploy
 from ...fleet.ray.launch_target import DEFAULT_NAMESPACE
 from ...fleet.ray.local_cluster import attach
 from ...fleet.replica.fault_injection import RayFaultInjector

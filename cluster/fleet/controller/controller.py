@@ -36,10 +36,9 @@ from ..replica.record import ReplicaRecord
 from ..replica.replica import Replica, adopt_replica, known_replicas, remove_replica
 from ..replica.scheduler_start import replace_scheduler
 from ..replica.supervised_replica import LiveReplica
-from .commands import Deploy, FleetCommand
 from .controller_client import ControllerClient
 from .fleet import Fleet
-from .fleet_state import Demand, FleetState, NodeEntry
+from .fleet_state import Demand, Deploy, FleetCommand, FleetState, NodeEntry
 from .spot import wait_for_notice
 
 # Value of the option `spot` |-> labels of the nodes, in the order of preference.

@@ -13,8 +13,7 @@ from ray.exceptions import RayError
 from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.transport.network import CurveKeys
 from ..ray.errors import unwrap
-from .commands import Deploy, FleetCommand
-from .fleet_state import Demand, FleetState
+from .fleet_state import Demand, Deploy, FleetCommand, FleetState
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -20,8 +20,18 @@ from ...config.deployment import Deployment
 from ...os_utils.backoff import Backoff
 from ...os_utils.change_notifier import ChangeNotifier
 from .autoscaler import Decision, DemandCounter, ScalingState, decide, take_snapshot
-from .commands import Delete, Deploy, Drain, FleetCommand, SetScale, Undrain
-from .fleet_state import Demand, DeploymentEntry, FleetState, ReplicaState
+from .fleet_state import (
+    Delete,
+    Demand,
+    Deploy,
+    DeploymentEntry,
+    Drain,
+    FleetCommand,
+    FleetState,
+    ReplicaState,
+    SetScale,
+    Undrain,
+)
 from .interfaces import BlockingCalls, FleetStore, Launcher, Store
 from .nodes import TAKEOVER_TIMEOUT_S, NodeWatch
 from .reconcile import plan

@@ -101,3 +101,43 @@ class Demand:
     num_tokens: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Deploy:
+    """Add or change a deployment."""
+
+    deployment: Deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove the deployment of a model."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Drain a replica or all replicas of a node, by id or unique prefix."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undrain:
+    """Take back the drain of a replica, by id or unique prefix, that waits for another one to take over."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class SetScale:
+    """Change the bounds of a deployment's replicas; None keeps one."""
+
+    model: str
+    min_replicas: int | None
+    max_replicas: int | None
+
+
+FleetCommand = Deploy | Delete | Drain | Undrain | SetScale

@@ -15,7 +15,7 @@ from ....proto.stream import FlushCache
 from ...client.wire.deployment_messages import deployment_from_message
 from ...client.wire.engine_messages import mode_from_message
 from ...client.wire.status_messages import block_map_to_message
-from ...fleet.controller.commands import FleetCommand
+from ...fleet.controller.fleet_state import FleetCommand
 from ..admin.engine_control import (
     control_replicas,
     inject_fault,

@@ -18,11 +18,11 @@ from ....proto.transport.network import CurveKeys
 from ...config.deployment import Deployment
 from ...config.machine import LARGE_GPU_BYTES
 from ...config.resolve import resolve_deployment
-from ...fleet.controller.commands import FleetCommand
 from ...fleet.controller.controller_client import Controller
 from ...fleet.controller.fleet_state import (
     Demand,
     DeploymentEntry,
+    FleetCommand,
     FleetState,
     NodeEntry,
     ReplicaEntry,

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ....proto import admin_pb2
 from ....proto.faults import Fault
-from ...fleet.controller.commands import FleetCommand
+from ...fleet.controller.fleet_state import FleetCommand
 
 
 class Fleet(Protocol):

@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.fleet.controller.commands import Delete, Deploy
 from quire.cluster.fleet.controller.controller_client import ControllerClient
+from quire.cluster.fleet.controller.fleet_state import Delete, Deploy
 from quire.proto.errors import ReplicaUnavailable
 from tests.simulation.event_loop import Clock, run_simulated
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 import ray
 
-from quire.cluster.fleet.ray.spare_processes import SpareProcesses, raylet_addresses
+from quire.cluster.fleet.replica.process_starter import SpareProcesses, raylet_addresses
 
 DEADLINE_S = 60.0
 
