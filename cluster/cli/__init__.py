@@ -4,31 +4,28 @@ Each command has a file. Heavy modules are imported by the functions that need t
 """
 
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
 
 from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
 from .batch.command import run_batch
-from .chaos import chaos
 from .chat import chat
 from .deploy import delete, deploy, drain
 from .doctor.command import doctor as doctor_command
-from .download import download
 from .engine import engine
 from .exit_status import FAILED, INTERRUPTED, WRONG_USE
 from .fit import fit
 from .generate import generate
-from .health import health
 from .help import Command, Group
-from .models import models
-from .operate import events, flush_cache, scale, undrain
+from .models import download, models
+from .operate import chaos, events, flush_cache, scale, undrain
 from .provision.command import down, up
 from .serve.command import serve as serve_command
-from .status import status
+from .status import health, status
 from .token import token
 from .top import top
-from .wrong_options import other_name_hint
 
 # Some versions of typer bundle click. BadParameter is public in all of them; its base is click's UsageError.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -113,3 +110,43 @@ def _end(problems: str, exit_status: int) -> None:
     for problem in problems.splitlines():
         print(f"quire: {problem}", file=sys.stderr)
     sys.exit(exit_status)
+
+
+# Option of SGLang, llama.cpp, TGI or a usual abbreviation |-> quire's.
+_OTHER_NAMES: Mapping[str, str] = {
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
+    "--num-shard": "--tensor-parallel-size",
+    "--model-path": "MODEL, the first argument",
+    "--model-id": "MODEL, the first argument",
+    "--model": "MODEL, the first argument",
+    "-m": "MODEL, the first argument",
+    "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-c": "--max-model-len",
+    "--max-total-tokens": "--max-model-len",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--cuda-memory-fraction": "--gpu-memory-utilization",
+    "--max-running-requests": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-np": "--max-num-seqs",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--batch-size": "--max-num-batched-tokens",
+    "--max-batch-prefill-tokens": "--max-num-batched-tokens",
+    "--disable-cuda-graph": "--no-cuda-graphs",
+    "--disable-radix-cache": "--no-prefix-caching",
+    "--schedule-policy": "--policy",
+    "--quantize": "--quantization",
+    "--random-seed": "--seed",
+    "--max-new-tokens": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "--temp": "--temperature",
+    "--url": "--target",
+    "--address": "--target, or for `quire serve` the address of a Ray cluster",
+}
+
+
+def other_name_hint(option: str) -> str:
+    """Return the words that name quire's option of another engine's name; empty if there is none."""
+    name = _OTHER_NAMES.get(option)
+    return "" if name is None else f"; did you mean {name}?"

@@ -1,15 +1,70 @@
-"""`quire deploy`, `quire delete` and `quire drain`: changes to a running fleet."""
+"""Changes to a running fleet: `quire deploy`, `delete` and `drain`, and the reading of deployments."""
 
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..config.deployment import Deployment, ScalingLimits
+from ...proto.options.option import read_environment
+from ..config.deployment import Deployment, ScalingLimits, read_fleet_file
 from ..config.engine_options import EngineOptions
 from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
-from .deployments import read_deployments
 from .option_groups import with_options
-from .waiting import report_wait
+
+FLEET_FILE_SUFFIX = ".toml"
+
+
+def read_deployments(model: str, given: Mapping[str, Any]) -> tuple[Deployment, ...]:
+    """Return the deployments of a command. Options win over the environment, and so do entries of a fleet file.
+
+    Args:
+        model: a model directory, ``demo``, or a fleet file.
+        given: options of the command line, by name.
+
+    Raises:
+        ConfigError: a file cannot be read, or an option has a bad value.
+        BadParameter: options are given beside a fleet file.
+    """
+    environment = read_environment(os.environ, EngineOptions, ScalingLimits, Deployment)
+    if not model.endswith(FLEET_FILE_SUFFIX):
+        return (Deployment.from_table({**environment, **given, "model": model}),)
+    if given:
+        raise typer.BadParameter(f"{', '.join(given)}: options of models stand in the fleet file")
+    return read_fleet_file(Path(model), environment)
+
+
+# No message for what takes a moment.
+_INTERVAL_S = 5.0
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def report_wait(
+    what: str, report: Callable[[str], object] = _print, interval_s: float = _INTERVAL_S
+) -> Iterator[None]:
+    """Report what the block waits for, and for how long, at each interval until the block ends."""
+    start, is_over = time.monotonic(), threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(interval_s):
+            report(f"{what}, {time.monotonic() - start:.0f} s")
+
+    reporter = threading.Thread(target=run, name="report_wait", daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        reporter.join()
 
 
 @with_options(options=(EngineOptions, ScalingLimits, Deployment))

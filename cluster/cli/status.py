@@ -1,4 +1,4 @@
-"""`quire status`."""
+"""`quire status` and `quire health`."""
 
 from __future__ import annotations
 
@@ -178,3 +178,15 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
             f"{replica.num_steps} in {replica.uptime_s:.0f} s, {1e3 * replica.mean_plan_wait_s:.2f} ms between steps",
         ),
     ]
+
+
+def health(target: Target = DEFAULT_TARGET, tls_ca: TlsCa = None) -> None:
+    """Print ready or not ready, with exit status 0 or 1. Needs no token, for use in probes.
+
+    Example: `quire health --target 127.0.0.1:50051`
+    """
+    with connect(target, None, tls_ca) as client:
+        is_ready = client.is_ready()
+    print("ready" if is_ready else "not ready")
+    if not is_ready:
+        raise typer.Exit(FAILED)

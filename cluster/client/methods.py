@@ -22,8 +22,7 @@ from ..text.requests.outputs import RequestOutput, StreamEvent
 from ..text.requests.request import Prompt
 from .call import Call, ResumableCall, Servers, split_target
 from .waiting import stream, unary
-from .wire.deployment_messages import deployment_to_message
-from .wire.engine_messages import mode_to_message, read_tags
+from .wire.admin_messages import deployment_to_message, fleet_event_from_message, mode_to_message, read_tags
 from .wire.message_fields import from_message
 from .wire.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from .wire.response_messages import event_from_message, output_from_message
@@ -37,7 +36,6 @@ from .wire.status import (
     ReplicaInfo,
     ServerInfo,
 )
-from .wire.status_messages import fleet_event_from_message
 from .wire.tokens import bearer
 
 DEFAULT_TIMEOUT_S = 600.0

@@ -7,6 +7,7 @@ cluster.
 from __future__ import annotations
 
 import os
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from ...proto.lora import LoraReference
 from ...proto.options.option import write_table
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
-from ..client.wire.engine_messages import read_tags
+from ..client.wire.admin_messages import read_tags
 from ..config.engine_options import EngineOptions
 from ..config.machine import Machine
 from ..config.resolve import resolve
@@ -42,7 +43,6 @@ from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
 from .pooling import PooledPrompt, PooledRequests
 from .prompts import LoRARequest, PromptInput, read_prompts
-from .weight_tensors import write_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -418,3 +418,25 @@ def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:
     if len(given) != count:
         raise InvalidRequest(name, f"are {len(given)} for {count} prompts, must be one or {count}")
     return given
+
+
+def write_tensors(tensors: Mapping[str, Any]) -> tempfile.TemporaryDirectory[str]:
+    """Return a directory with tensors of torch in a safetensors file. Keep it as long as ranks may read it.
+
+    Raises:
+        InvalidRequest: there are none.
+    """
+    from safetensors.torch import save_file  # torch, which an LLM on several ranks does without
+
+    if not tensors:
+        raise InvalidRequest("tensors", "are empty, must be all tensors of the model")
+    folder = tempfile.TemporaryDirectory(prefix="quire-weights-")
+    stored, storages = {}, set[int]()
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        if own.untyped_storage().data_ptr() in storages:
+            own = own.clone()  # safetensors refuses tensors that share memory, as tied weights do
+        storages.add(own.untyped_storage().data_ptr())
+        stored[name] = own
+    save_file(stored, Path(folder.name) / "model.safetensors")
+    return folder

@@ -9,9 +9,8 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import ConfigError, in_one_line
 from . import transformers_spec
-from .check_numbers import check_numbers
-from .family import Family
-from .field_names import gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
+from .config_fields import check_numbers
+from .family import Family, gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
 from .quantization import read_quantization
 from .read_spec import read_layers, read_spec
 from .spec import DecoderSpec, Experts, Names, Norms

@@ -10,15 +10,13 @@ from ...proto.block_tables import BlockTables, IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.digests import child_digest
 from ..sequences.sequence import Sequence
-from .block_pool import SCRATCH_BLOCK, BlockPool
+from .block_pool import SCRATCH_BLOCK, BlockPool, RowPartitions
 from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .kv_tiers import KvTiers
-from .pending_fills import PendingFills
-from .planned_moves import PlannedMoves
+from .planned_moves import PendingFills, PlannedMoves
 from .prefix_cache import CacheKey, PrefixCache, make_caches
 from .prefix_lookup import MIN_PARTIAL_SHARE, Prefix, PrefixLookup
-from .row_partitions import RowPartitions
 
 
 class BlockManager:

@@ -23,7 +23,7 @@ import ray
 
 from ...proto.config import EngineConfig
 from ...proto.errors import RankFailed, in_one_line
-from ...proto.faults import SIGNALS, Fault
+from ...proto.faults import SIGNALS, Fault, FaultKind
 from ...proto.replica_status import RankStatus
 from ...proto.step import StepFailure, StepPlan, StepResult
 from ...proto.transport.channel import ChannelAddress, StepReceiver
@@ -31,7 +31,6 @@ from ..comm.deadline import ends_within
 from ..memory.shared_segment import SegmentAddress
 from .device import compute_device, on_device
 from .start_log import StartLog, StartRecord
-from .step_faults import StepFaults
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +38,55 @@ if TYPE_CHECKING:
     from ..comm.communicator import Communicator, ReplaceableGroup
     from .runner import ModelRunner
     from .step_executor import LaunchedStep
+
+
+class InjectedFault(RuntimeError):
+    """The exception of a step that an operator asked for."""
+
+
+class StepFaults:
+    """Faults that wait for a step of this rank. `add` may be called from another thread than `before_step`.
+
+    Args:
+        clock: monotonic time in seconds.
+        sleep: delays a step.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        # Each with the time of its end. Replaced as a whole: a step reads it without a lock.
+        self._active: tuple[tuple[Fault, float], ...] = ()
+
+    def add(self, fault: Fault) -> None:
+        """Let a fault begin with the next step."""
+        self._active = (*self._active, (fault, self._clock() + fault.duration_s))
+
+    def before_step(self, plan: StepPlan) -> None:
+        """Raise or wait as the faults demand; does nothing without faults.
+
+        Raises:
+            InjectedFault: by a fault of the kind EXCEPTION or POISON.
+        """
+        if self._active:
+            self._apply(plan)
+
+    def _apply(self, plan: StepPlan) -> None:
+        now, faults = self._clock(), self._active
+        self._active = tuple(
+            (fault, end) for fault, end in faults if fault.kind is not FaultKind.EXCEPTION and now < end
+        )
+        for fault, _ in faults:
+            if fault.kind is FaultKind.EXCEPTION:
+                raise InjectedFault("an operator caused this exception")
+        for fault, _ in self._active:
+            if fault.kind is FaultKind.SLOW:
+                self._sleep(fault.delay_s)
+            elif any(fault.token_id in sequence.token_ids for sequence in plan.new):
+                raise InjectedFault(f"an operator poisoned token {fault.token_id}")
+
 
 _LOOPBACK = "127.0.0.1"
 # For a rank to leave its group, whose collectives may wait for a rank that has ended.

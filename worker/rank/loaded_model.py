@@ -30,8 +30,7 @@ from ..sampling.sampler import Sampler
 from ..speculation.draft_model import DraftModelProposer
 from ..speculation.feature_tap import FeatureTap
 from ..speculation.head_proposer import HeadProposer
-from ..speculation.ngram import NgramProposer
-from ..speculation.speculator import DraftProposer, NoProposer, Speculator
+from ..speculation.speculator import DraftProposer, NgramProposer, NoProposer, Speculator
 from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import Checkpoint, ProgressCallback
 from ..weights.node_cache import weights_folder

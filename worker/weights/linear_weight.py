@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,7 +25,6 @@ from ...kernels.quantized_linear import (
 )
 from ...kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
 from ...proto.model.quantization import Quantization
-from ..memory.scratch import empty_scratch
 from .checkpoint import Checkpoint
 from .quantized_layouts import read_quantized
 from .weight_slice import WeightSlice
@@ -284,3 +285,15 @@ def _same_format(one: QuantizedWeight, other: QuantizedWeight) -> bool:
         and one.scales.dtype == other.scales.dtype
         and (one.zeros is None) == (other.zeros is None)
     )
+
+
+def empty_scratch(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor for temporary data.
+
+    On a CPU it bypasses the allocator: after the weights have been packed, the freed originals would leave holes in
+    the heap that add up to a tenth of the model.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)

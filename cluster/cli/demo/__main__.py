@@ -19,9 +19,8 @@ from rich.console import Console
 
 from ....proto.errors import QuireError
 from ...client.client import Client
-from .figures import measure, table, write
 from .prompts import REQUESTS
-from .screen import follow
+from .screen import follow, measure, table, write
 from .server import ServerProcess
 from .streams import Streams
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import csv
+import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -14,9 +17,10 @@ import jsonschema
 import yaml
 
 from ....proto.errors import ConfigError, Problems, first_line, joined_lines
+from ...client.wire.tokens import load_tokens
+from ...config.deployment import read_fleet_file
+from ...config.tenants import load_tenants
 from ...fleet.ray.compat import complete_cluster_file
-from .instance_types import InstanceType, instance_types
-from .mounted_files import mount_problems
 
 EXAMPLES = ("aws", "gcp", "azure", "onprem", "kuberay")
 
@@ -234,3 +238,124 @@ def _image(provider: str, node_config: Mapping[str, Any]) -> Any:
         disks = node_config.get("disks") or [{}]
         return _find(disks[0], ("initializeParams", "sourceImage"))
     return _find(node_config, ("azure_arm_parameters", "imageSku"))
+
+
+_START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
+_PEM_BEGIN = "-----BEGIN "
+
+
+def mount_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line per local file that is missing, empty or malformed.
+
+    Args:
+        path: of the cluster file; relative paths begin at its folder.
+        config: its settings.
+    """
+    needed = _paths_in_commands(config)
+    for target, source in config.get("file_mounts", {}).items():
+        local = path.parent / Path(source).expanduser()
+        if not local.exists():
+            yield f"file_mounts: {source} does not exist (relative paths begin at {path.parent})"
+        elif local.is_dir():
+            prefix = f"{target.rstrip('/')}/"
+            for file in sorted(word.removeprefix(prefix) for word in needed if word.startswith(prefix)):
+                yield from _file_problems(local / file)
+        else:
+            yield from _file_problems(local)
+
+
+def _paths_in_commands(config: Mapping[str, Any]) -> set[str]:
+    """Return the words of the nodes' start commands, some of which are paths of mounted files."""
+    commands = [command for section in _START_COMMANDS for command in config.get(section, [])]
+    words = set[str]()
+    for command in commands:
+        try:
+            outer = shlex.split(command)
+        except ValueError:  # unbalanced quotes; the shell will say so
+            continue
+        for word in outer:  # a quoted program, as of `sh -c`, holds words of its own
+            words.update(part.strip(";'") for part in word.split())
+    return words
+
+
+def _file_problems(file: Path) -> Iterator[str]:
+    if not file.is_file():
+        yield f"{file} does not exist, and the gateway is started with it"
+        return
+    try:
+        if not file.read_text().strip():
+            yield f"{file} is empty"
+            return
+        check = _CHECKS.get(file.suffix or file.name)
+        if check is not None:
+            check(file)
+    except ConfigError as error:
+        yield str(error)
+    except (OSError, UnicodeDecodeError) as error:
+        yield f"{file} cannot be read: {error}"
+
+
+def _check_toml(file: Path) -> None:
+    if file.name == "fleet.toml":
+        read_fleet_file(file)
+    elif file.name == "tenants.toml":
+        load_tenants(file)
+
+
+def _check_pem(file: Path) -> None:
+    if _PEM_BEGIN not in file.read_text():
+        raise ConfigError(f"{file} is not a PEM file: it has no line that begins with {_PEM_BEGIN.strip()!r}")
+
+
+# suffix or name of a file |-> its check, which raises ConfigError
+_CHECKS: Mapping[str, Callable[[Path], object]] = {
+    ".toml": _check_toml,
+    "tokens": load_tokens,
+    ".crt": _check_pem,
+    ".key": _check_pem,
+    ".pem": _check_pem,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceType:
+    """A provider's machine type.
+
+    Attributes:
+        memory: GiB.
+        gpu: the GPU's name; empty for a machine without GPUs.
+        gpu_memory: GiB of one GPU.
+    """
+
+    provider: str
+    name: str
+    cpus: int
+    memory: int
+    gpus: int
+    gpu: str
+    gpu_memory: int
+
+    @property
+    def gpu_summary(self) -> str:
+        """For example ``8 x H100 80 GiB``; ``none`` for a machine without GPUs."""
+        return f"{self.gpus} x {self.gpu} {self.gpu_memory} GiB" if self.gpus else "none"
+
+
+@functools.cache
+def instance_types() -> Mapping[tuple[str, str], InstanceType]:
+    """Return (provider, name) |-> its entry in the checked-in list."""
+    text = files(__package__).joinpath("instance_types.csv").read_text()
+    rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
+    types = [
+        InstanceType(
+            provider=row["provider"],
+            name=row["name"],
+            cpus=int(row["cpus"]),
+            memory=int(row["memory"]),
+            gpus=int(row["gpus"]),
+            gpu=row["gpu"],
+            gpu_memory=int(row["gpu_memory"] or 0),
+        )
+        for row in rows
+    ]
+    return {(known.provider, known.name): known for known in types}

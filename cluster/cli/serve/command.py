@@ -14,7 +14,7 @@ from ...config.engine_options import EngineOptions
 from ...config.server_options import ServerOptions
 from ...config.vllm_arguments import VllmOptions, translate_arguments
 from ...os_utils.signals import signals_held
-from ..deployments import FLEET_FILE_SUFFIX, read_deployments
+from ..deploy import FLEET_FILE_SUFFIX, read_deployments
 from ..exit_status import INTERRUPTED, SIGNALED
 from ..option_groups import with_options
 

@@ -11,7 +11,7 @@ from ....proto import admin_pb2
 from ....proto.engine_command import COMMAND_TIMEOUT_S, Action, EngineCommand, PauseMode
 from ....proto.errors import ConfigError, InvalidRequest, ReplicaUnavailable
 from ....proto.faults import SIGNALS, Fault, FaultKind
-from ...client.wire.engine_messages import read_tags
+from ...client.wire.admin_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
 from ..routing.replica_pool import ReplicaPool

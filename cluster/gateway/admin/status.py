@@ -10,7 +10,7 @@ from ....proto import admin_pb2
 from ....proto.block_map import BlockMap
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
 from ....proto.replica_status import ReplicaStatus
-from ...client.wire.status_messages import replica_to_message
+from ...client.wire.admin_messages import replica_to_message
 from ...fleet.replica.client import ReplicaClient
 from ..metrics.recent_traffic import Latency
 from ..routing.replica_pool import ReplicaPool

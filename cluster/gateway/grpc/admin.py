@@ -12,9 +12,7 @@ from ....proto import admin_pb2, admin_pb2_grpc
 from ....proto.engine_command import Action, EngineCommand
 from ....proto.errors import ConfigError, ShuttingDown
 from ....proto.stream import FlushCache
-from ...client.wire.deployment_messages import deployment_from_message
-from ...client.wire.engine_messages import mode_from_message
-from ...client.wire.status_messages import block_map_to_message
+from ...client.wire.admin_messages import block_map_to_message, deployment_from_message, mode_from_message
 from ...fleet.controller.fleet_state import FleetCommand
 from ..admin.engine_control import (
     control_replicas,

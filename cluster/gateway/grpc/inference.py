@@ -16,7 +16,6 @@ from ....proto import inference_pb2, inference_pb2_grpc
 from ....proto.errors import InvalidRequest, QuireError
 from ....proto.pooling import PoolingParams
 from ....proto.sampling import SamplingParams
-from ...client.wire.request_limits import check_counts
 from ...client.wire.request_messages import (
     prompt_from_message,
     resume_position_from_message,
@@ -29,6 +28,7 @@ from ..admin.services import GatewayServices, server_version
 from ..generation.generation import GenerationCall
 from ..generation.pooled_calls import PooledAnswer, check_num_inputs, pool_all
 from ..routing.served_models import ServedModel
+from .message_guard import check_counts
 from .responses import convert_errors, write_in_time
 
 # As many as a JSON body may have.

@@ -1,4 +1,4 @@
-"""HttpServer: listens for HTTP in the event loop of its gateway."""
+"""HttpServer: the FastAPI application, which listens for HTTP in the event loop of its gateway."""
 
 from __future__ import annotations
 
@@ -7,16 +7,76 @@ import socket
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from uvicorn import Config
 from uvicorn.server import ServerState
 
 from ....proto.errors import ConfigError, ShuttingDown
 from ..access.security import ListenAddress
-from ..admin.services import GatewayServices
+from ..admin.services import GatewayServices, server_version
 from ..grpc.server import END_TIMEOUT_S
-from .app import create_app
 from .connection import ConnectionLimits, HttpConnection, PacedWork
+from .endpoints import (
+    anthropic_messages,
+    chat_completions,
+    completions,
+    embeddings,
+    operation,
+    pages,
+    rerank,
+    responses,
+    state,
+    tokenization,
+)
+from .errors import install_error_handlers
+from .middleware import AuthenticateCalls, LimitBody
+
+ROUTERS: Sequence[Callable[[GatewayServices], APIRouter]] = (
+    completions.router,
+    chat_completions.router,
+    responses.router,
+    anthropic_messages.router,
+    embeddings.router,
+    rerank.router,
+    tokenization.router,
+    state.models_router,
+    operation.lora_router,
+    operation.engine_router,
+    state.health_router,
+    state.metrics_router,
+    pages.router,
+)
+
+
+def create_app(services: GatewayServices, allowed_origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application over these services, with its OpenAPI document at /docs.
+
+    Args:
+        allowed_origins: origins of web pages that may call it; ``*`` for all.
+    """
+    app = FastAPI(
+        title="quire",
+        version=server_version(),
+        docs_url=None,  # would load Swagger UI from a CDN; see endpoints/pages.py
+        redoc_url=None,
+        separate_input_output_schemas=False,
+    )
+    install_error_handlers(app, services.on_refused)
+    for router in ROUTERS:
+        app.include_router(router(services))
+    app.add_middleware(LimitBody, services=services)
+    app.add_middleware(AuthenticateCalls, services=services)
+    if allowed_origins:  # outside the authentication: a browser asks for permission without a token
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
 
 # Connections that the kernel holds until they are accepted.
 BACKLOG = 2048

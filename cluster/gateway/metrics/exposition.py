@@ -22,7 +22,7 @@ from ...fleet.replica.client import ReplicaClient
 from ...os_utils.processes import process_usage
 from . import of_fleet, of_replicas, of_requests
 from .request_metrics import RequestMetrics
-from .samples import Samples
+from .values import Samples
 from .views import FleetView, ModelsView
 
 OPENMETRICS = "application/openmetrics-text"

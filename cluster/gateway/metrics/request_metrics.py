@@ -28,8 +28,7 @@ from ...text.requests.outputs import CompletionDelta, CompletionFinished, Stream
 from ...text.requests.request import Request
 from . import catalog, of_requests
 from .definition import Kind, Metric
-from .samples import Samples
-from .values import HistogramValue
+from .values import HistogramValue, Samples
 
 ABORT, ERROR = "abort", "error"  # finished_reason of completions that did not end by themselves
 INTERNAL = "internal"

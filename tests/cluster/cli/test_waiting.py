@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from queue import Queue
 
-from quire.cluster.cli.waiting import report_wait
+from quire.cluster.cli.deploy import report_wait
 
 DEADLINE_S = 60.0
 

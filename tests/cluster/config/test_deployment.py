@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cluster.cli import app
-from quire.cluster.cli.deployments import read_deployments
+from quire.cluster.cli.deploy import read_deployments
 from quire.cluster.config.deployment import Deployment, read_fleet_file
 from quire.proto.errors import ConfigError
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quire import LLM
 from quire.cluster import cli
-from quire.cluster.cli.deployments import read_deployments
+from quire.cluster.cli.deploy import read_deployments
 from quire.cluster.config.deployment import ClusterOptions, Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine

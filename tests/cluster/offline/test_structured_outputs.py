@@ -21,7 +21,7 @@ from quire.proto.step import StepPlan
 from quire.scheduler.speculation.forced_text import ForcedText
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.rank.step_executor import LaunchedStep
-from quire.worker.speculation.ngram import NgramProposer
+from quire.worker.speculation.speculator import NgramProposer
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.grammar import GrammarSpec
 from quire.worker.structured.guidance_backend import GuidanceMatcher

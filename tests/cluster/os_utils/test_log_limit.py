@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from quire.cluster.os_utils.log_limit import _MAX_KINDS, INTERVAL_S, MAX_REPEATS, RepeatLimit
+from quire.cluster.os_utils.logs import _MAX_KINDS, INTERVAL_S, MAX_REPEATS, RepeatLimit
 
 
 class Limited:

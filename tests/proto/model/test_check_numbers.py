@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.proto.model.check_numbers import MAX_NUMBER, check_numbers
+from quire.proto.model.config_fields import MAX_NUMBER, check_numbers
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fakes import oracle, random_prompt, small_config
 from quire.proto.engine_command import Action, EngineCommand
 from quire.proto.errors import RequestQuarantined
 from quire.scheduler.kv.kv_tiers import KvTiers
-from quire.scheduler.kv.pending_fills import PendingFills
+from quire.scheduler.kv.planned_moves import PendingFills
 from quire.scheduler.sequences.sequence import Sequence
 
 FAST = 1e12  # blocks/s: swapping is always cheaper than computing again

@@ -9,7 +9,7 @@ from quire.proto.codec import NO_INTS
 from quire.proto.errors import InvalidRequest
 from quire.proto.faults import Fault, FaultKind
 from quire.proto.step import NewSequence, RowSampling, StepPlan
-from quire.worker.rank.step_faults import InjectedFault, StepFaults
+from quire.worker.rank.actor import InjectedFault, StepFaults
 
 
 class Clock:

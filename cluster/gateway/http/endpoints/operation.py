@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from .....proto.engine_command import Action, EngineCommand, PauseMode
-from ....client.wire.engine_messages import read_mode
+from ....client.wire.admin_messages import read_mode
 from ...admin.engine_control import (
     control_replicas,
     is_paused,

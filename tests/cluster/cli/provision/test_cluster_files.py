@@ -15,8 +15,7 @@ from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster import cli
 from quire.cluster.cli.provision import ray_launcher
-from quire.cluster.cli.provision.cluster_file import ClusterFile, example
-from quire.cluster.cli.provision.instance_types import instance_types
+from quire.cluster.cli.provision.cluster_file import ClusterFile, example, instance_types
 from quire.proto.errors import ConfigError, ReplicaUnavailable
 
 CLOUDS = ("aws", "gcp", "azure")

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from quire import Deployment, EngineOptions, ScalingLimits
-from quire.cluster.client.wire.deployment_messages import deployment_from_message, deployment_to_message
+from quire.cluster.client.wire.admin_messages import deployment_from_message, deployment_to_message
 from quire.proto import admin_pb2
 from quire.proto.errors import ConfigError
 from quire.proto.options.option import declared_options

@@ -15,9 +15,9 @@ from local_server import ThreadedServer, threaded_server
 
 from quire.cluster.client.wire.tokens import Role, Token, TokenSet
 from quire.cluster.gateway.access.security import Security
-from quire.cluster.gateway.http.app import create_app
 from quire.cluster.gateway.http.connection import ConnectionLimits
 from quire.cluster.gateway.http.middleware import MAX_BODY_BYTES, OPEN_PATHS
+from quire.cluster.gateway.http.server import create_app
 from quire.cluster.os_utils.watched_file import constant
 
 

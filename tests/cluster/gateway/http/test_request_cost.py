@@ -14,7 +14,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from quire.cluster.gateway.http import app  # noqa: F401  (the endpoints define some of the bodies)
+from quire.cluster.gateway.http import server  # noqa: F401  (the endpoints define some of the bodies)
 from quire.cluster.gateway.http.errors import describe_validation_error
 from quire.cluster.gateway.http.schema.bounded import MAX_ENTRIES
 from quire.cluster.gateway.http.schema.completion import CompletionRequest

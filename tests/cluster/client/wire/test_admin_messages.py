@@ -18,9 +18,9 @@ from quire import (
     RankStatus,
     ReplicaInfo,
 )
+from quire.cluster.client.wire.admin_messages import block_map_to_message
 from quire.cluster.client.wire.message_fields import from_message
 from quire.cluster.client.wire.status import BlockMapInfo, LatencyInfo, TrafficInfo
-from quire.cluster.client.wire.status_messages import block_map_to_message
 from quire.proto import admin_pb2, inference_pb2
 from quire.proto.block_map import BlockMap, MappedSequence
 

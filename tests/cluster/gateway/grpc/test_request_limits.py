@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.client.wire.request_limits import MAX_TRUNCATED_TOKENS, check_counts
 from quire.cluster.client.wire.request_messages import sampling_from_message
+from quire.cluster.gateway.grpc.message_guard import MAX_TRUNCATED_TOKENS, check_counts
 from quire.proto import inference_pb2
 from quire.proto.errors import InvalidRequest
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.client.wire.wire_format import has_more_fields
+from quire.cluster.gateway.grpc.message_guard import has_more_fields
 from quire.proto import inference_pb2
 
 KIND: Any = inference_pb2.GenerateRequest.DESCRIPTOR
