@@ -14,199 +14,121 @@ Offline, in this process::
 Names are imported at their first use, so that a client does not import torch and LLM on one rank does not import Ray.
 """
 
+# ruff: noqa: I001  (isort gives each "X as X" a line of its own)
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
     __version__: str
-    from .cluster.client.client import AsyncClient, Client
+    from .cluster.client.client import AsyncClient as AsyncClient, Client as Client
     from .cluster.client.wire.status import (
-        BlockMapInfo,
-        DeploymentInfo,
-        FleetEvent,
-        FleetInfo,
-        LatencyInfo,
-        LoraInfo,
-        ModelInfo,
-        ModelLoad,
-        NodeInfo,
-        ReplicaInfo,
-        ServerInfo,
-        TrafficInfo,
+        BlockMapInfo as BlockMapInfo,
+        DeploymentInfo as DeploymentInfo,
+        FleetEvent as FleetEvent,
+        FleetInfo as FleetInfo,
+        LatencyInfo as LatencyInfo,
+        LoraInfo as LoraInfo,
+        ModelInfo as ModelInfo,
+        ModelLoad as ModelLoad,
+        NodeInfo as NodeInfo,
+        ReplicaInfo as ReplicaInfo,
+        ServerInfo as ServerInfo,
+        TrafficInfo as TrafficInfo,
     )
-    from .cluster.config.deployment import Deployment, ScalingLimits
-    from .cluster.config.engine_options import EngineOptions
-    from .cluster.offline.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from .cluster.offline.engine_arguments import EngineArgs
-    from .cluster.offline.llm import LLM
-    from .cluster.offline.prompts import LoRARequest, TextPrompt, TokensPrompt
+    from .cluster.config.deployment import Deployment as Deployment, ScalingLimits as ScalingLimits
+    from .cluster.config.engine_options import EngineOptions as EngineOptions
+    from .cluster.offline.beams import (
+        BeamSearchOutput as BeamSearchOutput,
+        BeamSearchParams as BeamSearchParams,
+        BeamSearchSequence as BeamSearchSequence,
+    )
+    from .cluster.offline.engine_arguments import EngineArgs as EngineArgs
+    from .cluster.offline.llm import LLM as LLM
+    from .cluster.offline.prompts import (
+        LoRARequest as LoRARequest,
+        TextPrompt as TextPrompt,
+        TokensPrompt as TokensPrompt,
+    )
     from .cluster.text.chat_format.deltas import (
-        AssistantMessage,
-        ChatDelta,
-        ContentDelta,
-        ReasoningDelta,
-        ToolCall,
-        ToolCallArguments,
-        ToolCallStart,
+        AssistantMessage as AssistantMessage,
+        ChatDelta as ChatDelta,
+        ContentDelta as ContentDelta,
+        ReasoningDelta as ReasoningDelta,
+        ToolCall as ToolCall,
+        ToolCallArguments as ToolCallArguments,
+        ToolCallStart as ToolCallStart,
     )
-    from .cluster.text.requests.chat import Chat
+    from .cluster.text.requests.chat import Chat as Chat
     from .cluster.text.requests.outputs import (
-        CompletionDelta,
-        CompletionFinished,
-        CompletionOutput,
-        Logprob,
-        PromptLogprobsDelta,
-        RequestMetrics,
-        RequestOutput,
-        RequestStarted,
-        StreamEvent,
-        Usage,
+        CompletionDelta as CompletionDelta,
+        CompletionFinished as CompletionFinished,
+        CompletionOutput as CompletionOutput,
+        Logprob as Logprob,
+        PromptLogprobsDelta as PromptLogprobsDelta,
+        RequestMetrics as RequestMetrics,
+        RequestOutput as RequestOutput,
+        RequestStarted as RequestStarted,
+        StreamEvent as StreamEvent,
+        Usage as Usage,
     )
     from .cluster.text.requests.pooling import (
-        ClassificationOutput,
-        ClassificationRequestOutput,
-        EmbeddingOutput,
-        EmbeddingRequestOutput,
-        ScoringOutput,
-        ScoringRequestOutput,
+        ClassificationOutput as ClassificationOutput,
+        ClassificationRequestOutput as ClassificationRequestOutput,
+        EmbeddingOutput as EmbeddingOutput,
+        EmbeddingRequestOutput as EmbeddingRequestOutput,
+        ScoringOutput as ScoringOutput,
+        ScoringRequestOutput as ScoringRequestOutput,
     )
-    from .proto import errors
-    from .proto.pooling import PoolingParams
-    from .proto.replica_status import KvCacheInfo, QueueInfo, RankStatus
-    from .proto.sampling import SamplingParams
-    from .proto.stream import Timings
-    from .proto.structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
+    from .proto import errors as errors
+    from .proto.pooling import PoolingParams as PoolingParams
+    from .proto.replica_status import (
+        KvCacheInfo as KvCacheInfo,
+        QueueInfo as QueueInfo,
+        RankStatus as RankStatus,
+    )
+    from .proto.sampling import SamplingParams as SamplingParams
+    from .proto.stream import Timings as Timings
+    from .proto.structured_outputs import (
+        RepetitionDetectionParams as RepetitionDetectionParams,
+        StructuredOutputsParams as StructuredOutputsParams,
+    )
 
-_BEAMS = ".cluster.offline.beams"
-_DELTAS = ".cluster.text.chat_format.deltas"
-_OUTPUTS = ".cluster.text.requests.outputs"
-_POOLING_OUTPUTS = ".cluster.text.requests.pooling"
-_PROMPTS = ".cluster.offline.prompts"
-_REPLICA_STATUS = ".proto.replica_status"
-_STATUS = ".cluster.client.wire.status"
-# exported name |-> module that defines it
+# module |-> the names that it defines for users
 _MODULES = {
-    "LLM": ".cluster.offline.llm",
-    "AssistantMessage": _DELTAS,
-    "AsyncClient": ".cluster.client.client",
-    "BeamSearchOutput": _BEAMS,
-    "BeamSearchParams": _BEAMS,
-    "BeamSearchSequence": _BEAMS,
-    "BlockMapInfo": _STATUS,
-    "Chat": ".cluster.text.requests.chat",
-    "ChatDelta": _DELTAS,
-    "ClassificationOutput": _POOLING_OUTPUTS,
-    "ClassificationRequestOutput": _POOLING_OUTPUTS,
-    "Client": ".cluster.client.client",
-    "CompletionDelta": _OUTPUTS,
-    "CompletionFinished": _OUTPUTS,
-    "CompletionOutput": _OUTPUTS,
-    "ContentDelta": _DELTAS,
-    "Deployment": ".cluster.config.deployment",
-    "DeploymentInfo": _STATUS,
-    "EmbeddingOutput": _POOLING_OUTPUTS,
-    "EmbeddingRequestOutput": _POOLING_OUTPUTS,
-    "EngineArgs": ".cluster.offline.engine_arguments",
-    "EngineOptions": ".cluster.config.engine_options",
-    "FleetEvent": _STATUS,
-    "FleetInfo": _STATUS,
-    "KvCacheInfo": _REPLICA_STATUS,
-    "LatencyInfo": _STATUS,
-    "LoRARequest": ".cluster.offline.prompts",
-    "LoraInfo": _STATUS,
-    "Logprob": _OUTPUTS,
-    "ModelInfo": _STATUS,
-    "ModelLoad": _STATUS,
-    "NodeInfo": _STATUS,
-    "PoolingParams": ".proto.pooling",
-    "PromptLogprobsDelta": _OUTPUTS,
-    "QueueInfo": _REPLICA_STATUS,
-    "RankStatus": _REPLICA_STATUS,
-    "ReasoningDelta": _DELTAS,
-    "RepetitionDetectionParams": ".proto.structured_outputs",
-    "ReplicaInfo": _STATUS,
-    "RequestMetrics": _OUTPUTS,
-    "RequestOutput": _OUTPUTS,
-    "RequestStarted": _OUTPUTS,
-    "SamplingParams": ".proto.sampling",
-    "ScalingLimits": ".cluster.config.deployment",
-    "ScoringOutput": _POOLING_OUTPUTS,
-    "ScoringRequestOutput": _POOLING_OUTPUTS,
-    "ServerInfo": _STATUS,
-    "StreamEvent": _OUTPUTS,
-    "StructuredOutputsParams": ".proto.structured_outputs",
-    "TextPrompt": _PROMPTS,
-    "Timings": ".proto.stream",
-    "TokensPrompt": _PROMPTS,
-    "ToolCall": _DELTAS,
-    "ToolCallArguments": _DELTAS,
-    "ToolCallStart": _DELTAS,
-    "TrafficInfo": _STATUS,
-    "Usage": _OUTPUTS,
+    ".cluster.client.client": "AsyncClient Client",
+    ".cluster.client.wire.status": (
+        "BlockMapInfo DeploymentInfo FleetEvent FleetInfo LatencyInfo LoraInfo ModelInfo ModelLoad "
+        "NodeInfo ReplicaInfo ServerInfo TrafficInfo"
+    ),
+    ".cluster.config.deployment": "Deployment ScalingLimits",
+    ".cluster.config.engine_options": "EngineOptions",
+    ".cluster.offline.beams": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
+    ".cluster.offline.engine_arguments": "EngineArgs",
+    ".cluster.offline.llm": "LLM",
+    ".cluster.offline.prompts": "LoRARequest TextPrompt TokensPrompt",
+    ".cluster.text.chat_format.deltas": (
+        "AssistantMessage ChatDelta ContentDelta ReasoningDelta ToolCall ToolCallArguments ToolCallStart"
+    ),
+    ".cluster.text.requests.chat": "Chat",
+    ".cluster.text.requests.outputs": (
+        "CompletionDelta CompletionFinished CompletionOutput Logprob PromptLogprobsDelta RequestMetrics "
+        "RequestOutput RequestStarted StreamEvent Usage"
+    ),
+    ".cluster.text.requests.pooling": (
+        "ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput "
+        "ScoringOutput ScoringRequestOutput"
+    ),
+    ".proto.pooling": "PoolingParams",
+    ".proto.replica_status": "KvCacheInfo QueueInfo RankStatus",
+    ".proto.sampling": "SamplingParams",
+    ".proto.stream": "Timings",
+    ".proto.structured_outputs": "RepetitionDetectionParams StructuredOutputsParams",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "LLM",
-    "AssistantMessage",
-    "AsyncClient",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "BlockMapInfo",
-    "Chat",
-    "ChatDelta",
-    "ClassificationOutput",
-    "ClassificationRequestOutput",
-    "Client",
-    "CompletionDelta",
-    "CompletionFinished",
-    "CompletionOutput",
-    "ContentDelta",
-    "Deployment",
-    "DeploymentInfo",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "EngineArgs",
-    "EngineOptions",
-    "FleetEvent",
-    "FleetInfo",
-    "KvCacheInfo",
-    "LatencyInfo",
-    "LoRARequest",
-    "Logprob",
-    "LoraInfo",
-    "ModelInfo",
-    "ModelLoad",
-    "NodeInfo",
-    "PoolingParams",
-    "PromptLogprobsDelta",
-    "QueueInfo",
-    "RankStatus",
-    "ReasoningDelta",
-    "RepetitionDetectionParams",
-    "ReplicaInfo",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestStarted",
-    "SamplingParams",
-    "ScalingLimits",
-    "ScoringOutput",
-    "ScoringRequestOutput",
-    "ServerInfo",
-    "StreamEvent",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "Timings",
-    "TokensPrompt",
-    "ToolCall",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "TrafficInfo",
-    "Usage",
-    "errors",
-]
+__all__ = [*_MODULE_OF, "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -214,8 +136,8 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name == "errors":
         return import_module(".proto.errors", __name__)
-    if name in _MODULES:
-        return getattr(import_module(_MODULES[name], __name__), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +42,10 @@ def test_unknown_name_is_an_attribute_error() -> None:
 )
 def test_import_loads_no_more_than_it_needs(statement: str, expected: set[str]) -> None:
     assert loaded_by(statement) == expected
+
+
+def test_type_checkers_see_the_names_that_are_exported() -> None:
+    tree = ast.parse(Path(quire.__file__).read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    shown = {alias.asname for node in imports for alias in node.names}
+    assert shown == set(quire.__all__)
