@@ -5,13 +5,17 @@ or quire's default. No ``from __future__ import annotations``: see `config.optio
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...proto.errors import InvalidRequest
 from ...proto.options.option import option
 from ...proto.options.values import ValueKind
 
-_SAMPLING, _LOGITS, _SEARCH, _REQUEST = "Sampling", "Logits", "Several completions", "Request"
+# Options by the panel of --help that shows them.
+_sampling, _logits, _several, _request = (
+    partial(option, group=group) for group in ("Sampling", "Logits", "Several completions", "Request")
+)
 
 TEXTS = ValueKind("a list of texts", tuple, is_repeated=True)
 
@@ -20,18 +24,18 @@ TEXTS = ValueKind("a list of texts", tuple, is_repeated=True)
 class RequestOptions:
     """Options of a request beside its sampling."""
 
-    model: str = option("", help="Name of the model; needed only if the server has several.", group=_REQUEST)
-    priority: int = option(0, help="Higher runs first if the server's policy is priority.", group=_REQUEST)
-    timeout_s: float | None = option(None, help="Deadline of the request.", unit="seconds", group=_REQUEST)
+    model: str = _request("", help="Name of the model; needed only if the server has several.")
+    priority: int = _request(0, help="Higher runs first if the server's policy is priority.")
+    timeout_s: float | None = _request(None, help="Deadline of the request.", unit="seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class TenantOptions:
     """Options of a request for servers that several tenants share."""
 
-    tenant: str = option("", help="Tenant of the request, if no token names one.", group=_REQUEST)
-    cache_salt: str = option(
-        "", help="Share the prefix cache only with requests of the same tenant and salt.", group=_REQUEST
+    tenant: str = _request("", help="Tenant of the request, if no token names one.")
+    cache_salt: str = _request(
+        "", help="Share the prefix cache only with requests of the same tenant and salt."
     )
 
 
@@ -39,81 +43,62 @@ class TenantOptions:
 class SamplingOptions:
     """Sampling of completions and of replies in a chat."""
 
-    max_tokens: int | None = option(
-        None, help="Maximum number of generated tokens. Default: 128, in a chat 1024.", group=_SAMPLING
+    max_tokens: int | None = _sampling(
+        None, help="Maximum number of generated tokens. Default: 128, in a chat 1024."
     )
-    temperature: float | None = option(
-        None, help="Sampling temperature; 0 always takes the most likely token.", group=_SAMPLING
+    temperature: float | None = _sampling(
+        None, help="Sampling temperature; 0 always takes the most likely token."
     )
-    top_k: int | None = option(None, help="Sample from the k most likely tokens; 0 for all.", group=_SAMPLING)
-    top_p: float | None = option(
-        None, help="Sample from the most likely tokens whose probabilities sum to this.", group=_SAMPLING
+    top_k: int | None = _sampling(None, help="Sample from the k most likely tokens; 0 for all.")
+    top_p: float | None = _sampling(
+        None, help="Sample from the most likely tokens whose probabilities sum to this."
     )
-    min_p: float | None = option(
-        None, help="Drop tokens less likely than this share of the top probability.", group=_SAMPLING
+    min_p: float | None = _sampling(
+        None, help="Drop tokens less likely than this share of the top probability."
     )
-    seed: int | None = option(None, help="Seed; the same seed gives the same text.", group=_SAMPLING)
-    stop: tuple[str, ...] = option(
-        (), help="Stop before this string. May be repeated.", kind=TEXTS, metavar="TEXT", group=_SAMPLING
+    seed: int | None = _sampling(None, help="Seed; the same seed gives the same text.")
+    stop: tuple[str, ...] = _sampling(
+        (), help="Stop before this string. May be repeated.", kind=TEXTS, metavar="TEXT"
     )
-    repetition_penalty: float | None = option(
-        None,
-        help="Above 1, makes tokens of the prompt and the output less likely to repeat.",
-        group=_LOGITS,
+    repetition_penalty: float | None = _logits(
+        None, help="Above 1, makes tokens of the prompt and the output less likely to repeat."
     )
-    frequency_penalty: float = option(
-        0.0, help="Subtracted from a token's logit for each time it is in the output.", group=_LOGITS
+    frequency_penalty: float = _logits(
+        0.0, help="Subtracted from a token's logit for each time it is in the output."
     )
-    presence_penalty: float = option(
-        0.0, help="Subtracted from a token's logit if it is in the output.", group=_LOGITS
-    )
+    presence_penalty: float = _logits(0.0, help="Subtracted from a token's logit if it is in the output.")
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
     """Further options of a completion."""
 
-    min_tokens: int = option(0, help="Minimum number of generated tokens.", group=_SAMPLING)
-    ignore_eos: bool = option(
-        False,
-        help="Continue after the model's end-of-sequence token.",
-        flag="--ignore-eos",
-        group=_SAMPLING,
+    min_tokens: int = _sampling(0, help="Minimum number of generated tokens.")
+    ignore_eos: bool = _sampling(
+        False, help="Continue after the model's end-of-sequence token.", flag="--ignore-eos"
     )
-    logit_bias: tuple[str, ...] = option(
-        (),
-        help="Added to the token's logit. May be repeated.",
-        kind=TEXTS,
-        metavar="TOKEN_ID=VALUE",
-        group=_LOGITS,
+    logit_bias: tuple[str, ...] = _logits(
+        (), help="Added to the token's logit. May be repeated.", kind=TEXTS, metavar="TOKEN_ID=VALUE"
     )
-    bad_words: tuple[str, ...] = option(
+    bad_words: tuple[str, ...] = _logits(
         (),
         help="Text that the output must not contain. May be repeated.",
         kind=TEXTS,
         flag="--bad-word",
         metavar="TEXT",
-        group=_LOGITS,
     )
-    logprobs: int | None = option(
-        None,
-        help="Show the tokens' log-probabilities, and those of this many most likely tokens.",
-        group=_LOGITS,
+    logprobs: int | None = _logits(
+        None, help="Show the tokens' log-probabilities, and those of this many most likely tokens."
     )
-    prompt_logprobs: int | None = option(None, help="The same, for the tokens of the prompt.", group=_LOGITS)
-    n: int = option(1, help="Number of completions.", group=_SEARCH)
-    best_of: int | None = option(
-        None, help="Generate this many completions and return the most likely.", group=_SEARCH
+    prompt_logprobs: int | None = _logits(None, help="The same, for the tokens of the prompt.")
+    n: int = _several(1, help="Number of completions.")
+    best_of: int | None = _several(None, help="Generate this many completions and return the most likely.")
+    beam_width: int | None = _several(None, help="Beam search with this many beams.")
+    length_penalty: float = _several(
+        1.0, help="Beam search: below 0 favors short completions, above 0 long ones."
     )
-    beam_width: int | None = option(None, help="Beam search with this many beams.", group=_SEARCH)
-    length_penalty: float = option(
-        1.0, help="Beam search: below 0 favors short completions, above 0 long ones.", group=_SEARCH
-    )
-    early_stopping: bool = option(
-        False,
-        help="Beam search: stop when there are as many completions as beams.",
-        flag="--early-stopping",
-        group=_SEARCH,
+    early_stopping: bool = _several(
+        False, help="Beam search: stop when there are as many completions as beams.", flag="--early-stopping"
     )
 
 

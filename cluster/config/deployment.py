@@ -16,6 +16,7 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -42,82 +43,67 @@ from ...proto.options.values import (
 from .engine_options import EngineOptions
 
 MAX_DRAIN_GRACE_S = 3600.0
-FLEET = "Fleet"
+_option = partial(option, group="Fleet")
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingLimits:
     """The bounds of the replica count, and when the autoscaler changes it. Raises ConfigError on a bad value."""
 
-    min_replicas: int = option(
+    min_replicas: int = _option(
         1,
         help="Fewest replicas; with 0 a model without requests has none.",
         unit="replicas",
         check=at_least(0),
-        group=FLEET,
     )
-    max_replicas: int = option(1, help="Most replicas.", unit="replicas", check=at_least(1), group=FLEET)
-    target_wait_s: float = option(
+    max_replicas: int = _option(1, help="Most replicas.", unit="replicas", check=at_least(1))
+    target_wait_s: float = _option(
         10.0,
         help="Longest acceptable wait of a request before its prompt is computed.",
         unit="seconds",
         check=positive_finite,
-        group=FLEET,
     )
-    target_use: float = option(
+    target_use: float = _option(
         0.65,
         help="Share of a replica's throughput to plan with; the rest absorbs bursts.",
         unit="share",
         check=share,
-        group=FLEET,
     )
-    target_memory_use: float = option(
-        0.9,
-        help="Share of a replica's KV blocks and rows to plan with.",
-        unit="share",
-        check=share,
-        group=FLEET,
+    target_memory_use: float = _option(
+        0.9, help="Share of a replica's KV blocks and rows to plan with.", unit="share", check=share
     )
-    up_delay_s: float = option(
+    up_delay_s: float = _option(
         2.0,
         help="Add replicas after more were needed for this long.",
         unit="seconds",
         check=not_negative_finite,
-        group=FLEET,
     )
-    down_delay_s: float = option(
+    down_delay_s: float = _option(
         300.0,
         help="Remove replicas after fewer were enough for this long.",
         unit="seconds",
         check=not_negative_finite,
-        group=FLEET,
     )
-    max_step_up: int = option(
-        8, help="Replicas that one decision may add.", unit="replicas", check=at_least(1), group=FLEET
+    max_step_up: int = _option(
+        8, help="Replicas that one decision may add.", unit="replicas", check=at_least(1)
     )
-    max_step_down: int = option(
-        1, help="Replicas that one decision may remove.", unit="replicas", check=at_least(1), group=FLEET
+    max_step_down: int = _option(
+        1, help="Replicas that one decision may remove.", unit="replicas", check=at_least(1)
     )
-    cooldown_s: float = option(
-        15.0,
-        help="Time between a change and the next removal.",
-        unit="seconds",
-        check=not_negative_finite,
-        group=FLEET,
+    cooldown_s: float = _option(
+        15.0, help="Time between a change and the next removal.", unit="seconds", check=not_negative_finite
     )
-    idle_timeout_s: float = option(
+    idle_timeout_s: float = _option(
         900.0,
         help="Remove the last replica after this long without a request, if --min-replicas is 0.",
         unit="seconds",
         check=positive_finite,
-        group=FLEET,
     )
-    cold_start_s: float = option(
+    cold_start_s: float = _option(
         60.0,
         help="Assumed start time of a replica until one has been measured.",
         unit="seconds",
         check=not_negative_finite,
-        group=FLEET,
     )
 
     def __post_init__(self) -> None:
@@ -138,33 +124,28 @@ class Deployment:
     engine: EngineOptions
     limits: ScalingLimits = field(default_factory=ScalingLimits)
 
-    rank_resources: tuple[tuple[str, float], ...] = option(
+    rank_resources: tuple[tuple[str, float], ...] = _option(
         (),
         help="Ray resource of each rank beside its GPU; CPU=4 also gives a rank four threads. May be repeated.",
         check=positive_amounts,
         kind=amounts("rank resource", "GPU=1"),
         flag="--rank-resource",
         metavar="NAME=AMOUNT",
-        group=FLEET,
     )
-    drain_grace_s: float = option(
+    drain_grace_s: float = _option(
         30.0,
         help="Time that running requests may stay at a replica that drains, before they move to another.",
         unit="seconds",
         check=between(0, MAX_DRAIN_GRACE_S),
-        group=FLEET,
     )
-    spot: str = option(
+    spot: str = _option(
         "any",
         help="Nodes for replicas, by the label quire.io/spot: any; prefer, spot machines and after 3 minutes without "
         "one others; only; never.",
         check=one_of("any", "prefer", "only", "never"),
-        group=FLEET,
     )
-    weights_version: str = option(
-        "",
-        help="Any text. A new one makes a new version, for weights that changed under the same path.",
-        group=FLEET,
+    weights_version: str = _option(
+        "", help="Any text. A new one makes a new version, for weights that changed under the same path."
     )
 
     def __post_init__(self) -> None:
@@ -254,17 +235,15 @@ def _read_model_tables(path: Path) -> list[dict[str, Any]]:
 class ClusterOptions:
     """Facts about the Ray cluster that its fleet controller cannot find out. Raises ConfigError on a bad value."""
 
-    autoscaling_config: Path | None = option(
+    autoscaling_config: Path | None = _option(
         None,
         help="Configuration file of the cluster's autoscaler. Needed unless `ray up` started the cluster.",
         metavar="FILE",
-        group=FLEET,
     )
-    spot_notices: str | None = option(
+    spot_notices: str | None = _option(
         None,
         help="Cloud whose notices of spot interruption the nodes watch for, to drain in time.",
         check=one_of("aws", "gcp", "azure"),
-        group=FLEET,
     )
 
     def __post_init__(self) -> None:

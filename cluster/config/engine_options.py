@@ -3,11 +3,8 @@
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from ...proto.options.option import option, validate_options
+from ...proto.options.option import validate_options
 from ...proto.options.sections import (
-    CHAT,
-    EXECUTION,
-    MODEL,
     CacheOptions,
     ChatOptions,
     LoraOptions,
@@ -15,6 +12,9 @@ from ...proto.options.sections import (
     ParallelOptions,
     SchedulerOptions,
     StructuredOutputsOptions,
+    chat_option,
+    execution_option,
+    model_option,
 )
 from ...proto.options.values import one_of
 from ..text.chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
@@ -37,22 +37,17 @@ class ModelReference:
     model: str
 
     _: KW_ONLY
-    served_model_name: str | None = option(
-        None,
-        help="Name that clients use for the model. Default: ORG/NAME, or the name of its directory.",
-        group=MODEL,
+    served_model_name: str | None = model_option(
+        None, help="Name that clients use for the model. Default: ORG/NAME, or the name of its directory."
     )
-    revision: str | None = option(
-        None,
-        help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its main branch.",
-        group=MODEL,
+    revision: str | None = model_option(
+        None, help="Branch, tag or commit of a model on the Hugging Face Hub. Default: its main branch."
     )
-    runner: str = option(
+    runner: str = model_option(
         "auto",
         help="Use of the model: generate text, pooling (embeddings, scores), or both; auto is pooling for "
         "checkpoints of sentence-transformers and those with a classification head.",
         check=one_of("auto", "generate", "pooling", "both"),
-        group=MODEL,
     )
 
     @property
@@ -94,25 +89,22 @@ class EngineOptions(
         ConfigError: a value has the wrong type or is out of its range.
     """
 
-    speculative_config: str | None = option(
+    speculative_config: str | None = execution_option(
         None,
         help="Speculative decoding: a JSON object with method, num_speculative_tokens and settings of the method.",
         check=check_speculative_config,
         kind=JSON_OBJECT,
         metavar="JSON",
-        group=EXECUTION,
     )
-    tool_call_parser: str = option(
+    tool_call_parser: str = chat_option(
         AUTO,
         help="Format of the model's tool calls; auto is the one that its chat template shows.",
         check=one_of(AUTO, NONE, *sorted(TOOL_CALL_FORMATS)),
-        group=CHAT,
     )
-    reasoning_parser: str = option(
+    reasoning_parser: str = chat_option(
         AUTO,
         help="Format of the model's reasoning; auto is the one that its chat template shows.",
         check=one_of(AUTO, NONE, *sorted(REASONING_FORMATS)),
-        group=CHAT,
     )
 
     def __post_init__(self) -> None:

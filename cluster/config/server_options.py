@@ -1,159 +1,132 @@
 """ServerOptions: the options of a gateway's server."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...proto.options.option import option, validate_options
 from ...proto.options.values import bearer_token, not_negative_finite, one_of, positive_finite, web_origins
 
-_SERVER = "Server"
-_LOGS = "Logs and traces"
+_option, _log_option = partial(option, group="Server"), partial(option, group="Logs and traces")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """An operator's choices for a gateway: its addresses, and who may call it."""
 
-    listen: str = option(
+    listen: str = _option(
         "127.0.0.1:50051",
         help="Address of the gRPC server; with port 0 the system chooses one.",
         metavar="HOST:PORT",
-        group=_SERVER,
     )
-    http: str = option(
+    http: str = _option(
         "127.0.0.1:8000",
         help="Address of the HTTP server, which speaks the protocols of OpenAI and Anthropic; with port 0 the system "
         "chooses one.",
         metavar="HOST:PORT",
-        group=_SERVER,
     )
-    no_http: bool = option(False, help="Serve gRPC alone.", group=_SERVER)
-    insecure: bool = option(
-        False,
-        help="Allow an address that other machines can reach without TLS and tokens.",
-        group=_SERVER,
+    no_http: bool = _option(False, help="Serve gRPC alone.")
+    insecure: bool = _option(
+        False, help="Allow an address that other machines can reach without TLS and tokens."
     )
-    tls_cert: Path | None = option(
+    tls_cert: Path | None = _option(
         None,
         help="PEM file of the server's certificate chain. It is read again when it changes.",
         metavar="FILE",
-        group=_SERVER,
     )
-    tls_key: Path | None = option(None, help="PEM file of its private key.", metavar="FILE", group=_SERVER)
-    tls_client_ca: Path | None = option(
+    tls_key: Path | None = _option(None, help="PEM file of its private key.", metavar="FILE")
+    tls_client_ca: Path | None = _option(
         None,
         help="PEM file of the authorities one of which must have signed a client's certificate.",
         metavar="FILE",
-        group=_SERVER,
     )
-    api_key: str | None = option(
+    api_key: str | None = _option(
         None,
         help="A bearer token of users, in addition to those of --token-file. Other users of the machine can read a "
         "command line, so prefer the variable, which may also be VLLM_API_KEY.",
         metavar="TOKEN",
         check=bearer_token,
-        group=_SERVER,
     )
-    token_file: Path | None = option(
+    token_file: Path | None = _option(
         None,
         help="File of the bearer tokens that callers must have one of, as lines of quire token. It is read again "
         "when it changes.",
         metavar="FILE",
-        group=_SERVER,
     )
-    tenants_file: Path | None = option(
+    tenants_file: Path | None = _option(
         None,
         help="TOML file of the tenants' limits and prefix pools. It is read again when it changes.",
         metavar="FILE",
-        group=_SERVER,
     )
 
-    allowed_origins: str | None = option(
+    allowed_origins: str | None = _option(
         None,
         help="Origins of web pages that may call the HTTP server (CORS), separated by commas; * for all. None by "
         "default.",
         metavar="ORIGINS",
         check=web_origins,
-        group=_SERVER,
     )
 
-    enable_chaos: bool = option(
-        False,
-        help="Let operators cause failures with quire chaos. For game days.",
-        group=_SERVER,
-    )
+    enable_chaos: bool = _option(False, help="Let operators cause failures with quire chaos. For game days.")
 
-    allow_runtime_lora_updating: bool = option(
+    allow_runtime_lora_updating: bool = _option(
         False,
         help="Serve /v1/load_lora_adapter and /v1/unload_lora_adapter, whose callers name files that ranks open.",
-        group=_SERVER,
     )
 
-    server_dev_mode: bool = option(
+    server_dev_mode: bool = _option(
         False,
         help="Serve /sleep, /wake_up, /pause, /resume and /update_weights, whose callers stop the engine and name "
         "files that ranks open. For trainers.",
-        group=_SERVER,
     )
 
-    enable_auto_tool_choice: bool = option(
-        False,
-        help="Accepted for the command lines of vLLM; tool calls need no switch.",
-        group=_SERVER,
+    enable_auto_tool_choice: bool = _option(
+        False, help="Accepted for the command lines of vLLM; tool calls need no switch."
     )
 
-    max_connection_age_s: float | None = option(
+    max_connection_age_s: float | None = _option(
         None,
         help="Age at which gRPC connections are asked to end, so that a load balancer can spread their clients. "
         "Unlimited by default.",
         unit="seconds",
         check=positive_finite,
-        group=_SERVER,
     )
-    max_connection_age_grace_s: float = option(
+    max_connection_age_grace_s: float = _option(
         60.0,
         help="Time that calls may go on after their connection has reached that age.",
         unit="seconds",
         check=not_negative_finite,
-        group=_SERVER,
     )
-    resume_window_s: float = option(
+    resume_window_s: float = _option(
         10.0,
         help="Time that a resumable request runs on after its connection broke.",
         unit="seconds",
         check=not_negative_finite,
-        group=_SERVER,
     )
-    retention_s: float = option(
+    retention_s: float = _option(
         60.0,
         help="Time that the output of a finished request with a request_id is kept, for calls that are repeated.",
         unit="seconds",
         check=not_negative_finite,
-        group=_SERVER,
     )
 
-    log_level: str = option(
+    log_level: str = _log_option(
         "info",
         help="Least severe lines of quire in the log.",
         check=one_of("debug", "info", "warning", "error"),
-        group=_LOGS,
     )
-    log_format: str = option(
+    log_format: str = _log_option(
         "text",
         help="Form of the log: readable lines, or one JSON object per line.",
         check=one_of("text", "json"),
-        group=_LOGS,
     )
-    log_requests: bool = option(
-        False,
-        help="Log a line when a request begins, ends, moves or is refused, without its text.",
-        group=_LOGS,
+    log_requests: bool = _log_option(
+        False, help="Log a line when a request begins, ends, moves or is refused, without its text."
     )
-    otlp_traces_endpoint: str | None = option(
+    otlp_traces_endpoint: str | None = _log_option(
         None,
         help="OTLP collector to which traces of requests are sent over gRPC. Needs the extra otel.",
         metavar="URL",
-        group=_LOGS,
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ...proto.errors import ConfigError
 from ...proto.options.option import check_names, declared_options, option, validate_options
 from ...proto.options.values import positive, positive_finite
 
-_LIMITS = "Limits"
+_option = partial(option, group="Limits")
 _TABLES = "default", "tenants"
 
 
@@ -18,21 +19,17 @@ _TABLES = "default", "tenants"
 class TenantOptions:
     """Limits and options of one tenant. A limit of None does not limit."""
 
-    max_concurrent_requests: int | None = option(
-        None, help="Requests that run or wait at once.", unit="requests", check=positive, group=_LIMITS
+    max_concurrent_requests: int | None = _option(
+        None, help="Requests that run or wait at once.", unit="requests", check=positive
     )
-    requests_per_minute: float | None = option(
-        None, help="Requests started in a minute.", unit="requests", check=positive_finite, group=_LIMITS
+    requests_per_minute: float | None = _option(
+        None, help="Requests started in a minute.", unit="requests", check=positive_finite
     )
-    tokens_per_minute: float | None = option(
-        None,
-        help="Prompt and output tokens in a minute.",
-        unit="tokens",
-        check=positive_finite,
-        group=_LIMITS,
+    tokens_per_minute: float | None = _option(
+        None, help="Prompt and output tokens in a minute.", unit="tokens", check=positive_finite
     )
-    prefix_pool: str | None = option(
-        None, help="Tenants with the same pool share cached prefixes; others share none.", group=_LIMITS
+    prefix_pool: str | None = _option(
+        None, help="Tenants with the same pool share cached prefixes; others share none."
     )
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ declares the values again that `resolve` has to fill in, so that an option is de
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 from .option import option
 from .values import (
@@ -36,115 +37,94 @@ MAX_SPARE_PROCESSES = 64
 MAX_LORAS = 1024
 MAX_LORA_RANK = 512
 
-# Panels of --help.
-MODEL, EXECUTION, CHAT = "Model", "Execution", "Chat"
-_KV_CACHE, _SCHEDULING = "KV cache", "Scheduling"
-_STRUCTURED_OUTPUTS, _LORA = "Structured outputs", "LoRA adapters"
+# Options by the panel of --help that shows them.
+model_option, execution_option, chat_option = (
+    partial(option, group=group) for group in ("Model", "Execution", "Chat")
+)
+_kv_option, _scheduling_option, _constraint_option, _lora_option = (
+    partial(option, group=group)
+    for group in ("KV cache", "Scheduling", "Structured outputs", "LoRA adapters")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The types of a model's numbers, the length of its sequences, and its seed."""
 
-    dtype: str = option(
+    dtype: str = model_option(
         "auto",
         help="Type of activations and of weights that are not quantized; auto is float32 on a CPU and the "
         "checkpoint's type on a GPU.",
         check=one_of("auto", *DTYPES),
-        group=MODEL,
     )
-    quantization: str | None = option(
+    quantization: str | None = model_option(
         None,
         help="Quantize full-precision weights while they are loaded. Quantized checkpoints need no option.",
         check=one_of("int8", "fp8"),
-        group=MODEL,
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = model_option(
         None,
         help="Longest sequence, prompt and output together. Default: the model's context length.",
         unit="tokens",
         check=at_least(2),
-        group=MODEL,
     )
-    seed: int = option(
-        0,
-        help="Base seed; requests without a seed of their own draw theirs from it.",
-        group=MODEL,
-    )
+    seed: int = model_option(0, help="Base seed; requests without a seed of their own draw theirs from it.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
     """The ranks: their devices, and what they compute how."""
 
-    tensor_parallel_size: int = option(
-        1,
-        help="Ranks that share each layer.",
-        unit="ranks",
-        check=at_least(1),
-        group=EXECUTION,
+    tensor_parallel_size: int = execution_option(
+        1, help="Ranks that share each layer.", unit="ranks", check=at_least(1)
     )
-    enable_expert_parallel: bool = option(
-        False,
-        help="Of a mixture of experts, each rank holds some experts whole, instead of a part of each.",
-        group=EXECUTION,
+    enable_expert_parallel: bool = execution_option(
+        False, help="Of a mixture of experts, each rank holds some experts whole, instead of a part of each."
     )
-    enable_dp_attention: bool = option(
+    enable_dp_attention: bool = execution_option(
         False,
         help="Of a model with multi-head latent attention, each rank holds the whole attention and the KV of its own "
         "sequences, instead of the KV of all: as many times the tokens as there are ranks (data-parallel attention).",
-        group=EXECUTION,
     )
-    device: str = option(
-        "auto",
-        help="Device of the ranks; auto is cuda if there is a GPU.",
-        check=one_of("auto", *DEVICES),
-        group=EXECUTION,
+    device: str = execution_option(
+        "auto", help="Device of the ranks; auto is cuda if there is a GPU.", check=one_of("auto", *DEVICES)
     )
-    cuda_graphs: bool = option(
-        True,
-        help="Record decode steps on a GPU as CUDA graphs and replay them.",
-        group=EXECUTION,
+    cuda_graphs: bool = execution_option(
+        True, help="Record decode steps on a GPU as CUDA graphs and replay them."
     )
-    batch_invariant: bool = option(
+    batch_invariant: bool = execution_option(
         False,
         help="Attention on a GPU gives the same bits whatever else is in the batch, at some cost when few long "
         "sequences run. With latents, prompts are always expanded to keys and values; not for sparse attention.",
-        group=EXECUTION,
     )
-    attention_backend: str = option(
+    attention_backend: str = execution_option(
         "triton",
         help="Attention of prompts on a GPU: triton is quire's own kernel, flash_attn is FlashAttention 3, which "
         "must be installed (not yet run).",
         check=one_of("triton", "flash_attn"),
-        group=EXECUTION,
     )
-    logits_processors: str | None = option(
+    logits_processors: str | None = execution_option(
         None,
         help="Custom logits processors that requests may ask for: names of entry points in the group "
         "quire.logits_processors of installed packages, separated by commas.",
         metavar="NAMES",
         check=processor_names,
-        group=EXECUTION,
     )
-    fused_all_reduce: bool = option(
+    fused_all_reduce: bool = execution_option(
         False,
         help="Ranks on GPUs of one host sum few tokens with a kernel of quire instead of NCCL (not yet measured).",
-        group=EXECUTION,
     )
-    spare_processes: int = option(
+    spare_processes: int = execution_option(
         1,
         help="Idle processes on each node of a replica, of about 180 MiB, which take the place of a rank or a "
         "scheduler that fails; without one, a recovery waits until Python and torch have started.",
         unit="processes",
         check=between(0, MAX_SPARE_PROCESSES),
-        group=EXECUTION,
     )
-    standby_weights: bool = option(
+    standby_weights: bool = execution_option(
         False,
         help="On CPUs, keep a started process for each replica, which takes the place of a rank that fails, and the "
         "weights and KV of all ranks in memory that outlives their processes; for ranks on the scheduler's node.",
-        group=EXECUTION,
     )
 
 
@@ -152,55 +132,44 @@ class ParallelOptions:
 class CacheOptions:
     """The paged KV cache."""
 
-    block_size: int = option(
-        16,
-        help="Tokens per KV block.",
-        unit="tokens",
-        check=between(1, MAX_BLOCK_SIZE),
-        group=_KV_CACHE,
+    block_size: int = _kv_option(
+        16, help="Tokens per KV block.", unit="tokens", check=between(1, MAX_BLOCK_SIZE)
     )
-    kv_cache_memory: int | None = option(
+    kv_cache_memory: int | None = _kv_option(
         None,
         help="KV memory per rank, for example 512MiB or 8GiB. Default: the share of --gpu-memory-utilization on a "
         "GPU, 512 MiB on a CPU.",
         unit="bytes",
         check=positive,
         kind=NUM_BYTES,
-        group=_KV_CACHE,
     )
-    gpu_memory_utilization: float = option(
+    gpu_memory_utilization: float = _kv_option(
         0.9,
         help="Share of a GPU's memory for weights, activations and KV cache together.",
         unit="share",
         check=share,
-        group=_KV_CACHE,
     )
-    num_kv_blocks: int | None = option(
+    num_kv_blocks: int | None = _kv_option(
         None,
         help="KV blocks per rank, the scratch block included, instead of an amount of memory. A block holds tokens "
         "of the layers with the same window.",
         unit="blocks",
         check=at_least(2),
-        group=_KV_CACHE,
     )
-    num_host_kv_blocks: int = option(
+    num_host_kv_blocks: int = _kv_option(
         0,
         help="KV blocks per rank in host memory, for evicted prefixes and preempted sequences.",
         unit="blocks",
         check=at_least(0),
-        group=_KV_CACHE,
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: str = _kv_option(
         "auto",
         help="Type of keys and values in the cache; auto is the type of activations. The others take half of the "
         "memory or less, with results close to full precision.",
         check=one_of("auto", "fp8_e4m3", "int8"),
-        group=_KV_CACHE,
     )
-    prefix_caching: bool = option(
-        True,
-        help="Keep computed KV blocks for later prompts with the same beginning.",
-        group=_KV_CACHE,
+    prefix_caching: bool = _kv_option(
+        True, help="Keep computed KV blocks for later prompts with the same beginning."
     )
 
 
@@ -208,70 +177,60 @@ class CacheOptions:
 class SchedulerOptions:
     """Limits of a step and of the waiting queue, deadlines, and the order of admission."""
 
-    max_logprobs: int = option(
+    max_logprobs: int = model_option(
         20,
         help="Most log-probabilities per token that a request may ask for; -1 for no limit. Those of a whole "
         "vocabulary take a megabyte per token.",
         unit="tokens",
         check=at_least(-1),
-        group=MODEL,
     )
-    step_timeout_s: float = option(
+    step_timeout_s: float = execution_option(
         10.0,
         help="A rank without a result this long after the expected end of a step counts as hung; sooner in short "
         "steps, or if its process does not answer.",
         unit="seconds",
         check=positive_finite,
-        group=EXECUTION,
     )
-    audit: bool = option(
-        False,
-        help="Recount all KV blocks after each step, to find errors in the accounting.",
-        group=EXECUTION,
+    audit: bool = execution_option(
+        False, help="Recount all KV blocks after each step, to find errors in the accounting."
     )
-    max_num_seqs: int | None = option(
+    max_num_seqs: int | None = _scheduling_option(
         None,
         help="Sequences that run at once. Default: 64; on GPUs 256 from 40 GiB of memory on, 1,024 from 70 GiB on.",
         unit="sequences",
         check=positive_up_to(MAX_NUM_SEQS),
-        group=_SCHEDULING,
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: int | None = _scheduling_option(
         None,
         help="Tokens per step, prompts and outputs together. Default: 2,048; on GPUs 8,192 from 40 GiB of memory on.",
         unit="tokens",
         check=positive_up_to(MAX_NUM_BATCHED_TOKENS),
-        group=_SCHEDULING,
     )
-    max_queue_len: int = option(
+    max_queue_len: int = _scheduling_option(
         4096,
         help="Waiting requests; with this many, new ones are refused with RESOURCE_EXHAUSTED.",
         unit="requests",
         check=positive,
-        group=_SCHEDULING,
     )
-    max_steps_in_flight: int | None = option(
+    max_steps_in_flight: int | None = _scheduling_option(
         None,
         help="Steps that are planned before the result of the first has arrived; 2 hides the scheduler's time. "
         "Default: 2, and 1 for LLM on one CPU rank, which shares a thread with the scheduler.",
         unit="steps",
         check=between(1, MAX_STEPS_IN_FLIGHT),
-        group=_SCHEDULING,
     )
-    policy: str | None = option(
+    policy: str | None = _scheduling_option(
         None,
         help="Order of admission. Default: fcfs, and fair with --enable-lora: adapters share the rows.",
         check=one_of("fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"),
-        group=_SCHEDULING,
     )
-    tenant_weights: tuple[tuple[str, float], ...] = option(
+    tenant_weights: tuple[tuple[str, float], ...] = _scheduling_option(
         (),
         help="A tenant's share under the policy fair; other tenants have 1. May be repeated.",
         check=positive_amounts,
         kind=amounts("tenant weight", "gold=3"),
         flag="--tenant-weight",
         metavar="NAME=SHARE",
-        group=_SCHEDULING,
     )
 
 
@@ -279,16 +238,13 @@ class SchedulerOptions:
 class ChatOptions:
     """Conversations: their template."""
 
-    chat_template: str | None = option(
+    chat_template: str | None = chat_option(
         None,
         help="File of a chat template to use instead of the model's own, or the template itself.",
         metavar="FILE",
-        group=CHAT,
     )
-    trust_request_chat_template: bool = option(
-        False,
-        help="Allow requests to bring chat templates of their own.",
-        group=CHAT,
+    trust_request_chat_template: bool = chat_option(
+        False, help="Allow requests to bring chat templates of their own."
     )
 
 
@@ -296,21 +252,16 @@ class ChatOptions:
 class StructuredOutputsOptions:
     """Structured outputs. The last two hold for all requests, see StructuredOutputsParams."""
 
-    structured_outputs_backend: str = option(
+    structured_outputs_backend: str = _constraint_option(
         "auto",
         help="Library that constrains outputs to grammars; auto is the first of them that supports the constraint.",
         check=one_of("auto", *GRAMMAR_BACKENDS),
-        group=_STRUCTURED_OUTPUTS,
     )
-    disable_any_whitespace: bool = option(
-        False,
-        help="Structured JSON has no white space between its parts.",
-        group=_STRUCTURED_OUTPUTS,
+    disable_any_whitespace: bool = _constraint_option(
+        False, help="Structured JSON has no white space between its parts."
     )
-    disable_additional_properties: bool = option(
-        False,
-        help="Structured JSON objects have no properties beside those that their schema lists.",
-        group=_STRUCTURED_OUTPUTS,
+    disable_additional_properties: bool = _constraint_option(
+        False, help="Structured JSON objects have no properties beside those that their schema lists."
     )
 
 
@@ -318,47 +269,35 @@ class StructuredOutputsOptions:
 class LoraOptions:
     """LoRA adapters."""
 
-    enable_lora: bool = option(
-        False,
-        help="Serve LoRA adapters of the model, see --lora-modules.",
-        group=_LORA,
-    )
-    lora_modules: tuple[tuple[str, str], ...] = option(
+    enable_lora: bool = _lora_option(False, help="Serve LoRA adapters of the model, see --lora-modules.")
+    lora_modules: tuple[tuple[str, str], ...] = _lora_option(
         (),
         help="An adapter in PEFT's layout: the name that clients use for it, and its directory on every node. May be "
         "repeated.",
         check=check_lora_modules,
         kind=LORA_MODULES,
         metavar="NAME=PATH",
-        group=_LORA,
     )
-    max_loras: int = option(
+    max_loras: int = _lora_option(
         1,
         help="Adapters that a step may use; each has a slot in the memory of the device.",
         unit="adapters",
         check=between(1, MAX_LORAS),
-        group=_LORA,
     )
-    max_lora_rank: int = option(
-        16,
-        help="Largest rank of an adapter.",
-        unit="dimensions",
-        check=between(1, MAX_LORA_RANK),
-        group=_LORA,
+    max_lora_rank: int = _lora_option(
+        16, help="Largest rank of an adapter.", unit="dimensions", check=between(1, MAX_LORA_RANK)
     )
-    lora_target_modules: str | None = option(
+    lora_target_modules: str | None = _lora_option(
         None,
         help="Modules that adapters may change, which alone have memory in each slot: names or parts of paths, "
         "separated by commas, for example q_proj,v_proj or self_attn. Default: all that can be adapted.",
         metavar="NAMES",
         check=check_target_modules,
-        group=_LORA,
     )
-    max_cpu_loras: int | None = option(
+    max_cpu_loras: int | None = _lora_option(
         None,
         help="Adapters in host memory, the least recently used of which make room for others. Default: the larger of "
         "--max-loras and the number of --lora-modules.",
         unit="adapters",
         check=positive,
-        group=_LORA,
     )
