@@ -11,8 +11,8 @@ from ....proto.block_map import BlockMap
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
 from ....proto.replica_status import ReplicaStatus
 from ...client.wire.admin_messages import replica_to_message
+from ...client.wire.message_fields import to_message
 from ...fleet.replica.client import ReplicaClient
-from ..metrics.recent_traffic import Latency
 from ..routing.replica_pool import ReplicaPool
 from ..routing.served_models import ServedModel, ServedModels
 from .services import GatewayServices
@@ -105,24 +105,12 @@ def _describe(
 
 def _traffic(services: GatewayServices, model: ServedModel) -> admin_pb2.ModelTraffic:
     recent = services.monitor.recent
-    traffic = recent.of(model.name)
-    return admin_pb2.ModelTraffic(
-        model=model.name,
-        seconds=traffic.seconds,
-        num_open=traffic.num_open,
+    return to_message(
+        admin_pb2.ModelTraffic,
+        recent.of(model.name),
         num_unplaced=model.pool.num_waiting,
-        prompt_tokens_per_s=traffic.prompt_tokens_per_s,
-        generated_tokens_per_s=traffic.generated_tokens_per_s,
-        completions_per_s=traffic.completions_per_s,
-        errors_per_s=traffic.errors_per_s,
-        first_token=_latency(traffic.first_token),
-        inter_token=_latency(traffic.inter_token),
         generated_tokens_per_s_history=recent.generated_tokens_per_s(model.name),
     )
-
-
-def _latency(latency: Latency) -> admin_pb2.LatencyQuantiles:
-    return admin_pb2.LatencyQuantiles(p50_s=latency.p50, p99_s=latency.p99)
 
 
 class FleetEvents:

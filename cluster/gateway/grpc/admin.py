@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import grpc.aio
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -24,7 +23,7 @@ from ..admin.engine_control import (
 from ..admin.services import GatewayServices
 from ..admin.status import FleetEvents, block_map, current_load, current_status, latest_status
 from ..routing.fleet_interface import Fleet
-from .responses import convert_errors, write_in_time
+from .responses import Context, convert_errors, write_in_time
 
 # A map is for a display, which shows the replica's silence instead.
 BLOCK_MAP_TIMEOUT_S = 3.0
@@ -45,20 +44,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @convert_errors
     async def GetStatus(
-        self, message: admin_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
         return latest_status(self._services) if message.cached else await current_status(self._services)
 
     @convert_errors
     async def GetBlockMap(
-        self, message: admin_pb2.GetBlockMapRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.GetBlockMapRequest, context: Context
     ) -> admin_pb2.GetBlockMapResponse:
         blocks = await block_map(self._services, message.replica_id, BLOCK_MAP_TIMEOUT_S)
         return block_map_to_message(blocks)
 
     @convert_errors
     async def FlushCache(
-        self, message: admin_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.FlushCacheRequest, context: Context
     ) -> admin_pb2.FlushCacheResponse:
         clients = self._services.models.find(message.model).pool.clients
         for client in clients.values():
@@ -67,13 +66,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @convert_errors
     async def InjectFault(
-        self, message: admin_pb2.InjectFaultRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.InjectFaultRequest, context: Context
     ) -> admin_pb2.InjectFaultResponse:
         return await inject_fault(self._services, message)
 
     @convert_errors
     async def LoadLora(
-        self, message: admin_pb2.LoadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.LoadLoraRequest, context: Context
     ) -> admin_pb2.LoadLoraResponse:
         models = self._services.models
         await models.load_lora(message.model, message.name, message.path, replace=message.replace)
@@ -81,14 +80,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @convert_errors
     async def UnloadLora(
-        self, message: admin_pb2.UnloadLoraRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.UnloadLoraRequest, context: Context
     ) -> admin_pb2.UnloadLoraResponse:
         self._services.models.unload_lora(message.name)
         return admin_pb2.UnloadLoraResponse()
 
     @convert_errors
     async def ListLoras(
-        self, message: admin_pb2.ListLorasRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.ListLorasRequest, context: Context
     ) -> admin_pb2.ListLorasResponse:
         adapters = [
             admin_pb2.LoraAdapter(name=each.name, path=each.path, model=model.name)
@@ -98,53 +97,41 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.ListLorasResponse(adapters=adapters)
 
     @convert_errors
-    async def GetLoad(
-        self, message: admin_pb2.GetLoadRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.GetLoadResponse:
+    async def GetLoad(self, message: admin_pb2.GetLoadRequest, context: Context) -> admin_pb2.GetLoadResponse:
         return current_load(self._services.models)
 
     @convert_errors
-    async def Sleep(
-        self, message: admin_pb2.SleepRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.SleepResponse:
+    async def Sleep(self, message: admin_pb2.SleepRequest, context: Context) -> admin_pb2.SleepResponse:
         command = sleep_command(message.level or 1, mode_from_message(message.mode))
         await self._control(message.model, command)
         return admin_pb2.SleepResponse()
 
     @convert_errors
-    async def WakeUp(
-        self, message: admin_pb2.WakeUpRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.WakeUpResponse:
+    async def WakeUp(self, message: admin_pb2.WakeUpRequest, context: Context) -> admin_pb2.WakeUpResponse:
         await self._control(message.model, wake_up_command(message.tags))
         return admin_pb2.WakeUpResponse()
 
     @convert_errors
-    async def Pause(
-        self, message: admin_pb2.PauseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.PauseResponse:
+    async def Pause(self, message: admin_pb2.PauseRequest, context: Context) -> admin_pb2.PauseResponse:
         command = EngineCommand(Action.PAUSE, mode_from_message(message.mode))
         await self._control(message.model, command)
         return admin_pb2.PauseResponse()
 
     @convert_errors
-    async def Resume(
-        self, message: admin_pb2.ResumeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> admin_pb2.ResumeResponse:
+    async def Resume(self, message: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.ResumeResponse:
         await self._control(message.model, EngineCommand(Action.RESUME))
         return admin_pb2.ResumeResponse()
 
     @convert_errors
     async def UpdateWeights(
-        self, message: admin_pb2.UpdateWeightsRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: admin_pb2.UpdateWeightsRequest, context: Context
     ) -> admin_pb2.UpdateWeightsResponse:
         command = update_command(message.path, message.version, mode_from_message(message.mode))
         await self._control(message.model, command)
         return admin_pb2.UpdateWeightsResponse()
 
     @convert_errors
-    async def WatchEvents(
-        self, message: admin_pb2.WatchEventsRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def WatchEvents(self, message: admin_pb2.WatchEventsRequest, context: Context) -> None:
         events, models = FleetEvents(self._services), self._services.models
         while not self._is_closing:
             changes = events.take()
@@ -175,9 +162,7 @@ def _forwarding(kind: type[FleetCommand]) -> Any:
     respond = GetMessageClass(call.output_type)
 
     @convert_errors
-    async def handle(
-        service: AdminService, message: Message, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Message:
+    async def handle(service: AdminService, message: Message, context: Context) -> Message:
         fleet = service.writable_fleet()
         return respond(**await fleet.apply(kind(**_values(message))))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -15,7 +14,7 @@ from ....proto import inference_pb2
 from ....proto.errors import Overloaded
 from ...os_utils.change_notifier import ChangeNotifier
 from ..routing.served_models import ServedModels
-from .responses import convert_errors, end_call, write_in_time
+from .responses import Context, convert_errors, end_call, write_in_time
 
 INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 # A client watches each model at most once over a connection. Callers of health need no token.
@@ -55,15 +54,13 @@ class HealthService(HealthServicer):
         self._set(dict.fromkeys(self._statuses, HealthCheckResponse.NOT_SERVING))
         self._is_stopping = True
 
-    async def Check(
-        self, message: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> HealthCheckResponse:
+    async def Check(self, message: HealthCheckRequest, context: Context) -> HealthCheckResponse:
         status = self._statuses.get(message.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return HealthCheckResponse(status=status)
 
-    async def Watch(self, message: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def Watch(self, message: HealthCheckRequest, context: Context) -> None:
         peer = context.peer()
         if self._num_watchers[peer] >= MAX_WATCHERS_PER_CONNECTION:
             full = f"the connection has {MAX_WATCHERS_PER_CONNECTION} watchers of health already"
@@ -77,7 +74,7 @@ class HealthService(HealthServicer):
                 del self._num_watchers[peer]
 
     @convert_errors
-    async def _watch(self, message: HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _watch(self, message: HealthCheckRequest, context: Context) -> None:
         written: int | None = None
         while True:
             status = self._statuses.get(message.service, HealthCheckResponse.SERVICE_UNKNOWN)

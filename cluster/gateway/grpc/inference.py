@@ -8,14 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
-
-import grpc.aio
 
 from ....proto import inference_pb2, inference_pb2_grpc
 from ....proto.errors import InvalidRequest, QuireError
 from ....proto.pooling import PoolingParams
 from ....proto.sampling import SamplingParams
+from ...client.wire.message_fields import to_message
 from ...client.wire.request_messages import (
     prompt_from_message,
     resume_position_from_message,
@@ -29,7 +27,7 @@ from ..generation.generation import GenerationCall
 from ..generation.pooled_calls import PooledAnswer, check_num_inputs, pool_all
 from ..routing.served_models import ServedModel
 from .message_guard import check_counts
-from .responses import convert_errors, write_in_time
+from .responses import Context, convert_errors, write_in_time
 
 # As many as a JSON body may have.
 MAX_DETOKENIZED = 1 << 19
@@ -48,7 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @convert_errors
     async def Generate(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         async with self._generation.run(self._call(message, context)) as generation:
             events = [event async for event in generation.events]
@@ -64,9 +62,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return await asyncio.to_thread(output_to_message, output, request.sampling)
 
     @convert_errors
-    async def GenerateStream(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
         async with self._generation.run(self._call(message, context)) as generation:
             sampling = generation.request.sampling
             async for number, event in generation.numbered_events:
@@ -79,27 +75,27 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @convert_errors
     async def Embed(
-        self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.EmbedRequest, context: Context
     ) -> inference_pb2.EmbedResponse:
         vectors = await pool_all(self._generation, self._embed_calls(message, context))
         return await asyncio.to_thread(embed_response, message.model or vectors[0].model.name, vectors)
 
     @convert_errors
     async def Abort(
-        self, message: inference_pb2.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
         aborted = self._generation.abort(self._tenant(message.tenant, context), message.request_id)
         return inference_pb2.AbortResponse(aborted=aborted)
 
     @convert_errors
     async def ListModels(
-        self, message: inference_pb2.ListModelsRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
         return inference_pb2.ListModelsResponse(models=map(_model_to_message, self._models))
 
     @convert_errors
     async def Tokenize(
-        self, message: inference_pb2.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
         model = self._models.find(message.model)
         adds_special_tokens = message.add_special_tokens if message.HasField("add_special_tokens") else True
@@ -117,7 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @convert_errors
     async def Detokenize(
-        self, message: inference_pb2.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
         if len(message.token_ids) > MAX_DETOKENIZED:
             problem = f"has {len(message.token_ids)} tokens, must have at most {MAX_DETOKENIZED}"
@@ -131,7 +127,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @convert_errors
     async def GetServerInfo(
-        self, message: inference_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, message: inference_pb2.GetServerInfoRequest, context: Context
     ) -> inference_pb2.GetServerInfoResponse:
         limits = self._generation.limits
         return inference_pb2.GetServerInfoResponse(
@@ -143,9 +139,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             max_message_bytes=self._max_message_bytes,
         )
 
-    def _call(
-        self, message: inference_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> GenerationCall:
+    def _call(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationCall:
         """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
         with self._counting_refusals():
             model, tenant = self._models.find(message.model), self._tenant(message.tenant, context)
@@ -180,9 +174,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             self._on_refused(error)
             raise
 
-    def _embed_calls(
-        self, message: inference_pb2.EmbedRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> list[GenerationCall]:
+    def _embed_calls(self, message: inference_pb2.EmbedRequest, context: Context) -> list[GenerationCall]:
         """Raises Unauthenticated for a call without a valid token, InvalidRequest for an invalid field."""
         with self._counting_refusals():
             self._models.find(message.model)
@@ -193,23 +185,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 for call in embed_calls(message)
             ]
 
-    def _tenant(self, claimed: str, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    def _tenant(self, claimed: str, context: Context) -> str:
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
         caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
         return self._authenticator.tenant(caller, claimed)
 
 
 def _model_to_message(model: ServedModel) -> inference_pb2.Model:
-    config = model.config.model
-    return inference_pb2.Model(
-        name=model.name,
-        architecture=config.architecture,
-        max_model_len=config.max_model_len,
-        vocab_size=config.vocab_size,
-    )
+    return to_message(inference_pb2.Model, model.config.model)
 
 
-def trace_headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+def trace_headers(context: Context) -> dict[str, str]:
     """Return the caller's W3C trace context."""
     metadata = context.invocation_metadata() or ()
     return {key: str(value) for key, value in metadata if key in ("traceparent", "tracestate")}

@@ -24,6 +24,7 @@ from ....proto.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 from ...client.wire.grpc_status import to_grpc_status
+from .responses import Context
 
 # Parsing a message of this size takes 5 ms at most, whatever is in it (AMD EPYC, one core).
 _MAX_UNCHECKED_BYTES = 256 << 10
@@ -32,7 +33,6 @@ MAX_FIELDS = 16_384
 
 OnRefused = Callable[[InvalidRequest], None]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):

@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
-Handler = Callable[[Any, RequestT, grpc.aio.ServicerContext[Any, Any]], Awaitable[ResponseT]]
+Handler = Callable[[Any, RequestT, Context], Awaitable[ResponseT]]
 
 
 class UnreadResponse(DeadlineExpired):
@@ -71,9 +71,7 @@ async def _write(context: Context, response: object) -> bool:
 def convert_errors(handler: Handler[RequestT, ResponseT]) -> Handler[RequestT, ResponseT]:
     """Turn what the handler raises into a gRPC status; an unexpected exception is logged and becomes INTERNAL."""
 
-    async def converting(
-        self: Any, request: RequestT, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> ResponseT:
+    async def converting(self: Any, request: RequestT, context: Context) -> ResponseT:
         try:
             return await handler(self, request, context)
         except QuireError as error:

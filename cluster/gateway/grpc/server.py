@@ -24,7 +24,7 @@ from .admin import AdminService
 from .health import INFERENCE, HealthService
 from .inference import InferenceService
 from .message_guard import MessageGuard
-from .responses import convert_errors, write_in_time
+from .responses import Context, convert_errors, write_in_time
 
 MAX_MESSAGE_BYTES = 4 << 20
 MAX_STREAMS_PER_CONNECTION = 4096
@@ -194,7 +194,7 @@ class _Reflection(reflection_pb2_grpc.ServerReflectionServicer):
         self._servicer: Any = reflection.aio.ReflectionServicer(names)
 
     @convert_errors
-    async def ServerReflectionInfo(self, messages: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def ServerReflectionInfo(self, messages: Any, context: Context) -> None:
         async with aclosing(self._servicer.ServerReflectionInfo(messages, context)) as responses:
             async for response in responses:
                 await write_in_time(context, response)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ....proto.replica_status import ReplicaStatus
+from ...client.wire.status import LatencyInfo, TrafficInfo
 from . import of_requests
 from .request_metrics import ERROR, ModelRequests, RequestMetrics
 from .values import quantile
@@ -20,35 +21,6 @@ NUM_SAMPLES = 61  # a minute
 INTERVAL_S = 10
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Quantiles in seconds; None without observations."""
-
-    p50: float | None = None
-    p99: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Requests of one model through one gateway, over a time window.
-
-    Attributes:
-        seconds: length of the window; 0 before the second sample.
-        num_open: requests that have not ended.
-        first_token: time to the first token of requests that got it in the window.
-        inter_token: time between two tokens.
-    """
-
-    seconds: float = 0.0
-    num_open: int = 0
-    prompt_tokens_per_s: float = 0.0
-    generated_tokens_per_s: float = 0.0
-    completions_per_s: float = 0.0
-    errors_per_s: float = 0.0
-    first_token: Latency = Latency()
-    inter_token: Latency = Latency()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +66,16 @@ class RecentTraffic:
         for name, model in self._requests.models.items():
             self._samples[name].append(_Totals.of(model, now))
 
-    def of(self, model: str, num_samples: int = NUM_SAMPLES - 1) -> Traffic:
+    def of(self, model: str, num_samples: int = NUM_SAMPLES - 1) -> TrafficInfo:
         """Return the traffic of a model over its last `num_samples` intervals."""
         num_open = self._requests.models[model].num_open
         samples = self._samples[model]
         if len(samples) < 2:
-            return Traffic(num_open=num_open)
+            return TrafficInfo(model, num_open=num_open)
         first, last = samples[max(0, len(samples) - 1 - num_samples)], samples[-1]
         seconds = last.time_s - first.time_s
-        return Traffic(
+        return TrafficInfo(
+            model,
             seconds=seconds,
             num_open=num_open,
             prompt_tokens_per_s=(last.num_prompt_tokens - first.num_prompt_tokens) / seconds,
@@ -125,9 +98,9 @@ class RecentTraffic:
         ]
 
 
-def _latency(bounds: Sequence[float], first: tuple[int, ...], last: tuple[int, ...]) -> Latency:
+def _latency(bounds: Sequence[float], first: tuple[int, ...], last: tuple[int, ...]) -> LatencyInfo:
     counts = [after - before for before, after in zip(first, last, strict=True)]
-    return Latency(quantile(0.5, bounds, counts), quantile(0.99, bounds, counts))
+    return LatencyInfo(quantile(0.5, bounds, counts), quantile(0.99, bounds, counts))
 
 
 class TrafficLog:
@@ -144,7 +117,7 @@ class TrafficLog:
                 _log.info("%s: %s", model.name, describe(traffic, _statuses(model)))
 
 
-def describe(traffic: Traffic, statuses: list[ReplicaStatus]) -> str:
+def describe(traffic: TrafficInfo, statuses: list[ReplicaStatus]) -> str:
     """Return the line: throughput, latencies of callers, and the load of the replicas.
 
     Args:
@@ -159,7 +132,7 @@ def describe(traffic: Traffic, statuses: list[ReplicaStatus]) -> str:
     if queries := sum(each.prefix_query_tokens for each in statuses):
         parts.append(f"prefix hits {sum(each.prefix_hit_tokens for each in statuses) / queries:.0%}")
     for name, latency in (("first token", traffic.first_token), ("between tokens", traffic.inter_token)):
-        if latency.p50 is not None:
+        if latency.p50_s is not None:
             parts.append(f"{name} {_milliseconds(latency)}")
     if traffic.errors_per_s:
         parts.append(f"{traffic.errors_per_s * traffic.seconds:.0f} errors")
@@ -171,7 +144,7 @@ def _statuses(model: ModelView) -> list[ReplicaStatus]:
     return [status for status in latest if status is not None]
 
 
-def _milliseconds(latency: Latency) -> str:
-    assert latency.p50 is not None
-    assert latency.p99 is not None
-    return f"p50 {1e3 * latency.p50:.0f} ms p99 {1e3 * latency.p99:.0f} ms"
+def _milliseconds(latency: LatencyInfo) -> str:
+    assert latency.p50_s is not None
+    assert latency.p99_s is not None
+    return f"p50 {1e3 * latency.p50_s:.0f} ms p99 {1e3 * latency.p99_s:.0f} ms"

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from quire.cluster.client.wire.status import LatencyInfo, TrafficInfo
 from quire.cluster.gateway.metrics import of_requests
 from quire.cluster.gateway.metrics.recent_traffic import (
     INTERVAL_S,
     NUM_SAMPLES,
-    Latency,
     RecentTraffic,
-    Traffic,
     TrafficLog,
     describe,
 )
@@ -47,15 +46,15 @@ def requests() -> RequestMetrics:
 def test_traffic_is_over_the_window(requests: RequestMetrics) -> None:
     clock = Clock()
     recent = RecentTraffic(requests, clock)
-    assert recent.of("tiny") == Traffic()
+    assert recent.of("tiny") == TrafficInfo("tiny")
     for num_tokens in (100, 10, 20, 30):
         advance(recent, requests, clock, num_tokens)
     assert recent.generated_tokens_per_s("tiny") == [10.0, 20.0, 30.0]
     traffic = recent.of("tiny", 2)
     assert (traffic.seconds, traffic.generated_tokens_per_s, traffic.prompt_tokens_per_s) == (2.0, 25.0, 50.0)
     assert (traffic.completions_per_s, traffic.errors_per_s) == (1.0, 0.0)
-    assert traffic.first_token.p50 == pytest.approx(0.004)
-    assert traffic.inter_token == Latency()
+    assert traffic.first_token.p50_s == pytest.approx(0.004)
+    assert traffic.inter_token == LatencyInfo()
 
 
 def test_traffic_of_more_than_a_minute_ago_is_forgotten(requests: RequestMetrics) -> None:
@@ -68,8 +67,17 @@ def test_traffic_of_more_than_a_minute_ago_is_forgotten(requests: RequestMetrics
 
 
 def test_log_line_names_throughput_load_and_latencies() -> None:
-    traffic = Traffic(
-        10.0, 3, 2000.0, 1234.5, 1.0, 0.2, first_token=Latency(0.05, 0.2), inter_token=Latency(0.01, 0.02)
+    traffic = TrafficInfo(
+        "tiny",
+        10.0,
+        3,
+        0,
+        2000.0,
+        1234.5,
+        1.0,
+        0.2,
+        first_token=LatencyInfo(0.05, 0.2),
+        inter_token=LatencyInfo(0.01, 0.02),
     )
     status: Any = SimpleNamespace(
         num_running=3, num_waiting=1, num_blocks=100, num_used_blocks=25, prefix_query_tokens=10, prefix_hit_tokens=4
