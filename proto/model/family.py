@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .spec import Names, Norms
+from .spec import ArchitectureTraits, Norms
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family(ArchitectureTraits):
     """Properties of an architecture that its configuration does not contain.
 
     Attributes:
@@ -38,7 +38,7 @@ class Family:
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
         adapt: returns a configuration with the field names that the other families have.
 
-    The other fields are those of DecoderSpec.
+    The other fields have the meaning that DecoderSpec gives them.
     """
 
     qkv_bias: bool | None = None
@@ -48,15 +48,9 @@ class Family:
     eps_field: str = "rms_norm_eps"
     qk_norm: str | None = None
     qk_norm_field: str | None = None
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     norms: Norms = field(default_factory=Norms)
-    norm_kind: str = "rms"
     norm_offset: float = 0.0
     activation_field: str = "hidden_act"
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    mlp_names: tuple[str, str] | None = None
-    interleaved_rope: bool = False
     parallel_residual: bool = False
     full_layers_unrotated: bool = False
     is_gemma: bool = False
@@ -71,13 +65,9 @@ class Family:
     has_indexers: bool = False
     indexer_interleaved: bool = False
     all_layers_windowed: bool = False
-    attention_sinks: bool = False
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    names: Names = field(default_factory=Names)
     head_bias: bool = False
     head_bias_field: str | None = None
-    value_norm: bool = False
-    layer_scalars: bool = False
 
 
 def gptj_fields(hf: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ..config import ModelConfig
@@ -17,6 +17,7 @@ from .spec import (
     FULL,
     SLIDING,
     AltUp,
+    ArchitectureTraits,
     DecoderSpec,
     IndexerSpec,
     LayerSpec,
@@ -85,15 +86,8 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         qkv_bias=qkv_bias,
         output_bias=output_bias,
         mlp_bias=bool(hf.get(family.mlp_bias_field)),
-        attention_sinks=family.attention_sinks,
         qk_norm=family.qk_norm if has_qk_norm else None,
-        qk_norm_names=family.qk_norm_names,
-        fused_qkv=family.fused_qkv,
-        fused_gate_up=family.fused_gate_up,
-        mlp_names=family.mlp_names,
-        interleaved_rope=family.interleaved_rope,
         norms=replace(family.norms, before_mlp=None) if is_parallel else family.norms,
-        norm_kind=family.norm_kind,
         norm_offset=1.0 if family.is_gemma else family.norm_offset,
         parallel_residual=is_parallel,
         embedding_scale=model.hf["hidden_size"] ** 0.5
@@ -105,15 +99,13 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         draft_prefixes=mtp_prefixes(model),
         latent=latent,
-        names=family.names,
         head_bias=family.head_bias
         if family.head_bias_field is None
         else bool(hf.get(family.head_bias_field)),
         query_temperature=_read_temperature(hf),
-        value_norm=family.value_norm,
         per_layer_inputs=_read_per_layer_inputs(hf),
-        layer_scalars=family.layer_scalars,
         altup=_read_altup(hf),
+        **{trait.name: getattr(family, trait.name) for trait in fields(ArchitectureTraits)},
     )
 
 

@@ -228,36 +228,55 @@ class AltUp:
     sparsities: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """Sizes and options of a decoder; sizes are those of the whole model, not of a rank's shard.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchitectureTraits:
+    """Properties of a decoder that follow from its architecture alone, whatever its configuration says.
 
     Attributes:
-        ropes: key |-> rotary embedding.
-        attention_scale: multiplies the products of queries and keys.
-        attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0 for unbounded.
         attention_sinks: each head has one more key, whose value is 0 (kernels.attention_variant).
-        qk_norm: norm of queries and keys: RMSNorm before the rotation over each ``head`` or the whole ``projection``,
-            or after it over each ``rotated_head``, or ``rotated_unweighted`` in layers with positions only;
-            LayerNorm with weights per head, ``layer_norm``; None for no norm.
         qk_norm_names: of the norms of queries and keys in the checkpoint; with a ``{}``, each head has its own.
         fused_qkv, fused_gate_up: checkpoints store q, k and v as one ``qkv_proj``, gate and up as one
             ``gate_up_proj``.
         mlp_names: of an ungated feed-forward network's layers, up and down; None for a gated one.
         interleaved_rope: the numbers 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
         norm_kind: of the other norms, ``rms``, or ``layer`` with a bias, or ``layer_without_bias``.
+        names: of the parts in the checkpoint.
+        value_norm: values are normalized per head, by an RMSNorm without weights.
+        layer_scalars: the residual is multiplied by a stored number after each layer.
+    """
+
+    attention_sinks: bool = False
+    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    mlp_names: tuple[str, str] | None = None
+    interleaved_rope: bool = False
+    norm_kind: str = "rms"
+    names: Names = field(default_factory=Names)
+    value_norm: bool = False
+    layer_scalars: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec(ArchitectureTraits):
+    """Sizes and options of a decoder. All sizes are of the whole model, not of a rank's shard.
+
+    Attributes:
+        ropes: key |-> rotary embedding.
+        attention_scale: multiplies the products of queries and keys.
+        attention_soft_cap, logits_soft_cap: ``cap * tanh(x / cap)`` bounds scores and logits; 0 for unbounded.
+        qk_norm: norm of queries and keys: RMSNorm before the rotation over each ``head`` or the whole ``projection``,
+            or after it over each ``rotated_head``, or ``rotated_unweighted`` in layers with positions only;
+            LayerNorm with weights per head, ``layer_norm``; None for no norm.
         norm_offset: added to the weights of all norms.
         parallel_residual: attention and feed-forward network have the same input.
         embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
             and the logits.
         draft_prefixes: names of tensors of the checkpoint that only draft heads use begin with one of these.
         latent: multi-head latent attention; None for attention to keys and values of heads.
-        names: of the parts in the checkpoint.
         head_bias: the head has a bias.
         query_temperature: None for none.
-        value_norm: values are normalized per head, by an RMSNorm without weights.
         per_layer_inputs: None for none.
-        layer_scalars: the residual is multiplied by a stored number after each layer.
         altup: None for a residual of one stream.
     """
 
@@ -277,15 +296,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
-    attention_sinks: bool = False
     qk_norm: str | None = None
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    fused_qkv: bool = False
-    fused_gate_up: bool = False
-    mlp_names: tuple[str, str] | None = None
-    interleaved_rope: bool = False
     norms: Norms = field(default_factory=Norms)
-    norm_kind: str = "rms"
     norm_offset: float = 0.0
     parallel_residual: bool = False
     embedding_scale: float = 1.0
@@ -295,12 +307,9 @@ class DecoderSpec:
     tied_embeddings: bool = False
     draft_prefixes: tuple[str, ...] = ()
     latent: MlaSpec | None = None
-    names: Names = field(default_factory=Names)
     head_bias: bool = False
     query_temperature: QueryTemperature | None = None
-    value_norm: bool = False
     per_layer_inputs: PerLayerInputs | None = None
-    layer_scalars: bool = False
     altup: AltUp | None = None
 
     def of_layer(self, layer: LayerSpec) -> DecoderSpec:
