@@ -39,7 +39,7 @@ class CacheGroup:
         """Return the index of the first block that tokens at `position` and later attend to."""
         return max(0, position + 1 - self.window) // block_size if self.window else 0
 
-    def num_kept_tokens(self, num_tokens: float) -> float:
+    def num_retained_tokens(self, num_tokens: float) -> float:
         """Return how many of a sequence's tokens the group needs while it decodes."""
         return min(num_tokens, self.window) if self.window else num_tokens
 
@@ -85,7 +85,7 @@ class CacheLayout:
 
     def num_slots(self, num_tokens: float) -> float:
         """Return the tokens of blocks that a decoding sequence needs in all groups together."""
-        return sum(group.num_kept_tokens(num_tokens) for group in self.groups)
+        return sum(group.num_retained_tokens(num_tokens) for group in self.groups)
 
     def max_held_blocks(self, step_tokens: int, block_size: int) -> tuple[int | None, ...]:
         """Return the most blocks that a sequence needs at once in each group; None without a window.

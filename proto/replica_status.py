@@ -149,7 +149,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         loras: the replica's registry of adapters.
         weights_path, weights_timestamp: of the latest UPDATE_WEIGHTS; empty before the first.
         is_paused: no step is planned until an operator resumes the replica.
-        num_kept_tokens: computed tokens of sequences whose KV survived failures of the ranks.
+        num_retained_tokens: computed tokens of sequences whose KV survived failures of the ranks.
     """
 
     # A later field is added at the end.
@@ -163,7 +163,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "num_fenced_blocks", "num_computed_tokens", "busy_s", "num_plan_waits", "plan_wait_s",
         "max_num_seqs", "num_compilations", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
         "activity", "activity_s", "num_recoveries", "generates", "loras", "weights_version", "weights_path",
-        "weights_timestamp", "is_paused", "sleep_level", "num_kept_tokens", "fullest_kv_use",
+        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use",
     )  # fmt: skip
 
     query_id: int
@@ -182,7 +182,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
     weights_path: str = ""
     weights_timestamp: str = ""
     is_paused: bool = False
-    num_kept_tokens: int = 0
+    num_retained_tokens: int = 0
 
     @property
     def fullest_use(self) -> float:

@@ -9,7 +9,7 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables must then have `digest`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
-5. replace the newest tokens of `chosen_rows`, which the ranks sampled, by `chosen_ids` (beam search);
+5. replace the newest tokens of `selected_rows`, which the ranks sampled, by `selected_ids` (beam search);
 6. compute. A row is *decoding* from the step on in which a chunk reached its last known token. Each decoding row
    computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens. After
    its newest token, each of `draft_rows` computes up to `draft_lens` drafted ones, which the ranks propose alike;
@@ -182,8 +182,8 @@ class StepPlan:
     trimmed_lens: IntArray = sent_if_set(NO_INTS)
     held_rows: IntArray = sent_if_set(NO_INTS)
     copies: PairArray = sent_if_set(NO_PAIRS)
-    chosen_rows: IntArray = sent_if_set(NO_INTS)
-    chosen_ids: IntArray = sent_if_set(NO_INTS)
+    selected_rows: IntArray = sent_if_set(NO_INTS)
+    selected_ids: IntArray = sent_if_set(NO_INTS)
     swap_out: PairArray = sent_if_set(NO_PAIRS)
     swap_in: PairArray = sent_if_set(NO_PAIRS)
     lora_slots: PairArray = sent_if_set(NO_PAIRS)

@@ -131,7 +131,7 @@ class StepLoop:
                 self._step_after_idle, self._is_idle = plan.step_id, False
             self._group.broadcast(plan)
         self._send_all(scheduler.take_outgoing())
-        self._send_control_answers()
+        self._send_control_replies()
         if not scheduler.num_in_flight:
             self._is_idle = True
             self._set_activity(Activity.IDLE)
@@ -142,8 +142,8 @@ class StepLoop:
             scheduler.stats.count_gap(result.stage_times.get("wait", 0.0))
         scheduler.stats.num_compilations = result.num_compilations
         self._send_all(scheduler.apply(result, self._clock()))
-        self._send_lora_answers()
-        self._send_control_answers()
+        self._send_lora_replies()
+        self._send_control_replies()
         if limits.audit:
             scheduler.check_integrity()
         return True
@@ -273,23 +273,23 @@ class StepLoop:
             self._mailbox.send(gateway, LoraLoaded(message.query_id, problem))
             return
         lora.register(message.reference, (gateway, message.query_id) if message.query_id else None)
-        self._send_lora_answers()
+        self._send_lora_replies()
 
-    def _send_control_answers(self) -> None:
+    def _send_control_replies(self) -> None:
         for problem in self._scheduler.control.take_problems():
             _log.error("%s: %s", self._replica_id, problem)
-        for (gateway, query_id), error in self._scheduler.control.take_answers():
+        for (gateway, query_id), error in self._scheduler.control.take_replies():
             self._mailbox.send(gateway, EngineControlled(query_id, error))
 
-    def _send_lora_answers(self) -> None:
+    def _send_lora_replies(self) -> None:
         """Tell gateways the outcome of loads. One that does not read learns of it by its own deadline."""
         lora = self._scheduler.lora
         if lora is None:
             return
         for problem in lora.take_problems():
             _log.error("%s: %s", self._replica_id, problem)
-        for gateway, answer in lora.take_answers():
-            self._mailbox.send(gateway, answer)
+        for gateway, reply in lora.take_replies():
+            self._mailbox.send(gateway, reply)
 
     def _send_finish(self, gateway: bytes, finish: Finish | None) -> None:
         if finish is not None:

@@ -499,7 +499,7 @@ class FakeWorkerGroup:
         assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy is copied on"
         for source, destination in plan.copies.tolist():
             self.kv[destination] = list(self.kv[source])
-        for row, token_id in zip(plan.chosen_rows.tolist(), plan.chosen_ids.tolist(), strict=True):
+        for row, token_id in zip(plan.selected_rows.tolist(), plan.selected_ids.tolist(), strict=True):
             assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
             self.tokens[row][-1] = token_id
 

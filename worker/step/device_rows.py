@@ -92,8 +92,8 @@ class DeviceRows:
             self.device_tables.trim(plan.trimmed_rows, plan.trimmed_lens)
         self.tables.append(plan.appended_rows, plan.appended_ids)
         self.device_tables.update()
-        if plan.chosen_rows.size:
-            self._replace_newest(plan.chosen_rows, plan.chosen_ids)
+        if plan.selected_rows.size:
+            self._replace_newest(plan.selected_rows, plan.selected_ids)
 
     def clear(self) -> None:
         """Empty all rows."""

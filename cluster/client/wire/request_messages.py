@@ -34,7 +34,7 @@ def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
     """Raises InvalidRequest if a field was set to a value out of its range."""
     params = params.clone()
     words, allowed = params.bad_words, params.allowed_token_ids
-    form = params.structured_outputs
+    constraint = params.structured_outputs
     with as_invalid_request("sampling"):
         return to_message(
             inference_pb2.SamplingParams,
@@ -45,13 +45,15 @@ def sampling_to_message(params: SamplingParams) -> inference_pb2.SamplingParams:
             bad_words=[word for word in words if isinstance(word, str)],
             bad_token_ids=[inference_pb2.TokenIds(ids=word) for word in words if not isinstance(word, str)],
             allowed_token_ids=None if allowed is None else inference_pb2.TokenIds(ids=allowed),
-            structured_outputs=None if form is None else _form_to_message(form),
+            structured_outputs=None if constraint is None else _constraint_to_message(constraint),
         )
 
 
 def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingParams:
     """Raises InvalidRequest for a value out of its range."""
-    has_allowed, has_form = (message.HasField(name) for name in ("allowed_token_ids", "structured_outputs"))
+    has_allowed, has_constraint = (
+        message.HasField(name) for name in ("allowed_token_ids", "structured_outputs")
+    )
     return from_message(
         SamplingParams,
         message,
@@ -59,16 +61,16 @@ def sampling_from_message(message: inference_pb2.SamplingParams) -> SamplingPara
         extra_args=tuple(message.extra_args.items()),
         bad_words=(*message.bad_words, *(tuple(word.ids) for word in message.bad_token_ids)),
         allowed_token_ids=tuple(message.allowed_token_ids.ids) if has_allowed else None,
-        structured_outputs=_form_from_message(message.structured_outputs) if has_form else None,
+        structured_outputs=_constraint_from_message(message.structured_outputs) if has_constraint else None,
     )
 
 
-def _form_to_message(params: StructuredOutputsParams) -> inference_pb2.StructuredOutputs:
+def _constraint_to_message(params: StructuredOutputsParams) -> inference_pb2.StructuredOutputs:
     choices = None if params.choice is None else inference_pb2.Choices(texts=params.choice)
     return to_message(inference_pb2.StructuredOutputs, params, choice=choices)
 
 
-def _form_from_message(message: inference_pb2.StructuredOutputs) -> StructuredOutputsParams:
+def _constraint_from_message(message: inference_pb2.StructuredOutputs) -> StructuredOutputsParams:
     choice = list(message.choice.texts) if message.HasField("choice") else None
     return from_message(StructuredOutputsParams, message, choice=choice)
 

@@ -152,7 +152,7 @@ class ReplicaClient:
         self._running: dict[int, UpdateReceiver] = {}  # handle |-> receiver, while the sequence runs
         self._next_handle = 1
         self._query_ids = itertools.count(1)
-        self._queries: dict[int, asyncio.Future[Any]] = {}  # query |-> its answer
+        self._queries: dict[int, asyncio.Future[Any]] = {}  # query |-> its reply
         # Futures of `next_status`, done by the next status whichever query it answers.
         self._next_statuses: dict[asyncio.Future[ReplicaStatus], None] = {}
         self._problem = f"replica {replica_id} has not answered yet"
@@ -285,8 +285,8 @@ class ReplicaClient:
         Raises:
             ReplicaUnavailable: the replica does not answer in time, or has failed.
         """
-        answer = cast(Recalled, await self._ask(request.recall_message(next(self._query_ids)), timeout_s))
-        return answer.outputs
+        reply = cast(Recalled, await self._ask(request.recall_message(next(self._query_ids)), timeout_s))
+        return reply.outputs
 
     async def load_lora(self, reference: LoraReference, timeout_s: float) -> None:
         """Have the replica's ranks read an adapter.
@@ -296,9 +296,9 @@ class ReplicaClient:
             ReplicaUnavailable: the replica does not answer in time, or has failed.
         """
         query = LoadLora(next(self._query_ids), reference)
-        answer = cast(LoraLoaded, await self._ask(query, timeout_s))
-        if answer.error:
-            raise LoraLoadError(f"replica {self.replica_id}: {answer.error}")
+        reply = cast(LoraLoaded, await self._ask(query, timeout_s))
+        if reply.error:
+            raise LoraLoadError(f"replica {self.replica_id}: {reply.error}")
 
     def register_lora(self, reference: LoraReference) -> None:
         """Have the replica load an adapter, or unload it if it has no path, without waiting."""
@@ -312,20 +312,20 @@ class ReplicaClient:
             ReplicaUnavailable: the replica does not answer in time, or has failed.
         """
         query = ControlEngine(next(self._query_ids), command)
-        answer = cast(EngineControlled, await self._ask(query, timeout_s))
-        if answer.error:
-            raise InvalidRequest("command", answer.error)
+        reply = cast(EngineControlled, await self._ask(query, timeout_s))
+        if reply.error:
+            raise InvalidRequest("command", reply.error)
 
     async def _ask(
         self, query: StatusQuery | BlockMapQuery | LoadLora | ControlEngine | Recall, timeout_s: float
     ) -> Any:
-        """Send a query and return its answer."""
+        """Send a query and return its reply."""
         self._check_open()
-        answer = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
+        reply = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
         try:
             self.send(query)
             async with asyncio.timeout(timeout_s):
-                return await answer
+                return await reply
         except TimeoutError:
             kinds = {
                 LoadLora: "the load of an adapter",
@@ -498,7 +498,7 @@ class ReplicaClient:
         if isinstance(message, ReplicaStatus):
             self._on_status(message)
         elif isinstance(message, BlockMap | LoraLoaded | EngineControlled | Recalled):
-            self._answer(message)
+            self._resolve(message)
         if isinstance(message, ReplicaStatus | CacheReport):
             for listener in self._listeners:
                 listener(message)
@@ -528,13 +528,13 @@ class ReplicaClient:
         if not self._is_gone:
             self._failed.clear()
             self._set_problem(status.problem)
-        self._answer(status)
+        self._resolve(status)
         for waiting in self._next_statuses:
             if not waiting.done():
                 waiting.set_result(status)
 
-    def _answer(self, message: ReplicaStatus | BlockMap | LoraLoaded | EngineControlled | Recalled) -> None:
-        """Pass an answer to the caller that waits for it, if it still does."""
+    def _resolve(self, message: ReplicaStatus | BlockMap | LoraLoaded | EngineControlled | Recalled) -> None:
+        """Pass a reply to the caller that waits for it, if it still does."""
         query = self._queries.get(message.query_id)
         if query is not None and not query.done():
             query.set_result(message)

@@ -23,8 +23,8 @@ from ....worker.rank.actor import RankProcess
 from ...os_utils.process_exit import ProcessExit, last_lines
 from ...os_utils.stopwatch import Stopwatch
 from ..ray.errors import await_all, describe
-from .kept_memory import KeptKv, KeptWeights
 from .process_starter import ProcessStarter, StandbyProcess
+from .retained_memory import RetainedKv, RetainedWeights
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -164,11 +164,11 @@ class RankProcesses:
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
         self._spares = None if handles.starter is None else handles.starter.spare_processes()
-        self._kv = KeptKv()
-        self._kept: KeptWeights | None = None
+        self._kv = RetainedKv()
+        self._kept: RetainedWeights | None = None
         self._standby: StandbyProcess | None = None
         if handles.starter is not None and handles.starter.has_standby_weights:
-            self._kept, self._standby = KeptWeights(), StandbyProcess(handles.starter)
+            self._kept, self._standby = RetainedWeights(), StandbyProcess(handles.starter)
 
     def __len__(self) -> int:
         return len(self.ranks)

@@ -191,7 +191,7 @@ class GenerationService:
         self._ends = ChangeNotifier()  # of requests
         self._end_reason = ""  # set once every request is to end
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
-        self.prompt_concurrency, self.form_concurrency = TenantConcurrency(), TenantConcurrency()
+        self.prompt_concurrency, self.constraint_concurrency = TenantConcurrency(), TenantConcurrency()
 
     @asynccontextmanager
     async def run(self, call: GenerationCall) -> AsyncIterator[Generation]:
@@ -379,10 +379,10 @@ class GenerationService:
         return check() if call.is_short else await self._concurrency_of(call).run(call.tenant, check)
 
     def _concurrency_of(self, call: GenerationCall) -> TenantConcurrency:
-        """Return the limit of a call that takes long to check: those with a form wait for other processes."""
-        has_form = call.sampling.structured_outputs is not None
-        has_form |= isinstance(call.prompt, Chat) and call.prompt.may_constrain
-        return self.form_concurrency if has_form else self.prompt_concurrency
+        """Return the limit of a call that takes long to check: those with a constraint wait for other processes."""
+        has_constraint = call.sampling.structured_outputs is not None
+        has_constraint |= isinstance(call.prompt, Chat) and call.prompt.may_constrain
+        return self.constraint_concurrency if has_constraint else self.prompt_concurrency
 
 
 def _with_time_left(request: Request, elapsed_s: float) -> Request:

@@ -21,7 +21,7 @@ _MAX_RUNNING = 128
 
 
 @dataclass(frozen=True, slots=True)
-class PooledAnswer:
+class PooledResponse:
     """The vector of one prompt."""
 
     model: ServedModel
@@ -43,7 +43,7 @@ def check_num_inputs(field: str, count: int) -> None:
         raise InvalidRequest(field, f"has {count} entries, must have 1 to {MAX_INPUTS}")
 
 
-async def pool_all(service: GenerationService, calls: Sequence[GenerationCall]) -> list[PooledAnswer]:
+async def pool_all(service: GenerationService, calls: Sequence[GenerationCall]) -> list[PooledResponse]:
     """Return the vectors of all calls, in their order. On every exit their sequences have ended.
 
     Raises:
@@ -51,10 +51,10 @@ async def pool_all(service: GenerationService, calls: Sequence[GenerationCall]) 
     """
     may_run = asyncio.Semaphore(_MAX_RUNNING)
 
-    async def pool(call: GenerationCall) -> PooledAnswer:
+    async def pool(call: GenerationCall) -> PooledResponse:
         async with may_run, service.run(call) as generation:
             events = [event async for event in generation.events]
-        return PooledAnswer(generation.model, generation.request, collect_pooled(events))
+        return PooledResponse(generation.model, generation.request, collect_pooled(events))
 
     tasks = []
     try:
@@ -106,15 +106,15 @@ async def score_pairs(
         replace(base, prompt=prompts.prompt(query, document, instruction))
         for query, document in zip(repeated, documents, strict=True)
     ]
-    answers = await pool_all(service, calls)
-    return [PairScore(float(each.result.values[0]), each.result.usage) for each in answers]
+    responses = await pool_all(service, calls)
+    return [PairScore(float(each.result.values[0]), each.result.usage) for each in responses]
 
 
 async def _similarities(
     service: GenerationService, base: GenerationCall, queries: Sequence[str], documents: Sequence[str]
 ) -> list[PairScore]:
-    answers = await pool_all(service, [replace(base, prompt=text) for text in (*queries, *documents)])
-    results = [answer.result for answer in answers]
+    responses = await pool_all(service, [replace(base, prompt=text) for text in (*queries, *documents)])
+    results = [response.result for response in responses]
     scores = []
     for index, document in enumerate(results[len(queries) :]):
         query = results[index if len(queries) > 1 else 0]

@@ -24,7 +24,7 @@ from ...text.requests.outputs import PromptLogprobsDelta, collect_output
 from ..access.authentication import authorization_of
 from ..admin.services import GatewayServices, server_version
 from ..generation.generation import GenerationCall
-from ..generation.pooled_calls import PooledAnswer, check_num_inputs, pool_all
+from ..generation.pooled_calls import PooledResponse, check_num_inputs, pool_all
 from ..routing.served_models import ServedModel
 from .message_guard import check_counts
 from .responses import Context, convert_errors, write_in_time
@@ -226,12 +226,12 @@ def embed_calls(message: inference_pb2.EmbedRequest) -> list[GenerationCall]:
     ]
 
 
-def embed_response(model: str, answers: Sequence[PooledAnswer]) -> inference_pb2.EmbedResponse:
+def embed_response(model: str, responses: Sequence[PooledResponse]) -> inference_pb2.EmbedResponse:
     """Return the vectors of the prompts, and the tokens of all."""
-    usages = [answer.result.usage for answer in answers]
+    usages = [response.result.usage for response in responses]
     return inference_pb2.EmbedResponse(
         model=model,
-        vectors=(inference_pb2.Vector(values=answer.result.values) for answer in answers),
+        vectors=(inference_pb2.Vector(values=response.result.values) for response in responses),
         usage=inference_pb2.Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in usages),
             cached_tokens=sum(usage.cached_tokens for usage in usages),

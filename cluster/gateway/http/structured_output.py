@@ -32,24 +32,24 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
 
-def requested_form(
+def requested_constraint(
     wanted: ResponseFormat | None, structured_outputs: Mapping[str, Any] | None = None
 ) -> StructuredOutputsParams | None:
-    """Return the form that a request asks for, in OpenAI's field or in vLLM's; None for any text.
+    """Return the constraint that a request asks for, in OpenAI's field or in vLLM's; None for any text.
 
     Raises:
-        InvalidRequest: the form is incomplete, or both fields are given.
+        InvalidRequest: the constraint is incomplete, or both fields are given.
     """
-    form = None if wanted is None else _of_response_format(wanted)
+    constraint = None if wanted is None else _of_response_format(wanted)
     if structured_outputs is None:
-        return form
-    if form is not None:
+        return constraint
+    if constraint is not None:
         raise InvalidRequest("structured_outputs", "is given beside response_format, must be one of the two")
     return StructuredOutputsParams.of("structured_outputs", structured_outputs)
 
 
-def schema_form(field: str, schema: Any) -> StructuredOutputsParams:
-    """Return the form of JSON with this schema. Raises InvalidRequest, which names the field, if there is none."""
+def schema_constraint(field: str, schema: Any) -> StructuredOutputsParams:
+    """Return the constraint to JSON of a schema. Raises InvalidRequest, which names the field, if there is none."""
     if not isinstance(schema, Mapping | bool):
         raise InvalidRequest(field, "is missing, must be a JSON schema")
     return StructuredOutputsParams(json=schema)  # type: ignore[arg-type]
@@ -63,7 +63,7 @@ def _of_response_format(wanted: ResponseFormat) -> StructuredOutputsParams | Non
             return StructuredOutputsParams(json_object=True)
         case "json_schema":
             schema = (wanted.json_schema or {}).get("schema")
-            return schema_form("response_format.json_schema.schema", schema)
+            return schema_constraint("response_format.json_schema.schema", schema)
         case "structural_tag":
             return StructuredOutputsParams(
                 structural_tag={"type": "structural_tag", **(wanted.model_extra or {})}

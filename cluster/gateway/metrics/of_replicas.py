@@ -236,7 +236,7 @@ SWAPPED_BLOCKS = _add(
 )
 KEPT_TOKENS = _add(
     OF_STATUS,
-    lambda status: status.num_kept_tokens,
+    lambda status: status.num_retained_tokens,
     name="quire_recovery_kept_tokens",
     kind=Kind.COUNTER,
     help="Tokens whose keys and values survived failures of the ranks, so that they were not computed again.",

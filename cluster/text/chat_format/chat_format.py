@@ -22,12 +22,12 @@ class OpenReasoning:
     """Reasoning at the beginning of a completion.
 
     Attributes:
-        openings: texts with which it begins; empty if it has begun.
-        closings: texts that end it.
+        start_tags: texts with which it begins; empty if it has begun.
+        end_tags: texts that end it.
     """
 
-    openings: tuple[str, ...]
-    closings: tuple[str, ...]
+    start_tags: tuple[str, ...]
+    end_tags: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class ChatFormat:
         start = self.reasoning.start(prompt)
         if start is ReasoningStart.CLOSED:
             return None
-        openings = self.reasoning.openings if start is ReasoningStart.UNKNOWN else ()
-        return OpenReasoning(openings, self.reasoning.closings)
+        start_tags = self.reasoning.start_tags if start is ReasoningStart.UNKNOWN else ()
+        return OpenReasoning(start_tags, self.reasoning.end_tags)
 
     def parser(
         self,

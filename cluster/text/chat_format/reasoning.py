@@ -24,24 +24,24 @@ class ReasoningTags:
     """Tags of a model's reasoning.
 
     Attributes:
-        openings, closings: the forms of each tag, no one the beginning of another.
+        start_tags, end_tags: the forms of each tag, no one the beginning of another.
         is_implied: a model that writes no opening tag reasons all the same.
     """
 
-    openings: tuple[str, ...]
-    closings: tuple[str, ...]
+    start_tags: tuple[str, ...]
+    end_tags: tuple[str, ...]
     is_implied: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return *self.openings, *self.closings
+        return *self.start_tags, *self.end_tags
 
     def start(self, prompt: str) -> ReasoningStart:
         """Return the state after a rendered prompt."""
         end = prompt.rstrip()
-        if end.endswith(self.closings):
+        if end.endswith(self.end_tags):
             return ReasoningStart.CLOSED
-        if end.endswith(self.openings) or self.is_implied:
+        if end.endswith(self.start_tags) or self.is_implied:
             return ReasoningStart.OPEN
         return ReasoningStart.UNKNOWN
 
@@ -51,12 +51,12 @@ class ReasoningTags:
             return
         output.bookmark()
         yield from output.skip()
-        if not (yield from output.accept(*self.openings)) and start is ReasoningStart.UNKNOWN:
+        if not (yield from output.accept(*self.start_tags)) and start is ReasoningStart.UNKNOWN:
             output.rewind()
             return
         output.commit()
         output.begin_reasoning()
         yield from output.skip(_NEWLINES)
-        closing = yield from output.emit_until(ReasoningDelta, *self.closings, trim=_NEWLINES)
+        closing = yield from output.emit_until(ReasoningDelta, *self.end_tags, trim=_NEWLINES)
         output.end_reasoning(closing)
         yield from output.skip(_NEWLINES)

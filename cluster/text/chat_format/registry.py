@@ -23,16 +23,16 @@ class ReasoningFormat:
         read: reads the reasoning from the beginning of the text.
         start: rendered prompt |-> the state in which it leaves the model.
         markers: texts that the format depends on, which may be special tokens.
-        openings: texts with which the model begins its reasoning; empty if it always reasons.
-        closings: texts that end the reasoning; the reply follows.
+        start_tags: texts with which the model begins its reasoning; empty if it always reasons.
+        end_tags: texts that end the reasoning; the reply follows.
         shown_by: a chat template with all texts of one of these entries writes the format.
     """
 
     read: Callable[[ModelOutput, ReasoningStart], Parse[None]]
     start: Callable[[str], ReasoningStart]
     markers: tuple[str, ...]
-    openings: tuple[str, ...]
-    closings: tuple[str, ...]
+    start_tags: tuple[str, ...]
+    end_tags: tuple[str, ...]
     shown_by: Sequence[tuple[str, ...]] = ()
 
 
@@ -45,7 +45,7 @@ def detect(formats: Mapping[str, ToolCallFormat | ReasoningFormat], template: st
 
 
 def _tagged(tags: ReasoningTags, *shown_by: tuple[str, ...]) -> ReasoningFormat:
-    return ReasoningFormat(tags.read, tags.start, tags.markers, tags.openings, tags.closings, shown_by)
+    return ReasoningFormat(tags.read, tags.start, tags.markers, tags.start_tags, tags.end_tags, shown_by)
 
 
 _HARMONY = (("<|channel|>", "<|message|>"),)

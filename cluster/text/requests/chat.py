@@ -80,7 +80,7 @@ class Chat:
 
     @property
     def may_constrain(self) -> bool:
-        """The reply may have a form, which has to be compiled. Also of a conversation that is not checked."""
+        """The reply may have a constraint, which has to be compiled. Also of a conversation that is not checked."""
         return bool(self.tools) and (
             self.tool_choice not in ("auto", "none") or any(map(_is_strict, self.tools))
         )

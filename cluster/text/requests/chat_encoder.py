@@ -18,7 +18,7 @@ from .chat import Chat
 from .chat_template import TemplateError, prepare_rendering
 from .tokenizer import PromptEncoder, Tokenizer
 
-# What is wrong with a request that asks for another form too.
+# What is wrong with a request that asks for a constraint too.
 _CONFLICTS = {
     "required": "forces a tool call, must be auto or none with structured_outputs",
     "chat.tool_choice": "restricts tool calls, must be auto or none with structured_outputs",
@@ -42,7 +42,7 @@ class EncodedChat:
         needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
         can_reason: the format of the model's reasoning is known.
         reasoning: reasoning that may begin the completion; None if there is none.
-        constraint: form of the reply, after the reasoning; None for any.
+        constraint: of the reply, after the reasoning; None for any.
     """
 
     token_ids: IntArray
@@ -61,11 +61,11 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder
 
-    def encode(self, chat: Chat, form: StructuredOutputsParams | None = None) -> EncodedChat:
+    def encode(self, chat: Chat, constraint: StructuredOutputsParams | None = None) -> EncodedChat:
         """Return the prompt of a conversation, rendered by the chat template with its special tokens.
 
         Args:
-            form: the form that the request asks of the reply.
+            constraint: the one that the request asks for.
 
         Raises:
             InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
@@ -85,7 +85,7 @@ class ChatEncoder:
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
             chat_format.reasoning is not None,
             chat_format.open_reasoning(end),
-            tool_constraint(chat, structure, form) or form,
+            tool_constraint(chat, structure, constraint) or constraint,
         )
 
     def format_without_chat(self) -> ChatFormat:
@@ -139,16 +139,16 @@ class ChatEncoder:
 
 
 def tool_constraint(
-    chat: Chat, structure: ToolStructure | None, form: StructuredOutputsParams | None
+    chat: Chat, structure: ToolStructure | None, constraint: StructuredOutputsParams | None
 ) -> StructuredOutputsParams | None:
     """Return the constraint of the reply; None if tool_choice and the functions ask for none.
 
     Args:
         structure: of the model's tool calls; None if it is not known.
-        form: the form that the request asks of the reply itself.
+        constraint: the one that the request itself asks for.
 
     Raises:
-        InvalidRequest: the model's format of tool calls cannot be forced, or the request asks for another form too.
+        InvalidRequest: the model's format of tool calls cannot be forced, or the request asks for a constraint too.
     """
     choice = chat.choice
     functions = [tool["function"] for tool in chat.tools if chat.offers_tools]
@@ -159,7 +159,7 @@ def tool_constraint(
     if not is_restricted and not any(function.get("strict") for function in functions):
         return None
     field = "chat.tool_choice" if is_restricted else "chat.tools"
-    if form is not None:
+    if constraint is not None:
         raise InvalidRequest(field, _CONFLICTS["required" if is_required else field])
     known = _structure(field, structure)
     called = list(map(_function, functions))

@@ -140,13 +140,13 @@ class _EncodedPrompt:
     """A tokenized prompt.
 
     Attributes:
-        form: of the output, after the reasoning; None for any.
+        constraint: of the output, after the reasoning; None for any.
         reasoning: that the prompt leaves the model in, or that it may begin next.
         new_parser, needs_special_tokens: as for EncodedChat; None and False for other prompts.
     """
 
     token_ids: IntArray
-    form: StructuredOutputsParams | None
+    constraint: StructuredOutputsParams | None
     reasoning: OpenReasoning | None
     new_parser: Callable[[], ChatOutputParser] | None = None
     needs_special_tokens: bool = False
@@ -216,7 +216,7 @@ class RequestChecker:
             cache_salt.encode(),
             prefix_pool,
             new_parser=None if pooling is not None else encoded.new_parser,
-            constraint=self._compile(encoded.form, encoded.reasoning, sampling, len(token_ids)),
+            constraint=self._compile(encoded.constraint, encoded.reasoning, sampling, len(token_ids)),
             lora=lora,
             pooling=pooling,
         )
@@ -305,28 +305,28 @@ class RequestChecker:
 
     def _compile(
         self,
-        form: StructuredOutputsParams | None,
+        constraint: StructuredOutputsParams | None,
         reasoning: OpenReasoning | None,
         sampling: SamplingParams,
         num_prompt_tokens: int,
     ) -> OutputConstraint | None:
         """Return the compiled constraint of the outputs. Raises InvalidRequest if it is not supported."""
         budget = None if reasoning is None else sampling.thinking_token_budget
-        if form is None and budget is None:
+        if constraint is None and budget is None:
             return None
-        constraint = OutputConstraint(
-            num_prompt_tokens,
-            b"" if form is None else self._grammar_compiler.compile(with_server_defaults(form, self._config)),
-        )
+        grammar = b""
+        if constraint is not None:
+            grammar = self._grammar_compiler.compile(with_server_defaults(constraint, self._config))
+        compiled = OutputConstraint(num_prompt_tokens, grammar)
         if reasoning is None:
-            return constraint
-        closing = reasoning.closings[0]
+            return compiled
+        end_tag = reasoning.end_tags[0]
         return replace(
-            constraint,
-            reasoning_starts=reasoning.openings,
-            reasoning_ends=reasoning.closings,
+            compiled,
+            reasoning_starts=reasoning.start_tags,
+            reasoning_ends=reasoning.end_tags,
             thinking_token_budget=budget,
-            forced_end_ids=tuple(self._tokenizer.encode(closing, add_special_tokens=False)),
+            forced_end_ids=tuple(self._tokenizer.encode(end_tag, add_special_tokens=False)),
         )
 
     def _reasoning_after(self, prompt: AnyPrompt, token_ids: IntArray) -> OpenReasoning | None:

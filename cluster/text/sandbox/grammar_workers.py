@@ -18,7 +18,7 @@ from .worker_pool import LimitExceeded, WorkerPool
 NUM_WORKERS = 3
 # Processor time of one compilation.
 COMPILE_TIME_S = 10
-# From the task to its answer. The first task of a process loads the libraries, for 3 s on a busy machine.
+# From the task to its result. The first task of a process loads the libraries, for 3 s on a busy machine.
 TASK_TIMEOUT_S = 60.0
 # Compiled grammars and refusals that are kept.
 MAX_CACHE_BYTES = 64 << 20
@@ -38,18 +38,18 @@ class GrammarWorkers(WorkerPool):
         """Raises InvalidRequest if the limits do not suffice, and the errors of `run` that are no fault of it."""
         spec = grammar_spec(params)
         key = json.dumps(spec, sort_keys=True)
-        answer = self._cache.get(key)
-        if answer is None:
-            answer = self._compile({"spec": spec, "time_s": COMPILE_TIME_S})
-            self._cache.put(key, answer)
-        if isinstance(answer, str):
-            raise InvalidRequest(f"sampling.structured_outputs.{params.kind}", answer)
-        return answer
+        result = self._cache.get(key)
+        if result is None:
+            result = self._compile({"spec": spec, "time_s": COMPILE_TIME_S})
+            self._cache.put(key, result)
+        if isinstance(result, str):
+            raise InvalidRequest(f"sampling.structured_outputs.{params.kind}", result)
+        return result
 
     def _compile(self, task: dict[str, object]) -> bytes | str:
         """Return the compiled grammar, or the problem."""
         try:
-            answer = self.run(task, TASK_TIMEOUT_S)
+            result = self.run(task, TASK_TIMEOUT_S)
         except TimeoutError:
             # It had less processor time than it may use, or its process would have ended: the machine is busy.
             raise Overloaded(
@@ -57,7 +57,7 @@ class GrammarWorkers(WorkerPool):
             ) from None
         except LimitExceeded:
             return f"needs more than {COMPILE_TIME_S} s or too much memory to be compiled; use a simpler one"
-        compiled, problem = answer.get("compiled"), answer.get("problem")
+        compiled, problem = result.get("compiled"), result.get("problem")
         return f"is not supported: {problem}" if compiled is None else bytes(compiled)
 
 
@@ -65,26 +65,26 @@ class _Cache:
     """Answers by constraint, the latest ones up to MAX_CACHE_BYTES."""
 
     def __init__(self) -> None:
-        self._answers: OrderedDict[str, bytes | str] = OrderedDict()
+        self._results: OrderedDict[str, bytes | str] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def get(self, key: str) -> bytes | str | None:
         with self._lock:
-            answer = self._answers.get(key)
-            if answer is not None:
-                self._answers.move_to_end(key)
-            return answer
+            result = self._results.get(key)
+            if result is not None:
+                self._results.move_to_end(key)
+            return result
 
-    def put(self, key: str, answer: bytes | str) -> None:
+    def put(self, key: str, result: bytes | str) -> None:
         with self._lock:
-            if key in self._answers:
+            if key in self._results:
                 return
-            self._answers[key] = answer
-            self._num_bytes += _size(key, answer)
+            self._results[key] = result
+            self._num_bytes += _size(key, result)
             while self._num_bytes > MAX_CACHE_BYTES:
-                self._num_bytes -= _size(*self._answers.popitem(last=False))
+                self._num_bytes -= _size(*self._results.popitem(last=False))
 
 
-def _size(key: str, answer: bytes | str) -> int:
-    return len(key) + len(answer) + _ENTRY_BYTES
+def _size(key: str, result: bytes | str) -> int:
+    return len(key) + len(result) + _ENTRY_BYTES

@@ -31,7 +31,7 @@ class EngineControl:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._orders: deque[tuple[EngineCommand, Caller | None]] = deque()
-        self._answers: list[tuple[Caller, str]] = []
+        self._replies: list[tuple[Caller, str]] = []
         self._problems: list[str] = []  # of commands without a caller
         self._under_way: tuple[EngineCommand, Caller | None] | None = None
         self._update: EngineCommand | None = None  # the latest that was carried out
@@ -83,18 +83,18 @@ class EngineControl:
         return command.mode is PauseMode.WAIT and may_run and bool(self._state.running)
 
     def order(self, command: EngineCommand, caller: Caller | None) -> None:
-        """Queue a command; `take_answers` has the outcome later.
+        """Queue a command; `take_replies` has the outcome later.
 
         An update that this replica has carried out, or that another gateway has ordered already, is not repeated.
         """
         if command.timestamp and command.timestamp == (self._update.timestamp if self._update else ""):
-            self._answer(caller, "")
+            self._reply(caller, "")
             return
         if caller is None and self._is_ordered(command):
             return
         error = self._refusal(command)
         if error:
-            self._answer(caller, error)
+            self._reply(caller, error)
             return
         if command.mode is PauseMode.ABORT and command.action not in (Action.RESUME, Action.WAKE_UP):
             self._abort_all()
@@ -104,10 +104,10 @@ class EngineControl:
         """Return the error of a new request while the engine sleeps."""
         return ReplicaUnavailable("the engine sleeps; wake it up first") if self.is_asleep else None
 
-    def take_answers(self) -> list[tuple[Caller, str]]:
+    def take_replies(self) -> list[tuple[Caller, str]]:
         """Return the outcomes since the last call, as (caller, error); the error is empty after a success."""
-        answers, self._answers = self._answers, []
-        return answers
+        replies, self._replies = self._replies, []
+        return replies
 
     def take_problems(self) -> list[str]:
         """Return why commands without a caller failed since the last call, for the log."""
@@ -121,10 +121,10 @@ class EngineControl:
             command, caller = self._orders.popleft()
             if command.action in (Action.PAUSE, Action.RESUME):
                 self.is_paused = command.action is Action.PAUSE
-                self._answer(caller, "")
+                self._reply(caller, "")
                 continue
             if self._lacks_weights(command):
-                self._answer(
+                self._reply(
                     caller,
                     "the weights were discarded by sleep at level 2; update_weights must name others first",
                 )
@@ -145,7 +145,7 @@ class EngineControl:
             self._apply(command)
             if self._state.lora is not None:
                 self._state.lora.reset()  # the ranks have dropped the adapters with the layers that they change
-        self._answer(caller, result.command_error)
+        self._reply(caller, result.command_error)
 
     def on_recovery(self, *, has_new_ranks: bool) -> None:
         """Repeat the command that failed, and bring new ranks into the present state.
@@ -212,8 +212,8 @@ class EngineControl:
             key, _ = next(iter(state.requests.items()))
             state.fail_request(key, error)
 
-    def _answer(self, caller: Caller | None, error: str) -> None:
+    def _reply(self, caller: Caller | None, error: str) -> None:
         if caller is not None:
-            self._answers.append((caller, error))
+            self._replies.append((caller, error))
         elif error:
             self._problems.append(error)

@@ -90,7 +90,7 @@ class PlanBuilder:
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
         copies, swap_out, swap_in = state.blocks.take_transfers(self.step_id)
-        released, chosen_rows, chosen_ids = state.deltas.take()
+        released, selected_rows, selected_ids = state.deltas.take()
         loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
         tables = state.blocks.tables
         num_slots = tables.num_blocks // tables.num_groups * state.blocks.block_size
@@ -108,8 +108,8 @@ class PlanBuilder:
             copies=copies,
             swap_out=swap_out,
             swap_in=swap_in,
-            chosen_rows=chosen_rows,
-            chosen_ids=chosen_ids,
+            selected_rows=selected_rows,
+            selected_ids=selected_ids,
             held_rows=held,
             chunk_rows=_ints(self.chunk_rows),
             chunk_lens=_ints(self.chunk_lens),

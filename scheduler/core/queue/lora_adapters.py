@@ -101,7 +101,7 @@ class LoraAdapters:
         self._loads: dict[int, LoraLoad] = {}  # orders for the next plan
         self._drops: list[int] = []
         self._slot_orders: dict[int, int] = {}  # slot |-> adapter_id
-        self._answers: list[tuple[bytes, LoraLoaded]] = []
+        self._replies: list[tuple[bytes, LoraLoaded]] = []
         self._problems: list[str] = []
         self._registry: dict[
             str, LoraReference
@@ -134,29 +134,29 @@ class LoraAdapters:
         """Load or unload an adapter, unless a later version of its name is known.
 
         Args:
-            caller: gateway and query, which `take_answers` answers; None if nobody waits.
+            caller: gateway and query, whom `take_replies` tells; None if nobody waits.
         """
         previous = self._registry.get(reference.name)
         if not merge_references(self._registry, [reference]):
             if caller is not None:
                 problem = "" if previous == reference else "another version of it was loaded meanwhile"
-                self._answer(caller, problem)
+                self._reply(caller, problem)
             return
         if previous is not None and previous.path:
             self.unload(previous)
         if reference.path:
             self.load(reference, caller)
         elif caller is not None:
-            self._answer(caller, "")
+            self._reply(caller, "")
 
     def load(self, reference: LoraReference, caller: tuple[bytes, int] | None = None) -> None:
-        """Have an adapter read; `take_answers` tells the caller the outcome."""
+        """Have an adapter read; `take_replies` tells the caller the outcome."""
         adapter = self._find(reference)
         adapter.is_retired = False
         if caller is None:
             return
         if adapter.state is _State.READY:
-            self._answer(caller, "")
+            self._reply(caller, "")
         else:
             adapter.callers.append(caller)
 
@@ -167,10 +167,10 @@ class LoraAdapters:
             adapter.is_retired = True
             self._drop_if_retired(adapter)
 
-    def take_answers(self) -> list[tuple[bytes, LoraLoaded]]:
+    def take_replies(self) -> list[tuple[bytes, LoraLoaded]]:
         """Return the outcomes of loads that gateways wait for, and forget them."""
-        answers, self._answers = self._answers, []
-        return answers
+        replies, self._replies = self._replies, []
+        return replies
 
     def take_problems(self) -> list[str]:
         """Return why loads have failed, for the log, and forget it."""
@@ -375,7 +375,7 @@ class LoraAdapters:
         if self._queued.pop(adapter.reference, None) is None:
             self._drop(adapter)
         for caller in adapter.callers:
-            self._answer(caller, "the adapter was unloaded")
+            self._reply(caller, "the adapter was unloaded")
         self.has_changed = True
 
     def _grant_slot(self, adapter: _Adapter) -> bool:
@@ -396,7 +396,7 @@ class LoraAdapters:
     def _on_ready(self, adapter: _Adapter) -> None:
         adapter.state = _State.READY
         for caller in adapter.callers:
-            self._answer(caller, "")
+            self._reply(caller, "")
         adapter.callers = []
         self.has_changed = True
 
@@ -408,11 +408,11 @@ class LoraAdapters:
         self._queued[reference] = adapter  # until its users have ended
         adapter.state, adapter.is_retired = _State.QUEUED, True
         for caller in adapter.callers:
-            self._answer(caller, str(error))
+            self._reply(caller, str(error))
         adapter.callers = []
         self._drop_if_retired(adapter)
         return error
 
-    def _answer(self, caller: tuple[bytes, int], error: str) -> None:
+    def _reply(self, caller: tuple[bytes, int], error: str) -> None:
         gateway, query_id = caller
-        self._answers.append((gateway, LoraLoaded(query_id, error)))
+        self._replies.append((gateway, LoraLoaded(query_id, error)))

@@ -362,7 +362,7 @@ class ResultProcessor:
         row = row_of(sequence)
         self._append(np.array([row]), np.array([token_id], np.int32))
         self._state.rows.unfreeze(row)
-        self._state.deltas.choose_token(row, token_id)
+        self._state.deltas.select_token(row, token_id)
 
     def _finish_beams(self, group: BeamGroup, now: float) -> None:
         """End a search and add its best hypotheses to the outbox."""

@@ -27,7 +27,7 @@ class SchedulerStats:
         num_drafts: drafts that were verified, each of one row in one step.
         num_draft_tokens: their tokens.
         num_accepted: drafts of which the first, the second, ... token was accepted.
-        num_kept_tokens: computed tokens whose KV survived failures of the ranks: of sequences that waited in host
+        num_retained_tokens: computed tokens whose KV survived failures of the ranks: of sequences that waited in host
             memory, and those that interrupted sequences found again.
     """
 
@@ -42,7 +42,7 @@ class SchedulerStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted: list[int] = field(default_factory=list)
-    num_kept_tokens: int = 0
+    num_retained_tokens: int = 0
 
     @property
     def mean_kv_fragmentation(self) -> float:
@@ -60,7 +60,7 @@ class SchedulerStats:
         self.num_preemptions += 1
 
     def count_kept_tokens(self, num_tokens: int) -> None:
-        self.num_kept_tokens += num_tokens
+        self.num_retained_tokens += num_tokens
 
     def count_gap(self, waited_s: float) -> None:
         self.num_plan_waits += 1

@@ -16,7 +16,7 @@ class PlanDeltas:
 
     def __init__(self) -> None:
         self._released: list[int] = []
-        self._chosen: dict[int, int] = {}  # row |-> token
+        self._selected: dict[int, int] = {}  # row |-> token
         self._trimmed: dict[int, int] = {}  # row |-> blocks that its table keeps
         self._forks: dict[int, tuple[Sequence, Sequence]] = {}  # seq_id of the child |-> child and parent
 
@@ -27,12 +27,12 @@ class PlanDeltas:
     def release_row(self, row: int) -> None:
         """Add a row that was emptied; what was to change in it is dropped."""
         self._released.append(row)
-        self._chosen.pop(row, None)
+        self._selected.pop(row, None)
         self._trimmed.pop(row, None)
 
-    def choose_token(self, row: int, token_id: int) -> None:
+    def select_token(self, row: int, token_id: int) -> None:
         """Add the token with which a beam search continues a row."""
-        self._chosen[row] = token_id
+        self._selected[row] = token_id
 
     def trim_rows(self, rows: IntArray | RowArray, lens: IntArray) -> None:
         """Add rows whose block tables were shortened to `lens` blocks."""
@@ -60,13 +60,16 @@ class PlanDeltas:
 
     def forget_rows(self) -> None:
         """Forget the changes of rows: the ranks start with empty ones. Forks stay pending."""
-        self._released, self._chosen, self._trimmed = [], {}, {}
+        self._released, self._selected, self._trimmed = [], {}, {}
 
     def take(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return released rows, rows of chosen tokens and the chosen tokens, and forget them."""
-        if not self._released and not self._chosen:  # as in most steps
+        if not self._released and not self._selected:  # as in most steps
             return NO_INTS, NO_INTS, NO_INTS
         released = np.array(self._released, np.int32)
-        rows, token_ids = np.array([*self._chosen], np.int32), np.array([*self._chosen.values()], np.int32)
-        self._released, self._chosen = [], {}
+        rows, token_ids = (
+            np.array([*self._selected], np.int32),
+            np.array([*self._selected.values()], np.int32),
+        )
+        self._released, self._selected = [], {}
         return released, rows, token_ids

@@ -87,10 +87,10 @@ def test_kv_of_other_steps_is_used_after_a_failed_one(
         return launch(runner, plan)
 
     monkeypatch.setattr(ModelRunner, "launch", fail_once)
-    num_kept, num_preemptions = scheduler.stats.num_kept_tokens, scheduler.stats.num_preemptions
+    num_kept, num_preemptions = scheduler.stats.num_retained_tokens, scheduler.stats.num_preemptions
     disturbed = swapping_llm.generate(prompts, params)
     assert scheduler.stats.num_preemptions > num_preemptions
-    assert scheduler.stats.num_kept_tokens > num_kept
+    assert scheduler.stats.num_retained_tokens > num_kept
     assert scheduler.blocks.num_held_blocks == scheduler.blocks.host.num_held == 0
     scheduler.blocks.flush_cache()
     undisturbed = swapping_llm.generate(prompts, params)

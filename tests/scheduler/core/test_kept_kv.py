@@ -48,7 +48,7 @@ def test_swapped_sequence_is_swapped_in_after_a_recovery(kept: KvTiers) -> None:
     (sequence,) = swapped(driver)
     num_host_tokens = sequence.num_host_tokens
     driver.lose_ranks(kept=kept)
-    assert driver.scheduler.stats.num_kept_tokens == num_host_tokens > 0
+    assert driver.scheduler.stats.num_retained_tokens == num_host_tokens > 0
     driver.run()
     check_outputs(driver, 2, 12)
     assert driver.finishes[sequence.handle].timings.recomputed_tokens == 0
@@ -99,7 +99,7 @@ def test_running_sequences_keep_their_full_blocks(depth: int) -> None:
     assert driver.group.num_executed_tokens - num_executed <= 4 * (block_size + 1)
     driver.run(depth)
     check_outputs(driver, 4, 30)
-    assert driver.scheduler.stats.num_kept_tokens >= 4 * (12 + 20 - 2 * block_size)
+    assert driver.scheduler.stats.num_retained_tokens >= 4 * (12 + 20 - 2 * block_size)
 
 
 def test_chunks_count_once_a_step_has_sampled() -> None:
@@ -181,7 +181,7 @@ def run_many() -> list[Driver]:
 
 
 def test_random_faults_change_no_output() -> None:
-    num_kept = [driver.scheduler.stats.num_kept_tokens for driver in run_many()]
+    num_kept = [driver.scheduler.stats.num_retained_tokens for driver in run_many()]
     assert np.count_nonzero(num_kept) > 8
 
 

@@ -78,8 +78,8 @@ def test_outbox_take_empties_it() -> None:
 
 def test_plan_deltas_drop_the_token_of_a_released_row() -> None:
     deltas = PlanDeltas()
-    deltas.choose_token(3, 30)
-    deltas.choose_token(4, 40)
+    deltas.select_token(3, 30)
+    deltas.select_token(4, 40)
     deltas.release_row(3)
     released, rows, token_ids = deltas.take()
     assert (released.tolist(), rows.tolist(), token_ids.tolist()) == ([3], [4], [40])

@@ -132,7 +132,7 @@ def run(config: EngineConfig, failing_steps: tuple[int, ...]) -> tuple[dict[int,
     assert driver.scheduler.stats.num_preemptions > 0
     assert driver.scheduler.blocks.num_held_blocks == 0
     rank.runner.close()
-    return driver.outputs, driver.scheduler.stats.num_kept_tokens
+    return driver.outputs, driver.scheduler.stats.num_retained_tokens
 
 
 def test_rank_that_is_replaced_leaves_its_kv(config: EngineConfig) -> None:

@@ -173,4 +173,4 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     ranks.engine.lose_blocks([block for block in range(NUM_BLOCKS) if block not in listed])
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
-    assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)
+    assert (driver.scheduler.stats.num_retained_tokens > 0) == bool(kept)

@@ -41,7 +41,7 @@ def run_through_commands(driver: RankedDriver, second: Path, num_tokens: int) ->
     lengths = [len(driver.outputs[handle]) for handle in range(2)]
     driver.run(depth=2)
     driver.empty_ranks()
-    assert driver.scheduler.control.take_answers() == [(CALLER, "")] * 3
+    assert driver.scheduler.control.take_replies() == [(CALLER, "")] * 3
     for handle, length in enumerate(lengths):
         assert 0 < length < len(driver.outputs[handle]) == num_tokens
         assert driver.finishes[handle].weights_version == "v"
@@ -275,6 +275,6 @@ def test_ranks_refuse_weights_together(make_model: Callable[..., Path], make_eng
         driver.step()
     driver.scheduler.control.order(missing, CALLER)
     driver.run()
-    ((_, error),) = driver.scheduler.control.take_answers()
+    ((_, error),) = driver.scheduler.control.take_replies()
     assert "missing" in error
     Reference(folder).check_greedy(PROMPTS[0], driver.outputs[0])

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 from .....proto.codec import FloatArray
 from .....proto.errors import InvalidRequest
 from ...admin.services import GatewayServices
-from ...generation.pooled_calls import PooledAnswer, pool_all
+from ...generation.pooled_calls import PooledResponse, pool_all
 from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
 from ..completion_objects import total_usage, usage_json
 from ..errors import OPENAI_ERRORS
@@ -35,35 +35,35 @@ def router(services: GatewayServices) -> APIRouter:
         head = ResponseHead.new("embd-", body.request_id)
         with preparing(services, FIELDS):
             _require(services, body.model, classifies=False)
-        answers = await _pool(services, body, request, body.dimensions)
+        responses = await _pool(services, body, request, body.dimensions)
         encode = _ENCODERS[body.encoding_format]
 
         def entries() -> list[dict[str, Any]]:
             return [
-                {"index": index, "object": "embedding", "embedding": encode(answer.result.values)}
-                for index, answer in enumerate(answers)
+                {"index": index, "object": "embedding", "embedding": encode(response.result.values)}
+                for index, response in enumerate(responses)
             ]
 
-        return await _list_response(head, answers, entries)
+        return await _list_response(head, responses, entries)
 
     @router.post("/classify", summary="Return the scores of a classifier's classes")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
         head = ResponseHead.new("classify-", body.request_id)
         with preparing(services, FIELDS):
             _require(services, body.model, classifies=True)
-        answers = await _pool(services, body, request)
+        responses = await _pool(services, body, request)
 
         def entries() -> list[dict[str, Any]]:
-            return [{"index": index, **_classes(answer)} for index, answer in enumerate(answers)]
+            return [{"index": index, **_classes(response)} for index, response in enumerate(responses)]
 
-        return await _list_response(head, answers, entries)
+        return await _list_response(head, responses, entries)
 
     return router
 
 
 async def _pool(
     services: GatewayServices, body: PromptsBody, request: Request, dimensions: int | None = None
-) -> list[PooledAnswer]:
+) -> list[PooledResponse]:
     with preparing(services, FIELDS):
         pooling = body.pooling(dimensions)
         calls = [with_context(body.call(prompt, pooling), request, services) for prompt in body.prompts]
@@ -94,26 +94,26 @@ _ENCODERS: dict[str, Callable[[FloatArray], str | list[float]]] = {
 }
 
 
-def _classes(answer: PooledAnswer) -> dict[str, Any]:
-    pooling = answer.model.config.model.pooling
+def _classes(response: PooledResponse) -> dict[str, Any]:
+    pooling = response.model.config.model.pooling
     assert pooling is not None, "the request was pooled"
-    scores = answer.result.values.tolist()
-    label = pooling.labels[int(np.argmax(answer.result.values))]
+    scores = response.result.values.tolist()
+    label = pooling.labels[int(np.argmax(response.result.values))]
     return {"label": label, "probs": scores, "num_classes": len(scores)}
 
 
 async def _list_response(
-    head: ResponseHead, answers: Sequence[PooledAnswer], entries: Callable[[], list[dict[str, Any]]]
+    head: ResponseHead, responses: Sequence[PooledResponse], entries: Callable[[], list[dict[str, Any]]]
 ) -> Response:
     def body() -> dict[str, Any]:
         return {
             "id": head.id,
             "object": "list",
             "created": head.created,
-            "model": answers[0].model.name,
+            "model": responses[0].model.name,
             "data": entries(),
-            "usage": usage_json(total_usage(answer.result.usage for answer in answers)),
+            "usage": usage_json(total_usage(response.result.usage for response in responses)),
         }
 
-    num_values = sum(answer.result.values.size + 1 for answer in answers)
+    num_values = sum(response.result.values.size + 1 for response in responses)
     return await head.response_of(body, num_values=num_values)

@@ -12,7 +12,7 @@ from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
 from .....proto.structured_outputs import StructuredOutputsParams
 from ....text.requests.chat import Chat
-from ..structured_output import schema_form
+from ..structured_output import schema_constraint
 from .bounded import Entries, JsonObject, JsonObjects, TextOrObjects
 from .request_model import RequestModel
 
@@ -98,7 +98,7 @@ class MessagesRequest(CountTokensRequest):
             return None
         if not isinstance(wanted, Mapping) or wanted.get("type") != "json_schema":
             raise InvalidRequest("output_config.format", "must be an object of the type json_schema")
-        return schema_form("output_config.format.schema", wanted.get("schema"))
+        return schema_constraint("output_config.format.schema", wanted.get("schema"))
 
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}

@@ -11,7 +11,7 @@ from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
 from .....proto.structured_outputs import StructuredOutputsParams
 from ....text.requests.chat import Chat, allowed_tools, is_allowed_tools
-from ..structured_output import ResponseFormat, requested_form, schema_form
+from ..structured_output import ResponseFormat, requested_constraint, schema_constraint
 from .bounded import JsonObject, JsonObjects, Members, TextOrObject, TextOrObjects
 from .request_model import RequestModel
 
@@ -98,11 +98,11 @@ def _form(wanted: Any) -> StructuredOutputsParams | None:
     if not isinstance(wanted, Mapping) or not isinstance(wanted.get("type"), str):
         raise InvalidRequest("text.format", "must be an object with a type")
     if wanted["type"] == "json_schema":
-        return schema_form("text.format.schema", wanted.get("schema"))
+        return schema_constraint("text.format.schema", wanted.get("schema"))
     if wanted["type"] not in ("text", "json_object"):
         problem = f"is {wanted['type'][:64]!r}, must be text, json_object or json_schema"
         raise InvalidRequest("text.format.type", problem)
-    return requested_form(ResponseFormat(type=wanted["type"]))
+    return requested_constraint(ResponseFormat(type=wanted["type"]))
 
 
 def _tool_choice(choice: str | JsonObject | None) -> str | JsonObject:

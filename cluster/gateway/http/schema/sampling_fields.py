@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, create_model
 from .....proto.sampling import VALUE_TYPES, SamplingParams
 from ....text.requests.request import Prompt
 from ...generation.generation import GenerationCall
-from ..structured_output import ResponseFormat, requested_form
+from ..structured_output import ResponseFormat, requested_constraint
 from .bounded import AllowedTokenIds, Entries, JsonObject, Limited, Members, Texts, Word
 from .request_model import RequestModel
 
@@ -107,9 +107,9 @@ class SamplingFields(ValueFields):
         given |= {name: value for name, value in others.items() if value is not None}
         if self.vllm_xargs is not None:
             given["extra_args"] = self.vllm_xargs
-        form = requested_form(self.response_format, self.structured_outputs)
-        if form is not None:
-            given["structured_outputs"] = form
+        constraint = requested_constraint(self.response_format, self.structured_outputs)
+        if constraint is not None:
+            given["structured_outputs"] = constraint
         if self.use_beam_search:
             given["beam_width"] = self.n or 1
         return SamplingParams(**given)

@@ -122,7 +122,7 @@ def test_answers_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch)
     answers = [json.dumps([number]).encode() for number in range(9)]
     for number in range(8):
         workers.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
-    assert len(workers._cache._answers) <= 4
+    assert len(workers._cache._results) <= 4
 
 
 def test_without_a_free_worker_the_request_may_come_back(

@@ -37,7 +37,7 @@ def order(driver: Driver, command: EngineCommand) -> None:
 
 
 def outcomes(driver: Driver) -> list[str]:
-    return [error for caller, error in driver.scheduler.control.take_answers() if caller == CALLER]
+    return [error for caller, error in driver.scheduler.control.take_replies() if caller == CALLER]
 
 
 def check_outputs(driver: Driver) -> None:

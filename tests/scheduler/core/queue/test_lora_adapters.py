@@ -126,7 +126,7 @@ def test_failed_load_answers_its_caller_and_is_tried_again_by_the_next_request()
     fleet.step(reports=False)
     (error,) = fleet.report(list(fleet.loaded), "no such directory").values()
     assert error == "adapter 'a' in /adapters/a cannot be loaded: no such directory"
-    assert fleet.lora.take_answers() == [(b"gateway", LoraLoaded(7, error))]
+    assert fleet.lora.take_replies() == [(b"gateway", LoraLoaded(7, error))]
     fleet.end(sequence)
     fleet.submit(A)
     fleet.step()
@@ -213,7 +213,7 @@ def test_unloaded_adapter_leaves_memory_when_its_sequences_have_ended() -> None:
     fleet.end(sequence)
     fleet.step()
     assert fleet.loaded == {}
-    assert fleet.lora.take_answers() == [(b"gateway", LoraLoaded(1))]
+    assert fleet.lora.take_replies() == [(b"gateway", LoraLoaded(1))]
 
 
 def test_latest_version_of_a_name_is_registered() -> None:
@@ -228,7 +228,7 @@ def test_latest_version_of_a_name_is_registered() -> None:
     fleet.step()
     assert list(fleet.loaded.values()) == [newer.path]
     outcomes = ["", "another version of it was loaded meanwhile", "", ""]
-    assert sorted(answer.error for _, answer in fleet.lora.take_answers()) == sorted(outcomes)
+    assert sorted(answer.error for _, answer in fleet.lora.take_replies()) == sorted(outcomes)
     fleet.lora.register(LoraReference("a", "", "3"), caller)
     fleet.step()
     assert fleet.loaded == {}
@@ -273,4 +273,4 @@ def test_thousand_loads_and_unloads_leave_nothing() -> None:
     fleet.step()
     assert (fleet.loaded, fleet.lora.num_in_memory, fleet.lora.references) == ({}, 0, ())
     assert fleet.lora._adapters == {}
-    assert len(fleet.lora.take_answers()) == 1000
+    assert len(fleet.lora.take_replies()) == 1000

@@ -172,7 +172,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
                     layer.blocks[block].fill_(torch.nan)
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
-    assert (driver.scheduler.stats.num_kept_tokens > 0) == bool(kept)
+    assert (driver.scheduler.stats.num_retained_tokens > 0) == bool(kept)
 
 
 def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""KeptWeights: segments stay open in the scheduler's process until other ones take their place."""
+"""RetainedWeights: segments stay open in the scheduler's process until other ones take their place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from contextlib import closing
 
 import pytest
 
-from quire.cluster.fleet.replica.kept_memory import KeptWeights
+from quire.cluster.fleet.replica.retained_memory import RetainedWeights
 from quire.worker.memory.shared_segment import SegmentAddress, SharedSegment
 
 
@@ -22,7 +22,7 @@ def read(address: SegmentAddress) -> bytes:
 
 
 def test_kept_segments_stay_open_after_their_rank_closed_them() -> None:
-    with closing(KeptWeights()) as kept:
+    with closing(RetainedWeights()) as kept:
         for rank, content in enumerate((b"zero_", b"first")):
             with closing(make_segment(content)) as segment:
                 kept.keep(rank, [segment.address])
@@ -30,7 +30,7 @@ def test_kept_segments_stay_open_after_their_rank_closed_them() -> None:
 
 
 def test_kept_segments_are_closed_when_others_take_their_place_and_at_the_end() -> None:
-    kept = KeptWeights()
+    kept = RetainedWeights()
     with closing(make_segment(b"older")) as older, closing(make_segment(b"newer")) as newer:
         kept.keep(0, [older.address])
         (before,) = kept.of_rank(0)
@@ -48,7 +48,7 @@ def test_kept_segments_are_closed_when_others_take_their_place_and_at_the_end() 
 
 
 def test_segment_opened_again_by_the_next_rank_is_kept() -> None:
-    with closing(KeptWeights()) as kept:
+    with closing(RetainedWeights()) as kept:
         with closing(make_segment(b"first")) as segment:
             kept.keep(0, [segment.address])
         (address,) = kept.of_rank(0)
@@ -60,7 +60,7 @@ def test_segment_opened_again_by_the_next_rank_is_kept() -> None:
 
 def test_segment_of_another_node_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
-    with closing(KeptWeights()) as kept, closing(make_segment(b"local")) as segment:
+    with closing(RetainedWeights()) as kept, closing(make_segment(b"local")) as segment:
         elsewhere = SegmentAddress(segment.address.pid, segment.address.descriptor, "quire-weights-0", 4096)
         kept.keep(0, [elsewhere, segment.address])
         assert len(kept.of_rank(0)) == 1

@@ -1,4 +1,4 @@
-"""KeptWeights and KeptKv: descriptors of the ranks' memory in their scheduler's process, which outlives a rank.
+"""RetainedWeights and RetainedKv: descriptors of the ranks' memory in their scheduler's process, which outlives them.
 
 The scheduler maps none of this memory. Segments of a rank on another node cannot be opened here: the process that
 replaces it reads its weights.
@@ -25,7 +25,7 @@ _ANSWER_TIMEOUT_S = 10.0
 _log = logging.getLogger(__name__)
 
 
-class KeptWeights:
+class RetainedWeights:
     """The segments of each rank's weights in use, open in this process. Methods may be called on any thread."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def _close_all(segments: Iterable[SharedSegment]) -> None:
         segment.close()
 
 
-class KeptKv:
+class RetainedKv:
     """The segment of each rank's KV memory, open in this process. It is always the one that the rank uses.
 
     A rank keeps its segment as long as its process lives. The scheduler maps none of this memory.

@@ -1,16 +1,16 @@
-"""KeptKv: the scheduler's process keeps the segment that each rank uses, and knows whether a new rank uses it too."""
+"""RetainedKv: the scheduler keeps the segment that each rank uses, and knows whether a new rank uses it too."""
 
 from __future__ import annotations
 
 from contextlib import closing
 
-from quire.cluster.fleet.replica.kept_memory import KeptKv
+from quire.cluster.fleet.replica.retained_memory import RetainedKv
 from quire.worker.memory.kv_segment import KvSegment
 from quire.worker.memory.shared_segment import SharedSegment
 
 
 def test_segment_of_an_ended_rank_is_kept_for_the_next_one() -> None:
-    with closing(KeptKv()) as kept:
+    with closing(RetainedKv()) as kept:
         with closing(KvSegment.create(4096)) as first:
             assert not kept.keep(0, first.address)
         address = kept.of_rank(0)
@@ -24,7 +24,7 @@ def test_segment_of_an_ended_rank_is_kept_for_the_next_one() -> None:
 
 def test_other_memory_takes_the_place_of_the_kept_one() -> None:
     with (
-        closing(KeptKv()) as kept,
+        closing(RetainedKv()) as kept,
         closing(KvSegment.create(4096)) as old,
         closing(KvSegment.create(1)) as new,
     ):
@@ -38,7 +38,7 @@ def test_other_memory_takes_the_place_of_the_kept_one() -> None:
 
 
 def test_memory_that_cannot_be_opened_is_not_kept() -> None:
-    with closing(KeptKv()) as kept:
+    with closing(RetainedKv()) as kept:
         with closing(SharedSegment.create("kv", 4096)) as segment:
             address = segment.address
         assert not kept.keep(0, address)
