@@ -49,7 +49,7 @@ class CacheLayout:
     """The cache groups of a model.
 
     Attributes:
-        groups: those without a window first.
+        groups: the groups without a window come first.
         layers_per_block: layers of the largest size that a block has room for, its places; with one group, all
             layers.
     """
@@ -119,7 +119,7 @@ def make_layout(
     """Return the groups that need the least memory for the longest sequence, and of these the fewest.
 
     Args:
-        windows: of each layer, 0 for none; empty if no layer has a window.
+        windows: window of each layer, 0 for none; empty if no layer has a window.
         max_len: tokens of the longest sequence.
         draft_layers: KV of a draft model's token, in layers of this model. It is part of each block and used in
             those of the first group, which has no window then.
@@ -146,7 +146,7 @@ def _layouts(windows: tuple[int, ...], splits: tuple[int, ...]) -> Iterator[Cach
     """Yield the layouts of at most MAX_GROUPS groups, the one with the fewest groups first.
 
     Args:
-        splits: of each layer, as in CacheGroup.
+        splits: splits of each layer, as in CacheGroup.
     """
     layers = list(enumerate(zip(windows, splits, strict=True)))
     kinds = sorted({kind for _, kind in layers}, key=lambda kind: (kind[0] > 0, -kind[0], kind[1]))

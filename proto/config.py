@@ -32,7 +32,7 @@ class DenseConfig:
     """A linear layer of an embedder (sentence-transformers' Dense), with its own file of weights.
 
     Attributes:
-        folder: of the layer, inside that of the model.
+        folder: folder of the layer inside the model's.
         activation: after the layer: ``none``, ``tanh``, ``relu``, ``gelu``, ``silu`` or ``sigmoid``.
     """
 
@@ -88,7 +88,7 @@ class ModelConfig(ModelOptions):
         eos_token_ids: tokens that end a sequence, from generation_config.json and config.json.
         sampling_defaults: sampling settings for values that a request leaves unset, from generation_config.json.
         hub_id: ORG/NAME of a model on the Hugging Face Hub, of which `path` is a snapshot; empty for a directory.
-        commit: of the snapshot; empty for a directory.
+        commit: commit of the snapshot; empty for a directory.
         generates: the model generates text; False for one whose prompts are only pooled.
         pooling: None for a model whose prompts are not pooled.
         latent_dim: numbers that a token is cached as in each layer of a model with multi-head latent attention, the

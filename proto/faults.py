@@ -36,7 +36,7 @@ class Fault:
     Attributes:
         delay_s: with SLOW, the delay of each step.
         duration_s: with SLOW and POISON, how long the fault lasts.
-        token_id: with POISON.
+        token_id: with POISON, the token whose sequences fail.
 
     Raises:
         InvalidRequest: a value is out of its range.

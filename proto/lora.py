@@ -59,7 +59,7 @@ class LoraReport:
     """The end of a LoraLoad on one rank.
 
     Attributes:
-        digest: of the adapter's files, equal on all ranks that read the same ones; empty after an error.
+        digest: digest of the adapter's files, equal on all ranks that read the same ones; empty after an error.
         error: why the adapter cannot be used; empty if it can.
     """
 

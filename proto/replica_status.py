@@ -108,7 +108,7 @@ class ReplicaFigures:
         activity_s: how long the replica has done what it does.
         num_recoveries: times that its ranks were rebuilt after a failure.
         weights_version: name of its weights; empty for those that it started with.
-        sleep_level: of the present sleep; 0 while it is awake.
+        sleep_level: level of the present sleep; 0 while it is awake.
     """
 
     replica_id: str = field(kw_only=False)
@@ -147,7 +147,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         activity: what the replica does.
         generates: the model generates text; False if it only pools prompts.
         loras: the replica's registry of adapters.
-        weights_path, weights_timestamp: of the latest UPDATE_WEIGHTS; empty before the first.
+        weights_path, weights_timestamp: those of the latest UPDATE_WEIGHTS; empty before the first.
         is_paused: no step is planned until an operator resumes the replica.
         num_retained_tokens: computed tokens of sequences whose KV survived failures of the ranks.
     """

@@ -96,7 +96,7 @@ class RowSampling:
 
     Attributes:
         seed: 64-bit; seed and position key the row's random numbers.
-        logprobs: as in SamplingParams.
+        logprobs: the same as in SamplingParams.
         logits_processors: None for most rows, which sample from the logits unchanged.
         scoring: None if the prompt's log-probabilities are not requested or are already reported.
         constraint: None if the output may have any form.
@@ -152,7 +152,7 @@ class StepPlan:
     Attributes:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
-        digest: of the block tables after points 1 to 3.
+        digest: digest of the block tables after points 1 to 3.
         trimmed_lens: number of blocks that the tables of `trimmed_rows` keep, in all cache groups.
         appended_rows: numbers of tables (see BlockTables): rows, if there is one cache group.
         draft_lens: most drafted tokens of each of `draft_rows`, which decode in this step; at least 1.
@@ -260,7 +260,7 @@ class PromptLogprobs:
     Attributes:
         owners: [n] int32, the owner of each token: a row in a StepResult, a handle in a TokenBatch. The tokens of
             one owner are adjacent, in prompt order.
-        logprobs: of all tokens; its `index` is the token's position in its prompt, from 1 on.
+        logprobs: log-probabilities of all tokens; their `index` is the token's position in its prompt, from 1 on.
     """
 
     owners: IntArray
@@ -276,7 +276,7 @@ class FailedRow:
     """A row whose request cannot go on.
 
     Attributes:
-        parameter: of the request, whose effect failed.
+        parameter: the parameter of the request whose effect failed.
         reason: one line.
     """
 
@@ -296,7 +296,7 @@ class StepResult:
         token_counts: [rows that sampled] int32, tokens of each row; empty if each has one.
         num_drafted: [rows that sampled] int32, drafted tokens of each row that were computed, of which all but one of
             its tokens were accepted; empty if there are none.
-        prompt_logprobs: of the prompt tokens scored in the step.
+        prompt_logprobs: log-probabilities of the prompt tokens scored in the step.
         stage_times: seconds by stage (``apply``, ``forward``, ``sample``); and ``wait``, from the previous reply
             until the arrival of this step's plan.
         num_compilations: kernel variants that the rank compiled, or loaded from disk, since it was ready.

@@ -105,7 +105,7 @@ class _Slots:
     """Slots for LoRA adapters.
 
     Attributes:
-        target_modules: that adapters may change, separated by commas; None for all.
+        target_modules: layers that adapters may change, separated by commas; None for all.
     """
 
     count: int

@@ -52,7 +52,7 @@ def render(look: Look, target: str, now: float, width: int) -> RenderableType:
 
     Args:
         now: Unix time.
-        width: of the terminal, in characters.
+        width: characters in a line of the terminal.
     """
     parts: list[RenderableType] = [_headline(look, target, now)]
     if look.fleet.problem:

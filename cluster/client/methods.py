@@ -383,7 +383,7 @@ class Methods:
         Args:
             path: a directory of safetensors files with the tensors of the model, on every node of the ranks.
             version: a new name of the weights, which outputs report as `weights_version`.
-            mode: as for `sleep`.
+            mode: the same as for `sleep`.
 
         Raises:
             InvalidRequest: tensors are missing or have other shapes or types; the weights have not changed.

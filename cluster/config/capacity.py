@@ -34,8 +34,8 @@ class Capacity:
     """Memory of one rank, and the tokens that a replica holds.
 
     Attributes:
-        weight_bytes: of one rank.
-        lora_bytes: of one rank's slots for adapters.
+        weight_bytes: bytes of one rank's weights.
+        lora_bytes: bytes of one rank's slots for adapters.
         kv_token_bytes: of one token on one rank, the mean of a sequence as long as the context: layers with a window
             keep its last tokens only.
         num_kv_tokens: of such sequences, in the whole replica; 0 if the weights do not fit.
@@ -67,10 +67,10 @@ def capacity(
     """Return the capacity of a replica.
 
     Args:
-        rank_bytes: of one rank's weights.
+        rank_bytes: bytes of one rank's weights.
         gpu_bytes: memory of one GPU.
         num_kv_partitions: ranks that hold the KV of sequences of their own; 1 if all hold that of the same sequences.
-        lora_bytes: of one rank's slots for adapters.
+        lora_bytes: bytes of one rank's slots for adapters.
     """
     scale_bytes = _FLOAT32_BYTES if workload.kv_bytes < workload.dtype_bytes else 0
     of_layers = [

@@ -49,7 +49,7 @@ def describe_model(
     Args:
         name: the name to serve the model under.
         check: raises ConfigError if an architecture is not supported, given name, architecture and configuration.
-        runner: as in EngineOptions.
+        runner: the same as in EngineOptions.
 
     Raises:
         ModelLoadError: a file of the directory cannot be read, or has a bad value.
@@ -237,7 +237,7 @@ def end_token_ids(
         content: content of generation_config.json.
         config_eos: ``eos_token_id`` of config.json.
         model: the model directory.
-        vocab_size: of the model.
+        vocab_size: number of the model's tokens.
 
     Raises:
         ModelLoadError: the entry is neither a token id nor a list of them.

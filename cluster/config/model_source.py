@@ -21,7 +21,7 @@ class ModelSource:
     Attributes:
         path: the directory of the files.
         hub_id: ORG/NAME on the hub; empty for a directory.
-        commit: of the snapshot; empty for a directory.
+        commit: commit of the snapshot; empty for a directory.
     """
 
     path: Path

@@ -51,7 +51,7 @@ class Task:
     """The task of a model.
 
     Attributes:
-        architecture: of the model with a head that generates, whether the checkpoint has one or not.
+        architecture: name of the model with a head that generates, whether the checkpoint has one or not.
         generates: the model generates text.
         pooling: None for a model whose prompts are not pooled.
         max_len: longest prompt that sentence-transformers allows; None without its files.
@@ -68,7 +68,7 @@ def read_task(path: Path, hf: dict[str, Any], architecture: str, runner: str) ->
 
     Args:
         hf: its configuration, with defaults filled in.
-        architecture: as in config.json.
+        architecture: the name in config.json.
         runner: the option of this name; ``auto`` for what the directory shows.
 
     Raises:

@@ -57,7 +57,7 @@ class SpeculativeOptions:
         method: one of METHODS.
         model: the draft model or the EAGLE-3 head, a directory or ORG/NAME on the Hugging Face Hub. For mtp, if it is
             given, the served model itself. None for ngram.
-        revision: of `model` on the hub; None for its main branch.
+        revision: branch, tag or commit of `model` on the hub; None for its main branch.
         ignored: keys of vLLM without a meaning here.
         num_speculative_tokens: most drafted tokens per sequence and step.
         prompt_lookup_min, prompt_lookup_max: length of the repeated text that ngram continues; None for no limit.

@@ -49,10 +49,10 @@ class BeamSearchSequence:
     """One beam.
 
     Attributes:
-        tokens: of the prompt and the beam, without the end-of-sequence token.
+        tokens: the prompt's and the beam's tokens, without the end-of-sequence token.
         logprobs: empty; beam search reports sums only.
         cum_logprob: summed log-probability of the generated tokens, the end-of-sequence token included.
-        text: of all `tokens`, special tokens included.
+        text: text of all `tokens`, special tokens included.
         finish_reason: ``stop`` or ``length``.
     """
 

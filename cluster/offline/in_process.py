@@ -43,7 +43,7 @@ class InProcessGroup:
     """WorkerGroup of one rank, which launches each plan when it is broadcast, on any thread. A CPU executes it.
 
     Attributes:
-        load_seconds: of the start, by stage.
+        load_seconds: stage of the start |-> seconds.
     """
 
     def __init__(self, runner: ModelRunner, load_seconds: Mapping[str, float]) -> None:
@@ -115,7 +115,7 @@ class InProcessEngine:
 
     Attributes:
         config: configuration with the number of KV blocks resolved.
-        scheduler: for statistics and tests; the step loop drives it.
+        scheduler: read by statistics and tests; the step loop drives it.
     """
 
     def __init__(self, config: EngineConfig) -> None:

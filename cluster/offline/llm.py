@@ -202,7 +202,7 @@ class LLM:
         """Return the beams of all prompts, in the order of the prompts.
 
         Args:
-            prompts: as in `generate`.
+            prompts: the same as in `generate`.
             options: use_tqdm, lora_request, priority, tenant and cache_salt of `generate`.
 
         Raises:
@@ -221,7 +221,7 @@ class LLM:
         """Return the embeddings of all prompts, in the order of the prompts.
 
         Args:
-            prompts: as in `generate`.
+            prompts: the same as in `generate`.
             pooling_params: one for all prompts, or one per prompt; None means the defaults.
             options: use_tqdm, lora_request, priority, tenant and cache_salt of `generate`.
 

@@ -51,7 +51,7 @@ def aux_layers(head: ModelConfig, num_layers: int) -> frozenset[int]:
     """Return the layers of the target model whose inputs a head reads.
 
     Args:
-        num_layers: of the target model.
+        num_layers: number of the target model's layers.
 
     Raises:
         ConfigError: the configuration names no such layers; with few layers the published default does not exist.

@@ -37,8 +37,8 @@ class LayerFormat:
     Attributes:
         bits: per number.
         group_len: inputs that share a scale; None if all inputs of an output do.
-        group_bytes: of the scale and the zero point of a group, for each output.
-        input_bytes: of the group of an input, if groups consist of any inputs.
+        group_bytes: bytes of the scale and the zero point of a group, for each output.
+        input_bytes: bytes of the group of an input, if groups consist of any inputs.
     """
 
     bits: int

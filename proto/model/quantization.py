@@ -105,7 +105,7 @@ def reading_config(name: str) -> Iterator[None]:
     """Raise the errors of code that reads a quantization_config, whose values may have any type, as ConfigError.
 
     Args:
-        name: of the model.
+        name: the model's name, for errors.
     """
     try:
         yield

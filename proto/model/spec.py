@@ -39,7 +39,7 @@ class Experts:
     Attributes:
         count: number of experts.
         top_k: experts per token (top k of the router).
-        intermediate_size: of one expert.
+        intermediate_size: size of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
         score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` or
             ``sigmoid_of_chosen`` over the chosen ones, ``sigmoid`` of each, or ``sparsemixer`` (see `jitter`).
@@ -218,7 +218,7 @@ class AltUp:
         active: index of the stream that layers compute.
         scales_output: the computed stream is scaled by stored numbers before the layer's inputs are gated by it.
         laurel_rank: numbers of the low-rank addend of attention.
-        sparsities: of the feed-forward network of each layer; 0 for a dense one.
+        sparsities: sparsity of each layer's feed-forward network; 0 for a dense one.
     """
 
     num_streams: int
@@ -240,7 +240,7 @@ class ArchitectureTraits:
         mlp_names: of an ungated feed-forward network's layers, up and down; None for a gated one.
         interleaved_rope: the numbers 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
         norm_kind: of the other norms, ``rms``, or ``layer`` with a bias, or ``layer_without_bias``.
-        names: of the parts in the checkpoint.
+        names: names of the parts in the checkpoint.
         value_norm: values are normalized per head, by an RMSNorm without weights.
         layer_scalars: the residual is multiplied by a stored number after each layer.
     """

@@ -70,7 +70,7 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     """Check that transformers has the architecture and that it can run on paged caches.
 
     Args:
-        name: of the model.
+        name: the model's name, for errors.
         hf: its configuration.
 
     Raises:

@@ -157,6 +157,15 @@ class BlockPool:
             fence_step: newest step in flight, which may still use the blocks: they become free at the
                 `free_fenced` for this step. None if no step is in flight: they become free now.
         """
+        # The scheduler plans a step ahead of the ranks. When a result shows that a sequence has ended, the next step,
+        # which computes one more token of it, was broadcast before: it reads the sequence's blocks and writes to the
+        # last one. The same holds for rows that were aborted or preempted, for rejected drafts, and for blocks behind
+        # a window. Ranks execute steps in order, but much relies on one owner of a block at a time: the copies that a
+        # plan makes before it computes, the swaps on a stream of their own, and the recovery after a failure, which
+        # keeps the content of exactly the blocks that no step in flight was filling. So a released block waits behind
+        # a fence, the newest step in flight at its release, and becomes free with the result of that step: then every
+        # rank has executed it. Until then it is neither held nor free. A hit of the prefix cache may still take it
+        # back: the cache lists full blocks only, to which no step writes any more.
         for block_id in block_ids:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:

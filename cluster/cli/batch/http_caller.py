@@ -28,7 +28,7 @@ class Server:
     Attributes:
         url: for example ``http://127.0.0.1:8000``.
         tls: for https; None for the system's authorities.
-        timeout_s: of one request.
+        timeout_s: limit of one request.
         retry_s: a request is retried for this long before the server counts as unreachable.
     """
 

@@ -29,11 +29,11 @@ class ServerProcess(Closing):
     """`quire serve` in a session of its own: Ctrl-C reaches only the parent, which stops the server cleanly.
 
     Args:
-        arguments: of `quire serve`; the server listens on a loopback port that the system chooses.
+        arguments: those of `quire serve`; the server listens on a loopback port that the system chooses.
 
     Attributes:
         address: ``HOST:PORT`` of the gRPC server; empty until it is ready.
-        http_url: of the HTTP server; empty until it is ready.
+        http_url: address of the HTTP server; empty until it is ready.
         temporary: the server's folder for temporary files.
     """
 

@@ -48,7 +48,7 @@ class MachineFacts:
     """Measurements of a machine.
 
     Attributes:
-        num_cores: that this process may run on.
+        num_cores: number of cores that this process may run on.
         cpu_quota: cores whose time the container may use; None without a limit.
         memory_bytes: available now; None if unknown.
         max_files, max_processes, max_locked_bytes: soft limits; None for unlimited.

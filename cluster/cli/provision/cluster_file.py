@@ -248,7 +248,7 @@ def mount_problems(path: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line per local file that is missing, empty or malformed.
 
     Args:
-        path: of the cluster file; relative paths begin at its folder.
+        path: place of the cluster file; relative paths begin at its folder.
         config: its settings.
     """
     needed = _paths_in_commands(config)

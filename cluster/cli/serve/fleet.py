@@ -51,7 +51,7 @@ def serve_fleet(
 
     Args:
         cluster_options: ignored if the fleet's controller runs already.
-        security: of `set_up_server`.
+        security: the one that `set_up_server` returned.
 
     Returns:
         The exit status: 0, or 128 plus the signal's number if the signal came before the gateway was ready.

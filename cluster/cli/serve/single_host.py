@@ -57,7 +57,7 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, security
     Prints its addresses on stdout when the canary token has come through all ranks.
 
     Args:
-        security: of `set_up_server`.
+        security: the one that `set_up_server` returned.
 
     Returns:
         The exit status: 0, or 128 plus the signal's number if the signal came before the server was ready.
@@ -163,7 +163,7 @@ async def keep_served(
     The pool's requests have ended with the error then.
 
     Args:
-        connect, replace: as for SupervisedReplica; `replace` blocks for seconds.
+        connect, replace: the same as for SupervisedReplica; `replace` blocks for seconds.
     """
 
     async def replace_in_pool(ended: ReplicaT, number: int) -> ReplicaT:

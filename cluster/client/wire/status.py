@@ -27,7 +27,7 @@ class ReplicaInfo(ReplicaFigures):
         ready: the gateway sends it requests.
         state: ``starting``, ``ready``, ``draining``, ``stopped`` or ``failed``; None outside of a fleet. A
             draining replica is `ready` until another one takes over.
-        version: of its deployment; empty outside of a fleet.
+        version: version of its deployment; empty outside of a fleet.
         node_ids: nodes of its processes; empty outside of a fleet.
         silence_s: time since its latest message to the gateway, which is due every second.
         activity: ``idle``, ``busy``, ``prefill`` (a step that takes long, as expected), ``late`` (a step takes much

@@ -96,7 +96,7 @@ class ScalingState:
         windows: (window number, prompt tokens that arrived in it), oldest first.
         recommendations: (time, replicas), oldest first; consecutive ones differ.
         tokens_per_s: a replica's capacity; below 1 if unknown.
-        time_s: of the last snapshot.
+        time_s: time of the last snapshot.
         changed_at: when the target last changed.
         busy_at: when there was last a request.
     """
@@ -116,7 +116,7 @@ class Decision:
 
     Attributes:
         reason: why this number, for operators.
-        state: for the next call.
+        state: the argument of the next call.
     """
 
     target: int

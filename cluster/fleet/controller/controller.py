@@ -171,7 +171,7 @@ class FleetController:
     """The Fleet as a Ray actor. The fleet's event loop runs in a thread of its own, from the actor's start on.
 
     Args:
-        keys: for all connections to replicas; a restarted actor gets the same keys from Ray.
+        keys: used for all connections to replicas; a restarted actor gets the same keys from Ray.
     """
 
     def __init__(self, keys: CurveKeys, namespace: str, options: ClusterOptions) -> None:

@@ -93,8 +93,8 @@ class Demand:
     """One gateway's requests for one model, and their prompt tokens, as input of the autoscaler.
 
     Attributes:
-        num_requests, num_tokens: that arrived since the last report.
-        num_waiting, num_waiting_tokens: that wait for a replica now.
+        num_requests, num_tokens: the requests that arrived since the last report.
+        num_waiting, num_waiting_tokens: the requests that wait for a replica now.
     """
 
     num_requests: int = 0

@@ -28,7 +28,7 @@ class NodeDeparture:
 
     Attributes:
         deadline: time of the watch's clock by which the node's replicas must have drained.
-        reason: for operators.
+        reason: text for operators.
     """
 
     deadline: float
@@ -44,7 +44,7 @@ class NodeWatch:
         on_departure: called when a node's departure becomes known or moves forward.
 
     Attributes:
-        nodes: as of the last `update`.
+        nodes: the nodes of the last `update`.
     """
 
     def __init__(

@@ -18,9 +18,9 @@ class ReplicaView:
     """A replica as seen by `plan`.
 
     Attributes:
-        version: of the deployment that the replica was started for.
+        version: version of the deployment that the replica was started for.
         started_at: when its launch began.
-        num_requests: that it runs or queues.
+        num_requests: number of requests that it runs or queues.
         drain_by: when the replica must drain at the latest, because its node departs or an operator drains it; None
             if it may stay.
         is_adopted: an earlier controller launched it; it may run requests although it is not ready here yet.

@@ -49,7 +49,7 @@ class ChannelGroupFactory:
     Attributes:
         address: where to bind the step channel.
         handles: the ranks.
-        join_timeout_s: for every rank to join the channel.
+        join_timeout_s: limit of the time in which every rank must join the channel.
         keeps_survivors: see RankProcesses.
         is_takeover: the ranks served another scheduler, which has ended: they are connected anew first.
     """
@@ -292,6 +292,16 @@ class _Epoch:
         """Raise RankFailed for the rank that failed first, if any rank has failed."""
         if not self._failures and not self._deaths:
             return
+        # One failure is reported by all ranks. A rank that dies takes the collective with it that the others are in:
+        # they report a ConnectionError within milliseconds, while Ray needs 12 to 29 ms to notice the death. To name
+        # the first report as the cause would name a healthy rank, replace it, and leave the group broken. So this
+        # waits a moment, until a death or the reports of all ranks are there, and then takes, in this order:
+        # 1. a process that ended: it cannot be a consequence, since no rank ends because another one has;
+        # 2. a rank without a report whose process is stopped (SIGSTOP, a debugger): it is not dead, so that nothing
+        #    reports it, and the others ran into their deadline because of it;
+        # 3. the first report of a rank's own exception. It is also a step error, for which the scheduler suspects the
+        #    requests of the step at once; after a death it does so only if they were in an earlier failure too;
+        # 4. the first report of a failed collective, if there is nothing else.
         self._await_root_cause()
         if self._deaths:
             rank, reason = next(iter(self._deaths.items()))

@@ -85,7 +85,7 @@ class SubmittedRequest(UpdateQueue):
 
     Args:
         handles: one per output, by index.
-        wakes_at_ends: as for UpdateQueue.
+        wakes_at_ends: the same as for UpdateQueue.
     """
 
     def __init__(self, client: ReplicaClient, handles: range, *, wakes_at_ends: bool = False) -> None:
@@ -125,7 +125,7 @@ class ReplicaClient:
             step_timeout_s, as the scheduler may be silent during a step.
         heartbeat_s: seconds between status queries.
         keys: CURVE keys of a tcp address; None for an ipc address.
-        connection: by default one over ZeroMQ.
+        connection: None for one over ZeroMQ.
 
     Attributes:
         address: see above.
@@ -221,7 +221,7 @@ class ReplicaClient:
         """Send the request to the replica; raise ReplicaUnavailable if the replica has failed.
 
         Args:
-            wakes_at_ends: as for UpdateQueue.
+            wakes_at_ends: the same as for UpdateQueue.
         """
         return self.submit_with(
             request, lambda handles: SubmittedRequest(self, handles, wakes_at_ends=wakes_at_ends)

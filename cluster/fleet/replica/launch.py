@@ -235,7 +235,7 @@ def log_start(replica_id: str, records: Sequence[Sequence[StartRecord]]) -> None
     """Log each record once, with the ranks that have logged it if these are not all.
 
     Args:
-        records: by rank.
+        records: the records of each rank.
     """
     ranks: dict[StartRecord, list[str]] = {}
     for rank, of_rank in enumerate(records):
@@ -252,7 +252,7 @@ def _download_on_nodes(config: EngineConfig, node_ids: Iterable[str]) -> dict[st
     """Download the model once on each node, with the tokens and into the cache of the node's environment.
 
     Args:
-        config: of a model on the hub, pinned to a commit.
+        config: its model is on the hub, pinned to a commit.
 
     Returns:
         node id |-> the configuration with the path of the files on that node.

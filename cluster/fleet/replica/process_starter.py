@@ -50,7 +50,7 @@ class SpareProcesses:
     Args:
         node_ids: Ray's ids of the nodes, which may contain duplicates.
         count: 0 keeps none.
-        raylets: by default Ray's own.
+        raylets: Ray's own unless a test gives others.
     """
 
     def __init__(self, node_ids: Iterable[str], count: int, raylets: Raylets = compat) -> None:
@@ -110,7 +110,7 @@ class ProcessStarter:
 
     Attributes:
         bundles: resources of the scheduler and then of each rank, as in the placement group.
-        configs: of each rank, with the path of the model on its node.
+        configs: configuration of each rank, with the path of the model on its node.
         node_ids: nodes of the scheduler and then of each rank.
     """
 

@@ -48,7 +48,7 @@ class RankHandles:
     Attributes:
         workers: handles of the WorkerActors, by rank; None for a rank whose process has ended.
         statuses: after loading, by rank.
-        processes: by rank.
+        processes: the process of each rank.
         starter: starts a rank again; None if ranks cannot be replaced.
         num_kv_blocks: blocks of the KV pool, with the scratch block.
         is_one_host: all ranks are on one host.
@@ -121,7 +121,7 @@ class Rank:
         """Return how the process ended, with the last lines that it printed.
 
         Args:
-            error: of the call that ended with the process, if Ray has reported its end.
+            error: the error of the call that ended with the process, if Ray has reported its end.
         """
         how = "its process ended" if error is None else describe(error)
         how = how if self.exit is None else self.exit.describe()

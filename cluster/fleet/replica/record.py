@@ -13,7 +13,7 @@ class ReplicaRecord:
     """All that a process needs to find a running replica and connect to it. Kept in a key-value store as JSON.
 
     Attributes:
-        version: of the deployment, as the owner numbers it.
+        version: version of the deployment, as the owner numbers it.
         endpoint: ZeroMQ endpoint at which the scheduler receives gateways' messages.
         num_kv_blocks: blocks of the KV pool, the scratch block included.
         namespace: Ray namespace of the actors' names.

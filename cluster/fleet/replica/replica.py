@@ -41,7 +41,7 @@ class Replica(Closing):
     """A running replica in the process that owns it.
 
     Attributes:
-        config: with the number of KV blocks that every rank has.
+        config: has the number of KV blocks that every rank has.
         starter, target: start its processes again; None if this process does not.
         failure: done when the scheduler ends: the QuireError that it failed with, or None if it was closed. A
             caller that no longer waits may cancel the future.

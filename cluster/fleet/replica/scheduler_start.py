@@ -70,7 +70,7 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     The ranks that live keep their process and their weights; the others are replaced.
 
     Args:
-        number: of the new scheduler, from 2.
+        number: number of the new scheduler, from 2.
 
     Raises:
         QuireError: a process could not be started, or the ranks could not be connected. In a fleet also if no rank

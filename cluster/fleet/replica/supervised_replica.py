@@ -52,7 +52,7 @@ class SupervisedReplica(Generic[ReplicaT]):
 
     Attributes:
         live: the replica with its present scheduler.
-        client: of the present scheduler. It sends no requests, which an operator's command may have refused.
+        client: client of the present scheduler. It sends no requests, which an operator's command may have refused.
     """
 
     def __init__(

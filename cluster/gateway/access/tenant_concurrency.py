@@ -29,7 +29,7 @@ class _Tenant:
     """A tenant with calls.
 
     Attributes:
-        num_calls: that run or wait.
+        num_calls: number of calls that run or wait.
     """
 
     limit: asyncio.Semaphore

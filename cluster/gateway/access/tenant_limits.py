@@ -53,7 +53,7 @@ class _Use:
     """Recent use of a tenant.
 
     Attributes:
-        mean_duration_s: of its requests; None before the first has ended.
+        mean_duration_s: mean time of its requests; None before the first has ended.
     """
 
     num_running: int = 0

@@ -28,7 +28,7 @@ class Monitor:
 
     Args:
         fleet: None if the gateway has one replica of its own.
-        observers: that receive every call beside the metrics.
+        observers: receive every call beside the metrics.
         clock: monotonic time in seconds.
 
     Attributes:

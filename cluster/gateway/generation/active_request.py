@@ -26,7 +26,7 @@ class ActiveRequest:
     """A request that ends with its last reader, or some time after it if it is resumable. For one event loop.
 
     Args:
-        digest: of the call's content; empty for a call without a request_id.
+        digest: digest of the call's content; empty for a call without a request_id.
         resume_window_s: time that a resumable request runs on without readers, within its deadline.
         on_end: called once, after the sequences have ended, with the error that ended the request or made its last
             reader leave. What is in the log can still be read.

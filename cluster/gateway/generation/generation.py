@@ -171,7 +171,7 @@ class GenerationService:
     Args:
         observer: receives every request once, however many calls read it.
         tenants: the tenants' current limits and prefix pools; by default there are none.
-        limits: of what is kept for repeated and resumed calls.
+        limits: bounds of what is retained for repeated and resumed calls.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ class RetentionLimits:
         resume_window_s: time that a resumable request runs on without a reader.
         retention_s: time that a finished request is kept; 0 keeps none.
         max_requests: finished requests per tenant.
-        max_bytes: of finished requests per tenant.
-        max_request_bytes: of the output of one request, running or finished.
-        max_total_bytes: of finished requests of all tenants.
+        max_bytes: memory of finished requests per tenant.
+        max_request_bytes: memory of the output of one request, running or finished.
+        max_total_bytes: memory of finished requests of all tenants.
     """
 
     resume_window_s: float = 10.0

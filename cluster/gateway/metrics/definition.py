@@ -23,7 +23,7 @@ class Metric:
     Attributes:
         name: without the suffixes of its samples (``_total``, ``_bucket``, ``_sum``, ``_count``).
         help: one sentence.
-        unit: of its values, in Grafana's names: ``short`` (a count), ``s``, ``percentunit`` (1 is 100 %), ``bytes``.
+        unit: in Grafana's names: ``short`` (a count), ``s``, ``percentunit`` (1 = 100 %), ``bytes``.
         labels: names of its labels, in the order of their values.
         buckets: upper bounds of a histogram's buckets, without infinity.
     """

@@ -27,7 +27,7 @@ class Scope:
         """Return the selector of a metric's samples.
 
         Args:
-            name: of the samples, if it is not `sample_name`.
+            name: name of the samples, if it is not `sample_name`.
             equal: further labels and their values.
         """
         matchers = [f'{label}=~"{value}"' for label, value in self.matchers if label in metric.labels]

@@ -31,7 +31,7 @@ class HistogramValue:
 
     Attributes:
         counts: observations per bucket, the last above all bounds.
-        sum: of all observed values.
+        sum: sum of all observed values.
     """
 
     __slots__ = ("bounds", "counts", "sum")

@@ -59,7 +59,7 @@ class _SyncedModel:
     """A model that the controller deploys.
 
     Attributes:
-        version: of the deployment that `served` was read from.
+        version: version of the deployment that `served` was read from.
         silence_timeout_s: silence after which a replica of that version counts as failed.
         is_logged: the log has a summary of that version.
     """

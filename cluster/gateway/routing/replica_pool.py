@@ -108,7 +108,7 @@ class ReplicaPool:
 
     Attributes:
         adapters: the LoRA adapters that its replicas serve.
-        weights: those that its replicas must have.
+        weights: the weights that its replicas must have.
     """
 
     def __init__(

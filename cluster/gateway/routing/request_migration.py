@@ -62,8 +62,8 @@ class _Output:
     Attributes:
         attempt: runs the sequence now; None while it waits for a replica.
         since: when the present replica got the sequence, or when the last replica lost it.
-        timings: of earlier replicas, and of the waits between them.
-        num_cached_tokens: as counted by the first replica; None before that.
+        timings: times at earlier replicas, and of the waits between them.
+        num_cached_tokens: the count of the first replica; None before it has counted them.
     """
 
     since: float
@@ -189,6 +189,16 @@ class MigratingRequest(UpdateQueue):
         """See `RequestStream`."""
         self.abort()
         self.fail(error)
+
+    # An output lives on while replicas come and go. It is in one of three states: at a replica (`attempt` is set),
+    # unplaced (it waits for one), or ended (its index has left `open`). The reader sees none of this: it gets updates
+    # in order, and one Finish. Two rules keep that so. First, every token that has arrived goes to the reader before
+    # the output leaves its replica, because the next replica is sent exactly these tokens and continues after them; a
+    # sample depends on the seed and the position alone, so nothing is lost, repeated or changed. Second, all outputs
+    # of a replica's attempt leave together when it fails: `attempt.abort` drops the handles, so that a late update of
+    # the old replica cannot reach an output that runs elsewhere. A drain, in contrast, hands off each output by a
+    # Finish of its own (MOVED). Failures in a row are counted per replica, not per output, and forgotten with the
+    # next token: a request that makes replicas fail ends after MAX_FAILED_REPLICAS, and takes down no more of them.
 
     def _on_update(self, attempt: _Attempt, index: int, update: SequenceUpdate) -> None:
         output, finish = self._outputs[index], update.finish

@@ -62,7 +62,7 @@ class Router:
         """Return the replica that should run a request.
 
         Args:
-            hashes: of the request's full blocks, in order; see `prefix_cache.prefix_hashes`.
+            hashes: hash of each full block of the request, in order; see `prefix_cache.prefix_hashes`.
             salt: the request's cache salt; empty if it has none.
             replicas: replica_id |-> load, of the replicas that take requests; at least one.
         """

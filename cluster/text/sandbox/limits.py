@@ -18,7 +18,7 @@ def limits(
     """Limit the memory of the process, and if `time_s` is not 0 its processor time.
 
     Args:
-        memory_bytes: of the whole process; more of it raises MemoryError.
+        memory_bytes: memory of the whole process; more of it raises MemoryError.
         on_time_over: raises an exception in Python code; by default the process ends, also within a library.
     """
     hard_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]

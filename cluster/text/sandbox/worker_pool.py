@@ -36,7 +36,7 @@ class WorkerPool:
     this process.
 
     Args:
-        operation: of `__main__.OPERATIONS`.
+        operation: one of `__main__.OPERATIONS`.
         setup: what the operation needs, of its model.
         purpose: of the operation, for errors: ``tokenize the prompt``.
     """

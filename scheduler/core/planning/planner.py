@@ -52,6 +52,17 @@ class Planner:
 
     def _try(self, now: float) -> tuple[StepPlan | None, set[int]]:
         """Plan once; return the plan, if anything is to be computed, and the rows that were preempted."""
+        # The order shares out tokens and blocks, which do not become scarce together:
+        # 1. Every decoding row gets its one token before anything else, so that a burst of prompts delays no stream.
+        # 2. Started prompts get the tokens that are left, then drafts, of which there are none beside a prompt.
+        # 3. Blocks come last, because only now is it known who needs how many. If there are too few, drafts are
+        #    given up first, since a preemption costs more than they save; then rows are preempted in favor of rows of
+        #    higher precedence. A victim's blocks may be fenced by a step in flight: its beneficiary stalls in this
+        #    step, and finds them in a later one. What a row gives up here goes back to the tokens left.
+        # 4. Only what is left starts new sequences, whose prompts would otherwise take blocks from running rows. An
+        #    admission may preempt rows of lower precedence that already have a token of the step: they leave it.
+        # Nothing is sent until `commit`. But rows, blocks and moves are changed at once, so a try that ends without
+        # a plan has had its effects, and `plan` repeats it only if no result can come that would change more.
         state = self._state
         state.blocks.begin_plan()
         advancing = self._without_others(state.rows.advancing())
@@ -129,7 +140,7 @@ class Planner:
             builder.num_tokens_left -= sum(builder.num_drafted.tolist())
 
     def _room_for_drafts(self, rows: RowArray) -> IntArray | None:
-        """Return the most drafted tokens of each row. Returns None if the ranks would find nothing to builder."""
+        """Return the most drafted tokens of each row. Returns None if the ranks would find nothing to draft."""
         state = self._state
         if not state.min_repeated_len:
             return state.rows.room_for_drafts(rows)
@@ -137,7 +148,7 @@ class Planner:
         return np.where(is_repeated, state.rows.room_for_drafts(rows), 0) if any(is_repeated) else None
 
     def _has_text_to_continue(self, row: int) -> bool:
-        """Return whether n-grams or a grammar, which may force text, have tokens to builder."""
+        """Return whether n-grams or a grammar, which may force text, have tokens to draft."""
         state = self._state
         sequence = state.running[row]
         if sequence.has_grammar:

@@ -64,6 +64,14 @@ class ResultProcessor:
             self._retract_rejected(step, step.draft_lens, result)
         self._fail_rows(step, result)
         rows, token_ids, logprobs = _rows_of_tokens(step, result), result.token_ids, result.logprobs
+        # Whose tokens are these? A result is late: since this step was planned, one or two further steps were, and
+        # sequences were stopped, aborted or preempted. So a row of the step may be free now, or may have another
+        # sequence, which entered it later. A token belongs to the row's sequence only if that entered the row for
+        # this step or an earlier one. A free row has entered at NEVER, which is later than all steps, so that one
+        # comparison finds both cases. The tokens of other rows are dropped: a sequence that was preempted samples
+        # them again with the same seed and position, and gets the same ones. Nearly always no row was freed
+        # meanwhile, which `num_freed` tells without a look at the rows. A step's blocks need no such test: those of a
+        # freed row are fenced by the newest step in flight, and `free_fenced` above frees them in order.
         if rows_state.num_freed != step.num_freed:
             alive = rows_state.entered_at_step[rows] <= step.step_id
             if not alive.all():  # stopped, aborted or preempted since: their tokens are dropped
