@@ -128,7 +128,6 @@ class Asynchronous:
 
     @asynccontextmanager
     async def _abort_if_left(self, call: Call[Any]) -> AsyncIterator[None]:
-        """See `Blocking`."""
         try:
             yield
         except QuireError:

@@ -6,6 +6,7 @@ all.
 
 import json
 import logging
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
@@ -81,10 +82,6 @@ class Members:
 Treatment = Renamed | Ignored | Refused | Members
 
 
-def _opposite(value: bool) -> bool:
-    return not value
-
-
 # vLLM's names of backends that quire has not stand for the choice of the first that fits.
 _STRUCTURED_OUTPUTS = Members(
     {
@@ -101,7 +98,7 @@ _ONE_LOG = "logs and metrics do not depend on it"
 ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "async_scheduling": (bool, Renamed("max_steps_in_flight", lambda value: 2 if value else 1)),
     "enable_prefix_caching": (bool, Renamed("prefix_caching")),
-    "enforce_eager": (bool, Renamed("cuda_graphs", _opposite)),
+    "enforce_eager": (bool, Renamed("cuda_graphs", operator.not_)),
     "kv_cache_memory_bytes": (str, Renamed("kv_cache_memory")),
     "num_gpu_blocks_override": (int, Renamed("num_kv_blocks")),
     "scheduling_policy": (str, Renamed("policy")),

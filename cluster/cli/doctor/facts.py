@@ -19,7 +19,7 @@ from pathlib import Path
 from ....worker.memory.host_memory import available_bytes
 from ....worker.rank.ops_state import LibraryState, cache_directory, library_state
 from ...config.server_options import ServerOptions
-from .nvml import GpuDriver, gpu_driver
+from ...os_utils.nvml import GpuDriver, gpu_driver
 
 PACKAGES = ("quire", "torch", "ray", "transformers", "triton", "grpcio", "huggingface_hub")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -188,11 +188,9 @@ class FleetController:
         return self._keys
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
-        """See `Fleet.watch`."""
         return await self._call(lambda fleet: fleet.watch(since, timeout_s))
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
-        """See `Fleet.report`."""
         fleet = await asyncio.wrap_future(self._fleet)
         self._loop.call_soon_threadsafe(fleet.report, gateway_id, demand)
 

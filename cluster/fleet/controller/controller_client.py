@@ -33,13 +33,9 @@ class Controller(Protocol):
         """Return the keys for connections to replicas, or None if they need none."""
         ...
 
-    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
-        """See `Fleet.watch`."""
-        ...
+    async def watch(self, since: str, timeout_s: float) -> FleetState | None: ...
 
-    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
-        """See `Fleet.report`."""
-        ...
+    async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None: ...
 
     async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
         """See `Fleet.apply`.
@@ -57,20 +53,16 @@ class ControllerClient:
         self._actor = actor
 
     async def keys(self) -> CurveKeys:
-        """See `Controller`."""
         return await self._call("keys", self._actor.keys.remote)
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
-        """See `Controller`."""
         submit = partial(self._actor.watch.remote, since, timeout_s)
         return await self._call("watch", submit, timeout_s + _CALL_TIMEOUT_S)
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
-        """See `Controller`."""
         await self._call("report", partial(self._actor.report.remote, gateway_id, dict(demand)))
 
     async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
-        """See `Controller`."""
         timeout_s = _DEPLOY_TIMEOUT_S if isinstance(command, Deploy) else _CALL_TIMEOUT_S
         submit = partial(self._actor.apply.remote, command)
         name = re.sub("(?<!^)(?=[A-Z])", "_", type(command).__name__).lower()

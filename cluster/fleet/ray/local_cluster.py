@@ -88,11 +88,9 @@ class LocalCluster(Closing):
         return self._directory.path
 
     def channel_address(self, host: str) -> ChannelAddress:
-        """See LaunchTarget."""
         return ChannelAddress.in_directory(self.directory)
 
     def mailbox_endpoint(self, replica_id: str, host: str) -> str:
-        """See LaunchTarget."""
         return f"ipc://{self.directory}/{replica_id}"
 
     def on_processes_started(self) -> None:

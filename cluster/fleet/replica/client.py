@@ -95,23 +95,19 @@ class SubmittedRequest(UpdateQueue):
         self._stopped: set[int] = set()
 
     def stop(self, index: int) -> None:
-        """See `RequestStream`."""
         if index in self.open and index not in self._stopped:
             self._client.stop(self.handles[index])
         self._stopped.add(index)
 
     def abort(self) -> None:
-        """See `RequestStream`."""
         self._client.abort(self.handles)
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
-        """See `RequestStream`."""
         self.abort()
         self.fail(error)
 
     def put(self, handle: int, update: SequenceUpdate) -> None:
-        """See `UpdateReceiver`."""
         self.add(handle - self.handles.start, update)
 
 

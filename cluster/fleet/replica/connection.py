@@ -53,7 +53,6 @@ class ZmqConnection:
         self._keys = keys
 
     def open(self) -> None:
-        """See `Connection`."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -65,23 +64,19 @@ class ZmqConnection:
         connect(self._socket, self._address, self._keys)
 
     def send(self, frame: bytes) -> None:
-        """See `Connection`."""
         self._socket.send(frame)
 
     async def receive(self) -> bytes:
-        """See `Connection`."""
         frame: bytes = await self._socket.recv()
         return frame
 
     def receive_arrived(self) -> bytes | None:
-        """See `Connection`."""
         try:
             return self._arrived_frames.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
 
     async def wait_until_lost(self) -> None:
-        """See `Connection`."""
         while parse_monitor_message(await self._events.recv_multipart())["event"] != zmq.EVENT_DISCONNECTED:
             pass
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:  # its last messages give the reason
@@ -89,7 +84,6 @@ class ZmqConnection:
         await asyncio.sleep(0)  # the event loop may have just taken one from the socket for `receive`
 
     async def close(self, linger_ms: int) -> None:
-        """See `Connection`."""
         self._socket.disable_monitor()
         self._events.close(linger=0)
         self._socket.close(linger=linger_ms)

@@ -175,7 +175,7 @@ def remove_replica(replica_id: str, namespace: str) -> None:
                 ray.kill(ray.get_actor(actor["name"], namespace))
     for group_id, group in placement_group_table().items():
         if group["name"] == placement_name(replica_id, namespace) and group["state"] != "REMOVED":
-            remove_placement_group(_placement_group(group_id))
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 
 def known_replicas(namespace: str) -> set[str]:
@@ -193,10 +193,6 @@ def known_replicas(namespace: str) -> set[str]:
     return {
         name.split("/")[1] for name in [*names, *groups] if name.startswith("quire/") and name.count("/") == 2
     }
-
-
-def _placement_group(group_id: str) -> PlacementGroup:
-    return PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id)))
 
 
 def _find_actor(replica_id: str, role: str, namespace: str) -> ActorHandle:

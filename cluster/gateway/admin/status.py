@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from statistics import fmean
 
 from ....proto import admin_pb2
 from ....proto.block_map import BlockMap
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
-from ....proto.replica_status import ReplicaStatus
 from ...client.wire.admin_messages import replica_to_message
 from ...client.wire.message_fields import to_message
 from ...fleet.replica.client import ReplicaClient
@@ -173,12 +173,8 @@ def _load_of(model: ServedModel) -> admin_pb2.ModelLoad:
         num_waiting=sum(status.num_waiting for status in statuses),
         num_unplaced=pool.num_waiting,
         num_queued_tokens=sum(status.queued_tokens for status in statuses),
-        kv_use=_mean_kv_use(statuses),
+        kv_use=fmean(each.kv_use for each in statuses) if statuses else 0.0,
         tokens_per_s=sum(status.tokens_per_s for status in statuses),
         queue_delay_s=pool.queue_delay_s,
         fullest_kv_use=max((max(each.kv_use, each.fullest_kv_use) for each in statuses), default=0.0),
     )
-
-
-def _mean_kv_use(statuses: list[ReplicaStatus]) -> float:
-    return sum(status.kv_use for status in statuses) / len(statuses) if statuses else 0.0

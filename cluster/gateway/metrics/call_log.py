@@ -25,7 +25,6 @@ class CallLog:
         self._clock = clock
 
     def watch(self, call: ObservedCall) -> _Watch:
-        """See `RequestObserver`."""
         return _Watch(call, self._clock)
 
 
@@ -42,7 +41,6 @@ class _Watch:
         self._is_accepted = False
 
     def on_accepted(self, model: str, request: Request) -> None:
-        """See `RequestWatch`."""
         self._is_accepted = True
         self._fields |= {"model": model, "request_id": request.request_id}
         num_prompt_tokens, sampling = len(request.prompt_token_ids), request.sampling
@@ -52,7 +50,6 @@ class _Watch:
         )
 
     def on_event(self, event: StreamEvent) -> None:
-        """See `RequestWatch`."""
         if isinstance(event, CompletionDelta):
             self._num_tokens += len(event.token_ids)
             if self._first_token_s is None:
@@ -61,11 +58,9 @@ class _Watch:
             self._reasons.append(event.finish_reason)
 
     def on_moved(self, replica_id: str, cause: MoveCause) -> None:
-        """See `RequestWatch`."""
         self._write(f"lost its replica {replica_id}: {cause}", replica_id=replica_id, cause=cause.value)
 
     def on_end(self, error: BaseException | None) -> None:
-        """See `RequestWatch`."""
         total_s = self._clock() - self._arrived_at
         if error is None:
             outcome = " and ".join(self._reasons) or "not read to its end"

@@ -59,7 +59,6 @@ class Exposition(Collector):
         ProcessCollector(registry=self._registry)
 
     def collect(self) -> Iterable[Family]:
-        """See `Collector`."""
         samples = Samples()
         for model in self._models:
             self._requests.add_model(model.name)

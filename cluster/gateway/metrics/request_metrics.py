@@ -101,7 +101,6 @@ class RequestMetrics:
         self.refusals: Counter[str] = Counter()
 
     def watch(self, call: ObservedCall) -> _Watch:
-        """See `RequestObserver`."""
         return _Watch(self, self._clock)
 
     def count_refusal(self, error: BaseException) -> None:
@@ -162,7 +161,6 @@ class _Watch:
         self._num_failed_over = 0
 
     def on_accepted(self, model: str, request: Request) -> None:
-        """See `RequestWatch`."""
         self._model, self._request = self._metrics.models[model], request
         self._inter_token = self._model.histograms[of_requests.INTER_TOKEN_LATENCY]
         self._model.num_open += 1
@@ -172,20 +170,17 @@ class _Watch:
             self._observe(of_requests.REQUEST_PARAMS_MAX_TOKENS, sampling.max_tokens)
 
     def on_event(self, event: StreamEvent) -> None:
-        """See `RequestWatch`."""
         if isinstance(event, CompletionDelta):
             self._on_delta(event)
         elif isinstance(event, CompletionFinished):
             self._on_finished(event)
 
     def on_moved(self, replica_id: str, cause: MoveCause) -> None:
-        """See `RequestWatch`."""
         assert self._model is not None, "only an accepted request can move"
         self._model.moves[cause.value] += 1
         self._num_failed_over += cause is MoveCause.FAILURE
 
     def on_end(self, error: BaseException | None) -> None:
-        """See `RequestWatch`."""
         if self._model is None or self._request is None:
             if error is not None and not is_abort(error):
                 self._metrics.count_refusal(error)

@@ -105,11 +105,9 @@ class ControllerSync:
         await self._models.close()
 
     async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
-        """See `Fleet`."""
         return await self._controller.apply(command)
 
     def describe(self) -> admin_pb2.GetStatusResponse:
-        """See `Fleet`."""
         return fleet_state_to_message(self._state, self._problem)
 
     async def _watch_loop(self) -> None:

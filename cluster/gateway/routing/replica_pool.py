@@ -260,7 +260,6 @@ class ReplicaPool:
         return demand
 
     def choose(self, request: Request) -> ReplicaClient | None:
-        """See `ReplicaPicker`."""
         candidates = {name: member for name, member in self._members.items() if member.takes_requests}
         if not candidates:
             return None

@@ -108,11 +108,9 @@ class _Attempt:
         self.handles = handles
 
     def put(self, handle: int, update: SequenceUpdate) -> None:
-        """See `UpdateReceiver`."""
         self._owner._on_update(self, self._index_of[handle], update)
 
     def fail(self, error: QuireError) -> None:
-        """See `UpdateReceiver`."""
         self._owner._on_replica_lost(self, error)
 
     def stop(self, index: int) -> None:
@@ -166,7 +164,6 @@ class MigratingRequest(UpdateQueue):
             self._start_placing()
 
     def stop(self, index: int) -> None:
-        """See `RequestStream`."""
         output = self._outputs[index]
         if index not in self.open or output.is_stopped:
             return
@@ -177,7 +174,6 @@ class MigratingRequest(UpdateQueue):
             self._finish_stopped(index)
 
     def abort(self) -> None:
-        """See `RequestStream`."""
         if self._placing is not None:
             self._placing.cancel()
         for attempt in dict.fromkeys(output.attempt for output in self._outputs):  # each once, in order
@@ -186,7 +182,6 @@ class MigratingRequest(UpdateQueue):
         self.open.clear()
 
     def end(self, error: QuireError) -> None:
-        """See `RequestStream`."""
         self.abort()
         self.fail(error)
 

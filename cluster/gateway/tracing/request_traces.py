@@ -30,7 +30,6 @@ class RequestTraces:
         self._clock = clock
 
     def watch(self, call: ObservedCall) -> _Watch:
-        """See `RequestObserver`."""
         return _Watch(self._tracer, self._clock, call)
 
 
@@ -48,7 +47,6 @@ class _Watch:
         self._num_tokens = 0
 
     def on_accepted(self, model: str, request: Request) -> None:
-        """See `RequestWatch`."""
         sampling = request.sampling
         attributes: dict[str, AttributeValue | None] = {
             "gen_ai.response.model": model,
@@ -62,21 +60,18 @@ class _Watch:
         self._span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
     def on_event(self, event: StreamEvent) -> None:
-        """See `RequestWatch`."""
         if isinstance(event, CompletionDelta):
             self._on_delta(event)
         elif isinstance(event, CompletionFinished):
             self._on_finished(event)
 
     def on_moved(self, replica_id: str, cause: MoveCause) -> None:
-        """See `RequestWatch`."""
         attributes = {"quire.replica": replica_id, "quire.cause": cause.value}
         self._moves.append(
             self._tracer.start_span("move", self._context, attributes=attributes, start_time=self._clock())
         )
 
     def on_end(self, error: BaseException | None) -> None:
-        """See `RequestWatch`."""
         now = self._clock()
         self._end_moves(now)
         self._span.set_attribute("gen_ai.usage.completion_tokens", self._num_tokens)

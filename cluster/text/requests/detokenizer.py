@@ -197,11 +197,9 @@ class ByteDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `IncrementalDecoder`."""
         return self._decoder.decode(b"".join(map(self._bytes_of.__getitem__, token_ids)))
 
     def flush(self) -> str:
-        """See `IncrementalDecoder`."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -237,7 +235,6 @@ class WindowDecoder:
         self._emitted = self._decode(self._window)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `IncrementalDecoder`."""
         num_before = len(self._window)
         self._window.extend(token_id for token_id in token_ids if token_id not in self._hidden)
         if len(self._window) == num_before:
@@ -249,7 +246,6 @@ class WindowDecoder:
         return self._emit(text)
 
     def flush(self) -> str:
-        """See `IncrementalDecoder`."""
         return self._emit(self._decode(self._window))
 
     def _emit(self, text: str) -> str:
@@ -280,7 +276,6 @@ class ByteFallbackDecoder:
         self._others = WindowDecoder(tokenizer, context, skip_special_tokens=skip_special_tokens)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """See `IncrementalDecoder`."""
         shown = [token_id for token_id in token_ids if token_id not in self._hidden]
         runs = groupby(shown, self._byte_of.__contains__)
         return "".join(
@@ -289,7 +284,6 @@ class ByteFallbackDecoder:
         )
 
     def flush(self) -> str:
-        """See `IncrementalDecoder`."""
         return self._others.flush() + self._characters.decode(b"", final=True)
 
     def _push_bytes(self, token_ids: list[int]) -> str:

@@ -82,7 +82,6 @@ class Observers:
         self._observers = observers
 
     def watch(self, call: ObservedCall) -> RequestWatch:
-        """See `RequestObserver`."""
         watches = [observer.watch(call) for observer in self._observers]
         return watches[0] if len(watches) == 1 else _Watches(watches)
 

@@ -36,11 +36,9 @@ class ResumedOutput:
 
     @property
     def is_finished(self) -> bool:
-        """See `OutputProcessor`."""
         return self._processor.is_finished
 
     def has_stop_string(self, index: int) -> bool:
-        """See `OutputProcessor`."""
         return self._processor.has_stop_string(index)
 
     def process(self, index: int, update: SequenceUpdate) -> list[OutputEvent]:

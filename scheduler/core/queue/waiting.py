@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Iterable
+from operator import attrgetter
 from typing import Any, Protocol
 
 from ...sequences.sequence import Sequence
@@ -92,10 +93,6 @@ class _SharerQueue(_Order, Protocol):
     def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None: ...
 
 
-def _tenant_of(sequence: Sequence) -> str:
-    return sequence.tenant
-
-
 def _adapter_of(sequence: Sequence) -> str:
     return "" if sequence.lora is None else sequence.lora.name
 
@@ -169,7 +166,6 @@ class _FairOrder:
         return first
 
     def counter_of(self, tenant: str) -> float:
-        """See `Counters`."""
         if tenant in self._queues:
             return self._counters[tenant]
         least = self._least_served()
@@ -177,7 +173,6 @@ class _FairOrder:
         return counter_on_arrival(self._counters.get(tenant, 0.0), active)
 
     def weight_of(self, tenant: str) -> float:
-        """See `Counters`."""
         return self._weights.get(tenant, 1.0)
 
     def charge(self, sequence: Sequence, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -212,7 +207,7 @@ def _fair_order(weights: dict[str, float]) -> _FairOrder:
     def order_adapters() -> _FairOrder:
         return _FairOrder({}, _adapter_of, lambda: _Heap(ADMISSION_KEYS["fcfs"]))
 
-    return _FairOrder(weights, _tenant_of, order_adapters)
+    return _FairOrder(weights, attrgetter("tenant"), order_adapters)
 
 
 class _LongestPrefixOrder:
