@@ -101,49 +101,32 @@ def resolve_max_model_len(max_model_len: int | None, context_len: int) -> int:
 
 
 def _check_combinations(options: EngineOptions, device: str) -> None:
-    problems = Problems()
-    with problems:
-        if options.fused_all_reduce and (device != "cuda" or options.tensor_parallel_size == 1):
-            raise ConfigError("fused_all_reduce is for several ranks on GPUs")
-    with problems:
-        if options.standby_weights and device != "cpu":
-            raise ConfigError("standby_weights is for ranks on CPUs: a GPU's memory ends with its process")
-    with problems:
-        _check_dp_attention(options)
-    with problems:
-        if options.attention_backend != "triton" and device != "cuda":
-            raise ConfigError(f"attention_backend {options.attention_backend} is for GPUs")
-    with problems:
-        if options.attention_backend != "triton" and options.batch_invariant:
-            raise ConfigError(
-                f"attention_backend is {options.attention_backend}, whose bits depend on the batch; batch_invariant "
-                "needs triton"
-            )
-    with problems:
-        policy = resolve_policy(options)
-        if options.tenant_weights and policy != "fair":
-            raise ConfigError(f"tenant weights are shares of the policy fair, but the policy is {policy}")
-    with problems:
-        _check_lora(options)
-    problems.raise_any()
-
-
-def _check_dp_attention(options: EngineOptions) -> None:
-    if options.enable_dp_attention and options.tensor_parallel_size == 1:
-        raise ConfigError("enable_dp_attention is for several ranks, tensor_parallel_size is 1")
-
-
-def _check_lora(options: EngineOptions) -> None:
-    if options.lora_modules and not options.enable_lora:
-        raise ConfigError("lora_modules are given, but enable_lora is not")
-    if options.lora_target_modules is not None and not options.enable_lora:
-        raise ConfigError("lora_target_modules are given, but enable_lora is not")
-    names = [name for name, _ in options.lora_modules]
-    if options.name in names:
-        raise ConfigError(f"lora_modules has {options.name!r}, which is the name of the model")
-    most = options.max_cpu_loras
-    if most is not None and most < options.max_loras:
-        raise ConfigError(f"max_cpu_loras is {most}, must be at least max_loras, {options.max_loras}")
+    backend, policy = options.attention_backend, resolve_policy(options)
+    is_single, has_own_attention = options.tensor_parallel_size == 1, backend == "triton"
+    adapters, most = [name for name, _ in options.lora_modules], options.max_cpu_loras
+    # problem |-> whether the options have it
+    problems = {
+        "fused_all_reduce is for several ranks on GPUs": options.fused_all_reduce
+        and (device != "cuda" or is_single),
+        "standby_weights is for ranks on CPUs: a GPU's memory ends with its process": options.standby_weights
+        and device != "cpu",
+        "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
+        and is_single,
+        f"attention_backend {backend} is for GPUs": not has_own_attention and device != "cuda",
+        f"attention_backend is {backend}, whose bits depend on the batch; batch_invariant needs triton": (
+            not has_own_attention and options.batch_invariant
+        ),
+        f"tenant weights are shares of the policy fair, but the policy is {policy}": options.tenant_weights
+        and policy != "fair",
+        "lora_modules are given, but enable_lora is not": adapters and not options.enable_lora,
+        "lora_target_modules are given, but enable_lora is not": options.lora_target_modules is not None
+        and not options.enable_lora,
+        f"lora_modules has {options.name!r}, which is the name of the model": options.name in adapters,
+        f"max_cpu_loras is {most}, must be at least max_loras, {options.max_loras}": most is not None
+        and most < options.max_loras,
+    }
+    if found := [problem for problem, has_it in problems.items() if has_it]:
+        raise ConfigError.of(found)
 
 
 def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:

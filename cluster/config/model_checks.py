@@ -49,7 +49,7 @@ _SIZES = (
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """Return a config.json. Raises ModelLoadError if it is not a JSON object, or has a size that no model has."""
-    content = _read_object(path)
+    content = read_json_object(path, is_optional=False)
     for name, value in _entries(content, path):
         if name not in _SIZES or isinstance(value, bool) or not isinstance(value, int | float):
             continue
@@ -59,9 +59,9 @@ def read_config_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a model directory; empty if there is no such file. Raises ModelLoadError."""
-    content = _read_json(path) if path.is_file() else {}
+def read_json_object(path: Path, *, is_optional: bool = True) -> dict[str, Any]:
+    """Return a JSON object of a model directory; empty for an optional file that is absent. Raises ModelLoadError."""
+    content = {} if is_optional and not path.is_file() else _read_json(path)
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: is not a JSON object")
     return content
@@ -123,13 +123,6 @@ def _check_weight_file(path: Path, file: BinaryIO) -> None:
             f"{path}: has {file_len} bytes, but its header lists {expected_len}: it is truncated; copy or download "
             "it again"
         )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    content = _read_json(path)
-    if not isinstance(content, dict):
-        raise ModelLoadError(f"{path}: is not a JSON object")
-    return content
 
 
 def _read_json(path: Path) -> Any:

@@ -55,6 +55,17 @@ def test_problems_of_machine_options_and_files_are_named_together(model_copy: Pa
         assert word in problem
 
 
+def test_all_problems_of_adapter_options_are_named(model_copy: Path) -> None:
+    found = problems_of(
+        model_copy, lora_modules={"gold": "/gold"}, lora_target_modules="q_proj", max_loras=4, max_cpu_loras=2
+    )
+    assert [problem.split()[0] for problem in found] == [
+        "lora_modules",
+        "lora_target_modules",
+        "max_cpu_loras",
+    ]
+
+
 def test_missing_directory_is_the_only_problem(tmp_path: Path) -> None:
     (found,) = problems_of(tmp_path / "nothing")
     assert "not a directory" in found
