@@ -34,23 +34,23 @@ _NAME = re.compile(r"[\w.\-]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedChat:
-    """Prompt of a conversation.
+class EncodedPrompt:
+    """A tokenized prompt.
 
     Attributes:
-        new_parser: returns a parser for one completion.
+        constraint: applies to the output after the reasoning; None for any output.
+        reasoning: reasoning that the prompt leaves the model in, or that may begin next; None if there is none.
+        new_parser: of a conversation, returns a parser for one completion.
         needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
-        can_reason: the format of the model's reasoning is known.
-        reasoning: reasoning that may begin the completion; None if there is none.
-        constraint: of the reply, after the reasoning; None for any.
+        can_reason: of a conversation, the format of the model's reasoning is known.
     """
 
     token_ids: IntArray
-    new_parser: Callable[[], ChatOutputParser]
-    needs_special_tokens: bool
+    constraint: StructuredOutputsParams | None
+    reasoning: OpenReasoning | None
+    new_parser: Callable[[], ChatOutputParser] | None = None
+    needs_special_tokens: bool = False
     can_reason: bool = False
-    reasoning: OpenReasoning | None = None
-    constraint: StructuredOutputsParams | None = None
 
 
 class ChatEncoder:
@@ -61,7 +61,7 @@ class ChatEncoder:
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder
 
-    def encode(self, chat: Chat, constraint: StructuredOutputsParams | None = None) -> EncodedChat:
+    def encode(self, chat: Chat, constraint: StructuredOutputsParams | None = None) -> EncodedPrompt:
         """Return the prompt of a conversation, rendered by the chat template with its special tokens.
 
         Args:
@@ -79,13 +79,13 @@ class ChatEncoder:
             raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
         tools = chat.parameters_by_tool
         structure = None if chat_format.tool_calls is None else chat_format.tool_calls.structure
-        return EncodedChat(
+        return EncodedPrompt(
             token_ids,
+            tool_constraint(chat, structure, constraint) or constraint,
+            chat_format.open_reasoning(end),
             lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
             chat_format.reasoning is not None,
-            chat_format.open_reasoning(end),
-            tool_constraint(chat, structure, constraint) or constraint,
         )
 
     def format_without_chat(self) -> ChatFormat:

@@ -23,7 +23,7 @@ from ....proto.structured_outputs import OutputConstraint, StructuredOutputsPara
 from ..chat_format.chat_format import OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
 from .chat import Chat
-from .chat_encoder import ChatEncoder
+from .chat_encoder import ChatEncoder, EncodedPrompt
 from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
 from .json_values import check_text
 from .tokenizer import END_CHARS, LocalPromptEncoder, PromptEncoder, Tokenizer
@@ -135,23 +135,6 @@ class Request:
         return replace(self, sampling=rest, generated_token_ids=np.asarray(token_ids, dtype=np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class _EncodedPrompt:
-    """A tokenized prompt.
-
-    Attributes:
-        constraint: of the output, after the reasoning; None for any.
-        reasoning: that the prompt leaves the model in, or that it may begin next.
-        new_parser, needs_special_tokens: as for EncodedChat; None and False for other prompts.
-    """
-
-    token_ids: IntArray
-    constraint: StructuredOutputsParams | None
-    reasoning: OpenReasoning | None
-    new_parser: Callable[[], ChatOutputParser] | None = None
-    needs_special_tokens: bool = False
-
-
 class RequestChecker:
     """Validates and tokenizes requests for one replica configuration. Threads may share one."""
 
@@ -227,15 +210,12 @@ class RequestChecker:
         sampling: SamplingParams,
         pooling: PoolingParams | None,
         add_special_tokens: bool,
-    ) -> _EncodedPrompt:
+    ) -> EncodedPrompt:
         """Tokenize a prompt. Raises InvalidRequest if it is invalid, empty, or too long whatever its tokens are."""
         if isinstance(prompt, Chat):
-            chat = self._chat_encoder.encode(prompt, sampling.structured_outputs)
-            if sampling.thinking_token_budget is not None and not chat.can_reason:
+            encoded = self._chat_encoder.encode(prompt, sampling.structured_outputs)
+            if sampling.thinking_token_budget is not None and not encoded.can_reason:
                 raise self._no_reasoning()
-            encoded = _EncodedPrompt(
-                chat.token_ids, chat.constraint, chat.reasoning, chat.new_parser, chat.needs_special_tokens
-            )
         else:
             truncates = sampling.truncate_prompt_tokens is not None or (
                 pooling is not None and pooling.truncate_prompt_tokens is not None
@@ -246,7 +226,7 @@ class RequestChecker:
             reasoning = None
             if sampling.thinking_token_budget is not None:
                 reasoning = self._reasoning_after(prompt, token_ids)
-            encoded = _EncodedPrompt(token_ids, sampling.structured_outputs, reasoning)
+            encoded = EncodedPrompt(token_ids, sampling.structured_outputs, reasoning)
         if len(encoded.token_ids) == 0:
             raise InvalidRequest("prompt", "is empty, must have at least one token")
         return encoded
@@ -254,7 +234,7 @@ class RequestChecker:
     def _fit(
         self,
         prompt: AnyPrompt,
-        encoded: _EncodedPrompt,
+        encoded: EncodedPrompt,
         sampling: SamplingParams,
         pooling: PoolingParams | None,
         add_special_tokens: bool,
