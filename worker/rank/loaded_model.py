@@ -47,6 +47,7 @@ class LoadedModel:
 
     Attributes:
         pooler: of models that embed or classify; None for others.
+        digest: of the checkpoint, as Checkpoint.digest returns it.
         tap: hands hidden states of the model to a draft head, if there is one.
         drafts: source of drafted tokens, set by ModelLoader.load_drafts.
     """
@@ -54,6 +55,7 @@ class LoadedModel:
     model: Model
     pooler: Pooler | None
     adapters: RankAdapters
+    digest: int
     tap: FeatureTap = field(default_factory=FeatureTap)
     drafts: Speculator = field(init=False)
 
@@ -122,10 +124,11 @@ class ModelLoader:
                 head = read_head(load, model, model.pooling)
                 pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
             served = load_model(load, model)
+            digest = load.checkpoint.digest()
         if adapters.layers.num_slots:
             adapters.layers.check_targets()
             _log.info("slots for LoRA adapters: %s", adapters.layers.summary)
-        return LoadedModel(served, pooler, adapters)
+        return LoadedModel(served, pooler, adapters, digest)
 
     def load_drafts(
         self,

@@ -115,11 +115,12 @@ class RankMemory:
         """Check the model and record its steps, once everything is in memory; return whether that was done now.
 
         Raises:
-            ConfigError: the model fails its self-check.
+            ConfigError: the model fails its self-check, or the ranks have read different weights.
         """
         if self._executor is not None or self.parts != ALL_TAGS:
             return False
         loaded = self.loaded
+        self._check_same_weights(loaded.digest)
         loaded.model.selfcheck()
         self._executor = StepExecutor(
             config=self._config,
@@ -135,6 +136,17 @@ class RankMemory:
         if self._wants_graphs and not loaded.model.supports_graphs:
             _log.warning("graphs are disabled: each step of this model reads results back from the device")
         return True
+
+    def _check_same_weights(self, digest: int) -> None:
+        """Raise ConfigError on all ranks if one has read other weights: a rank that was replaced, from new files."""
+        own = torch.tensor([digest], dtype=torch.int64, device=self._device)
+        digests = self._comm.all_gather(own).flatten().tolist()
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
+                raise ConfigError(
+                    f"rank {rank} has read other weights than rank 0: the files in {self._model.path} were replaced "
+                    "while they were served, or the nodes have different ones"
+                )
 
     def clear(self) -> None:
         """Empty all rows."""

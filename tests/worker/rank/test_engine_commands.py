@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ from quire.proto.engine_command import Action, EngineCommand, SleepTag
 from quire.proto.errors import ConfigError
 from quire.proto.lora import LoraReference
 from quire.proto.step import StepPlan
+from quire.worker.rank.runner import ModelRunner
 
 PROMPTS = prompts_of([7, 19], seed=6)
 CALLER = (b"", 1)
@@ -278,3 +281,33 @@ def test_ranks_refuse_weights_together(make_model: Callable[..., Path], make_eng
     ((_, error),) = driver.scheduler.control.take_replies()
     assert "missing" in error
     Reference(folder).check_greedy(PROMPTS[0], driver.outputs[0])
+
+
+@pytest.mark.parametrize("is_other", [False, True], ids=["same files", "other files"])
+def test_rank_is_replaced_only_with_the_weights_of_the_others(
+    make_model: Callable[..., Path], make_engine: Any, tmp_path: Path, is_other: bool
+) -> None:
+    folder = shutil.copytree(make_model("llama", seed=1), tmp_path / "served")
+    engine = make_engine(folder, 2, num_blocks=32, block_size=4)
+    source = make_model("llama", seed=2 if is_other else 1)
+    os.replace(shutil.copy(source / "model.safetensors", tmp_path), folder / "model.safetensors")
+
+    def rejoin(rank: int) -> str:
+        try:
+            if rank == 0:
+                engine.runners[0].reset(has_new_ranks=True)
+            else:
+                engine.runners[1].close()
+                engine.runners[1] = ModelRunner(engine.config, engine._group.communicator(1))
+                engine.runners[1].allocate_cache(32)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    errors = set(engine.on_all(rejoin, range(2)))
+    if is_other:
+        assert len(errors) == 1
+        assert "rank 1 has read other weights than rank 0: the files in" in errors.pop()
+    else:
+        assert errors == {""}
+        check_greedy(engine, folder)
