@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 POLL_INTERVAL_S = 0.5
+# Free space that the logs of a new process need.
+MIN_DISK_BYTES = 1 << 20
 # In Ray's words for an actor whose node's manager, the raylet, has ended or does not answer.
 _DEAD_NODE = re.compile(r"its node has died\. Node Id: (\w+)")
 
@@ -26,8 +31,26 @@ def describe(error: BaseException) -> str:
         error = error.cause
     if isinstance(error, (RayActorError, ActorDiedError, WorkerCrashedError)):
         node = _DEAD_NODE.search(str(error))
-        return f"its process died with its Ray node {node[1]}" if node else "its process died"
+        how = f"its process died with its Ray node {node[1]}" if node else "its process died"
+        return how + full_disk(Path(os.path.realpath("/proc/self/fd/2")))
     return in_one_line(error)
+
+
+def full_disk(log: Path) -> str:
+    """Return that the disk of Ray's logs is full, as an addition to an error; empty if it is not.
+
+    Ray starts no process then, and does not say why.
+
+    Args:
+        log: of a process of Ray, whose standard error it is; others have no file as theirs.
+    """
+    try:
+        is_full = log.is_file() and shutil.disk_usage(log.parent).free < MIN_DISK_BYTES
+    except OSError:
+        return ""
+    return (
+        f"; the disk of {log.parent} is full, and Ray starts no process without its logs" if is_full else ""
+    )
 
 
 def unwrap(error: BaseException, name: str) -> QuireError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from exit_status import KILLED
 from ray.exceptions import RayActorError
 
-from quire.cluster.fleet.ray.errors import describe
+from quire.cluster.fleet.ray.errors import describe, full_disk
 from quire.cluster.fleet.replica.rank_processes import Rank
 from quire.proto.replica_status import RankStatus
 from quire.worker.rank.actor import RankProcess
@@ -99,3 +100,15 @@ def test_actor_that_died_with_its_node_is_described_with_the_node() -> None:
     )
     assert describe(lost) == "its process died with its Ray node 0a1b2c"
     assert describe(RayActorError(error_msg="The actor is dead")) == "its process died"
+
+
+def test_end_on_a_full_disk_is_described_with_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "worker.err"
+    assert full_disk(log) == ""  # no file, as a terminal
+    log.touch()
+    assert full_disk(log) == ""
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    assert full_disk(log) == f"; the disk of {tmp_path} is full, and Ray starts no process without its logs"
