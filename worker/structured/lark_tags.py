@@ -216,6 +216,7 @@ def _json(schema: Any, is_lenient: bool) -> str:
 _ARGUMENT_TAGS = {
     "qwen_xml": ("<parameter={name}>\n", "\n</parameter>\n"),
     "glm_xml": ("<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    "minimax_xml": ('<parameter name="{name}">', "</parameter>\n"),
 }
 _SUFFIXES = {"star": "*", "plus": "+", "optional": "?"}
 _WRITERS: Mapping[str, Callable[[_Writer, Mapping[str, Any]], str]] = {

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .deltas import ContentDelta
 from .model_output import ModelOutput, Parse
 from .output_parser import ChatOutputParser, new_call_id
-from .reasoning import ReasoningStart
-from .registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, detect
-from .tool_calls.tool_format import ToolCallFormat
+from .reasoning import ReasoningFormat, ReasoningStart
+from .registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS, detect
+from .tool_format import ToolCallFormat
 
 Format = TypeVar("Format", ToolCallFormat, ReasoningFormat)
 Tools = Mapping[str, Mapping[str, Any]]  # name |-> JSON schema of the parameters
@@ -97,10 +96,10 @@ class ChatFormat:
 
         def read(output: ModelOutput) -> Parse[None]:
             if reasoning is not None and start is not None:
-                yield from reasoning.read(output, start)
+                yield from reasoning.read(output, start, tool_calls)
             if tool_calls is not None:
                 yield from tool_calls.read(output)
-            yield from output.emit_until(ContentDelta)
+            yield from output.content_until()
 
         return read
 

@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .deltas import ChatDelta, ContentDelta, ReasoningDelta
+from .json_call import emit_arguments
 from .model_output import MAX_HEADER_CHARS, ModelOutput, Parse
-from .reasoning import ReasoningStart
+from .tool_format import ToolCallFormat
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = "<|end|>", "<|call|>", "<|return|>"
 MARKERS = _START, _CHANNEL, _MESSAGE, "<|constrain|>", *_ENDS
+
+# Texts of the chat templates that write it.
+HARMONY = ((_CHANNEL, _MESSAGE),)
 
 # Begins the reply.
 FINAL_MESSAGE = f"{_CHANNEL}final{_MESSAGE}"
@@ -29,7 +34,18 @@ _FUNCTIONS = "functions."
 _HEADER_STARTS = _CHANNEL, "to=", _START, "assistant"
 
 
-def harmony(output: ModelOutput, start: ReasoningStart = ReasoningStart.UNKNOWN) -> Parse[None]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HarmonyCalls(ToolCallFormat):
+    """Tool calls in messages of their own."""
+
+    extras: tuple[str, ...] = MARKERS
+    is_forced: bool = False
+
+    def read(self, output: ModelOutput) -> Parse[None]:
+        return harmony(output)
+
+
+def harmony(output: ModelOutput) -> Parse[None]:
     """Read the whole text: reasoning, content and tool calls."""
     while (yield from output.peek()):
         header = yield from _header(output)
@@ -39,6 +55,11 @@ def harmony(output: ModelOutput, start: ReasoningStart = ReasoningStart.UNKNOWN)
         make, is_call = _kind(output, header)
         if is_call is not None:
             yield is_call
+            yield from output.skip()
+            if not (yield from emit_arguments(output, *_ENDS)):
+                yield output.arguments("{}")
+            yield from output.text_until(*_ENDS)
+            continue
         if make is ReasoningDelta:
             output.begin_reasoning()
         end = yield from output.emit_until(make, *_ENDS)
@@ -67,6 +88,6 @@ def _kind(output: ModelOutput, header: str) -> tuple[Callable[[str], ChatDelta],
     if recipient is not None and output.tools:
         name = recipient[1].removeprefix(_FUNCTIONS)
         if name in output.tools or recipient[1].startswith(_FUNCTIONS):
-            return output.arguments, output.start_call(name)
+            return ContentDelta, output.start_call(name)
     channel = _CHANNEL_NAME.search(header)
     return (ReasoningDelta if channel is not None and channel[1] == "analysis" else ContentDelta), None

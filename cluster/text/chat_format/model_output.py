@@ -33,6 +33,7 @@ class ModelOutput:
         is_complete: the whole text has arrived.
         num_calls: tool calls so far.
         trimmed: characters that `emit_until` left out before the marker that it returned last.
+        wrappers: texts around the reply, which are no part of it.
         reasoning: parts of the text that are reasoning, as (start, end) of `position`; the end is None in a part
             that is being read. A reader may drop those that it has seen.
     """
@@ -42,6 +43,7 @@ class ModelOutput:
         self.is_complete = False
         self.num_calls = 0
         self.trimmed = ""
+        self.wrappers: tuple[str, ...] = ()
         self.reasoning: list[tuple[int, int | None]] = []
         self._new_call_id = new_call_id
         self._text = ""
@@ -72,7 +74,12 @@ class ModelOutput:
         self.reasoning.append((start, self.position - len(marker or "")))
 
     def start_call(self, name: str, call_id: str = "") -> ToolCallStart:
-        """Return the beginning of the next tool call, with a new id unless the model wrote one."""
+        """Return the beginning of the next tool call, with a new id unless the model wrote one.
+
+        A call within reasoning ends the reasoning at the position.
+        """
+        if self.reasoning and self.reasoning[-1][1] is None:
+            self.end_reasoning(None)
         self.num_calls += 1
         return ToolCallStart(self.num_calls - 1, call_id or self._new_call_id(), name)
 
@@ -83,6 +90,10 @@ class ModelOutput:
     def bookmark(self) -> None:
         """Remember the position for `rewind` or `commit`, which belong to the latest bookmark."""
         self._bookmarks.append(self._pos)
+
+    def unread(self, text: str) -> None:
+        """Return to the position before a text that was read last, without any other step in between."""
+        self._pos -= len(text)
 
     def rewind(self) -> None:
         """Return to the latest bookmark and drop it."""
@@ -123,8 +134,15 @@ class ModelOutput:
             yield None
 
     def content_until(self, *markers: str) -> Parse[str | None]:
-        """Emit content until a marker, without white space directly before it. See `emit_until`."""
-        return self.emit_until(ContentDelta, *markers, trim=_WHITESPACE)
+        """Emit content until a marker, without white space directly before it. See `emit_until`.
+
+        The texts around the reply are left out.
+        """
+        while True:
+            marker = yield from self.emit_until(ContentDelta, *markers, *self.wrappers, trim=_WHITESPACE)
+            if marker is None or marker in markers:
+                return marker
+            yield from self.skip()
 
     def text_until(self, *markers: str, max_chars: int | None = None) -> Parse[tuple[str, str | None]]:
         """Return the text before the first marker, and the marker, which is read as well.
@@ -180,6 +198,22 @@ class ModelOutput:
                 return None
             yield None
 
+    def take(self, characters: re.Pattern[str]) -> Parse[str]:
+        """Read and return the longest text of a class of characters; empty if it is over MAX_HEADER_CHARS long.
+
+        Args:
+            characters: matches any number of them.
+        """
+        while True:
+            found = characters.match(self._text, self._pos)
+            end = self._pos if found is None else found.end()
+            if end - self._pos > MAX_HEADER_CHARS:
+                return ""
+            if end < len(self._text) or self.is_complete:
+                text, self._pos = self._text[self._pos : end], end
+                return text
+            yield None
+
     def peek(self) -> Parse[str]:
         """Return the next character without reading it; empty at the end of the text."""
         while self._pos >= len(self._text) and not self.is_complete:
@@ -215,7 +249,12 @@ class ModelOutput:
 
     def is_at(self, *markers: str) -> bool:
         """Return whether a marker, or the end of the text, is next; only after `arrived` was read to its end."""
-        return self._find(markers)[0] == self._pos or (self.is_complete and self._pos == len(self._text))
+        return self._find(markers)[0] == self._pos or self.is_at_end
+
+    @property
+    def is_at_end(self) -> bool:
+        """The whole text has been read."""
+        return self.is_complete and self._pos == len(self._text)
 
     def _find(self, markers: tuple[str, ...]) -> tuple[int, str | None]:
         """Return the first marker with its position; None if it has not arrived or an earlier one may still come."""

@@ -10,6 +10,7 @@ Format = Mapping[str, Any]  # a format of xgrammar's structural tags
 
 # In a JSON schema's format: the schema is applied as far as the library does, see worker.structured.
 LENIENT = "x-quire-lenient"
+_NUMBER: Format = {"type": "regex", "pattern": "[0-9]{1,3}"}
 # Without a schema, or with one that only allows an empty object, the arguments are any object.
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -30,16 +31,15 @@ class FunctionSchema:
 
 @dataclass(frozen=True, slots=True)
 class ToolStructure:
-    """The texts of a reply that consists of tool calls. ``{name}`` stands for the function's name.
+    """The texts of a reply that consists of tool calls.
 
     Attributes:
-        begin, end: before and after the arguments of each call.
+        begin, end: before and after the arguments of each call. ``{name}`` stands for the function's name, and
+            ``{number}`` for any number.
         separator: between two calls.
         prefix, suffix: before the first and after the last call.
         trigger: text that begins a call, or the calls, within other text; empty if calls are the whole reply.
         style: how the arguments are written, a style of xgrammar.
-        number: a regular expression between `begin` and `arguments`; empty for none.
-        arguments: text before the arguments, after `number`.
     """
 
     begin: str
@@ -49,8 +49,6 @@ class ToolStructure:
     suffix: str = ""
     trigger: str = ""
     style: str = "json"
-    number: str = ""
-    arguments: str = ""
 
     def calls(self, functions: Sequence[FunctionSchema], *, allows_parallel_calls: bool) -> Format:
         """Return the format of a reply with at least one call of these functions and nothing else."""
@@ -77,9 +75,11 @@ class ToolStructure:
         }
         if not function.is_strict:
             schema[LENIENT] = True
-        number = [{"type": "regex", "pattern": self.number}] if self.number else []
-        begin, end = (text.replace("{name}", function.name) for text in (self.begin, self.end))
-        return _sequence(_const(begin), *number, _const(self.arguments), schema, _const(end))
+        before = self.begin.replace("{name}", function.name).split("{number}")
+        header = [_const(before[0])]
+        for text in before[1:]:
+            header += [_NUMBER, _const(text)]
+        return _sequence(*header, schema, _const(self.end))
 
 
 def _const(text: str) -> Format:

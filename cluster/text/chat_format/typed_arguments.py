@@ -5,29 +5,67 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .model_output import ModelOutput, Parse
 
-_MAX_SCHEMA_DEPTH = 4
-_TYPE_OF_VALUE = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+_MAX_SCHEMA_DEPTH = 8
+_JSON_TYPES: Mapping[type, str] = {
+    str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null", dict: "object",
+}  # fmt: skip
+_PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentType:
+    """What a tool's schema tells of an argument.
+
+    Attributes:
+        types: allowed JSON types; empty for any.
+        texts: the texts that it may be, if the schema lists values.
+    """
+
+    types: frozenset[str] = frozenset()
+    texts: frozenset[str] = frozenset()
+
+    def json(self, text: str) -> str:
+        """Return the JSON text of the value that a text spells; of the text itself if that is of no allowed type."""
+        stripped = text.strip()
+        if stripped in self.texts:
+            return dump(stripped)
+        if stripped.lower() in ("true", "false") and "boolean" in self.types:
+            return stripped.lower()
+        if stripped in _PYTHON_NAMES and not self.types:
+            return _PYTHON_NAMES[stripped]
+        for read in (json.loads, literal) if self.types else (json.loads,):
+            try:
+                value = read(stripped)
+                value_json = dump(value)
+            except (ValueError, RecursionError):
+                continue
+            found = _type_of(value)
+            is_typed = found in self.types or (found == "integer" and "number" in self.types)
+            if "string" not in self.types or (is_typed and found != "string"):
+                return value_json
+        return dump(text)
+
+
+STRING = ArgumentType(frozenset({"string"}))
 
 
 def emit_text_argument(
-    output: ModelOutput, name: str, is_first: bool, types: set[str], *ends: str
+    output: ModelOutput, name: str, is_first: bool, declared: ArgumentType, *ends: str
 ) -> Parse[str | None]:
     """Emit one member of the arguments, whose value is the text before one of the markers `ends`.
 
     A string is emitted as it comes, another value once it is complete. Text that is not of its type becomes a string.
 
-    Args:
-        types: allowed JSON types; empty if the schema does not tell.
-
     Returns:
         The marker that ended the value; None at the end of the text, where the member stays incomplete.
     """
     yield output.arguments(f"{'{' if is_first else ', '}{dump(name)}: ")
-    if types <= {"string"}:
+    if declared == STRING:
         yield output.arguments('"')
         end = yield from output.emit_until(lambda piece: output.arguments(dump(piece)[1:-1]), *ends)
         if end is not None:
@@ -35,16 +73,16 @@ def emit_text_argument(
         return end
     text, end = yield from output.text_until(*ends)
     if end is not None:
-        yield output.arguments(_typed_json(text, types))
+        yield output.arguments(declared.json(text))
     return end
 
 
-def types_of(schema: Mapping[str, Any], parameter: str) -> set[str]:
-    """Return the JSON types that a parameter may have by its tool's schema; empty if it does not tell."""
+def argument_type(schema: Mapping[str, Any], parameter: str) -> ArgumentType:
+    """Return what a tool's schema tells of a parameter. One that it does not declare is a string."""
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return set()
-    return _types(properties.get(parameter), 0)
+    if not isinstance(properties, Mapping) or parameter not in properties:
+        return STRING
+    return _told(properties[parameter], schema, 0)
 
 
 def dump(value: Any) -> str:
@@ -71,33 +109,45 @@ def literal(text: str) -> Any:
     return value
 
 
-def _types(schema: Any, depth: int) -> set[str]:
+def _type_of(value: Any) -> str:
+    return _JSON_TYPES.get(type(value), "array")
+
+
+def _told(schema: Any, root: Mapping[str, Any], depth: int) -> ArgumentType:
+    """Return what a schema tells by itself, its values, its choices or the schema that it refers to."""
     if not isinstance(schema, Mapping) or depth > _MAX_SCHEMA_DEPTH:
-        return set()
+        return ArgumentType()
+    listed = schema.get("enum")
+    values = [schema["const"]] if "const" in schema else listed if isinstance(listed, list) else []
+    if values:
+        texts = frozenset(value for value in values if isinstance(value, str))
+        return ArgumentType(frozenset(map(_type_of, values)), texts)
     declared = schema.get("type")
-    found = {declared} if isinstance(declared, str) else set()
+    if isinstance(declared, str):
+        return ArgumentType(frozenset({declared}))
     if isinstance(declared, list):
-        found |= {each for each in declared if isinstance(each, str)}
+        return ArgumentType(frozenset(each for each in declared if isinstance(each, str)))
+    if isinstance(schema.get("$ref"), str):
+        return _told(_referred(schema["$ref"], root), root, depth + 1)
     for key in ("anyOf", "oneOf", "allOf"):
-        choices = schema.get(key)
-        for choice in choices if isinstance(choices, list) else ():
-            found |= _types(choice, depth + 1)
-    values = schema.get("enum")
-    if not found and isinstance(values, list):
-        found = {_TYPE_OF_VALUE.get(type(value), "object") for value in values}
-    return found
+        if isinstance(schema.get(key), list):
+            found = [_told(choice, root, depth + 1) for choice in schema[key]]
+            told = [each for each in found if each.types]
+            if key == "allOf" or len(told) == len(found):
+                return _union(told)
+    return ArgumentType()
 
 
-def _typed_json(text: str, types: set[str]) -> str:
-    stripped = text.strip()
-    if "boolean" in types and stripped.lower() in ("true", "false"):
-        return stripped.lower()
-    for read in (json.loads, literal):
-        try:
-            value = read(stripped)
-            value_json = dump(value)
-        except (ValueError, RecursionError):
-            continue
-        if "string" not in types or (value is None and "null" in types):
-            return value_json
-    return dump(text)
+def _union(choices: list[ArgumentType]) -> ArgumentType:
+    # A choice of any string makes the listed ones meaningless.
+    is_listed = all(each.texts or "string" not in each.types for each in choices)
+    texts = frozenset[str]().union(*(each.texts for each in choices)) if is_listed else frozenset[str]()
+    return ArgumentType(frozenset[str]().union(*(each.types for each in choices)), texts)
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of a schema that ``#/...`` refers to; None for another reference."""
+    part: Any = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part if reference.startswith("#") else None

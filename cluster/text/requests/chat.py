@@ -79,6 +79,12 @@ class Chat:
         return ToolChoice.of(self.tool_choice)
 
     @property
+    def allows_parallel_calls(self) -> bool:
+        """The reply may have several calls. A choice that names a function asks for one."""
+        names_function = not isinstance(self.tool_choice, str) and not is_allowed_tools(self.tool_choice)
+        return self.parallel_tool_calls and not names_function
+
+    @property
     def may_constrain(self) -> bool:
         """The reply may have a constraint, which has to be compiled. Also of a conversation that is not checked."""
         return bool(self.tools) and (

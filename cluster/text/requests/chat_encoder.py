@@ -83,7 +83,7 @@ class ChatEncoder:
             token_ids,
             tool_constraint(chat, structure, constraint) or constraint,
             chat_format.open_reasoning(end),
-            lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.parallel_tool_calls),
+            lambda: chat_format.parser(end, tools, allows_parallel_calls=chat.allows_parallel_calls),
             any(marker in self._tokenizer.special_tokens for marker in chat_format.markers),
             chat_format.reasoning is not None,
         )
@@ -164,9 +164,9 @@ def tool_constraint(
     known = _structure(field, structure)
     called = list(map(_function, functions))
     if is_required:
-        tag = known.calls(called, allows_parallel_calls=chat.parallel_tool_calls)
+        tag = known.calls(called, allows_parallel_calls=chat.allows_parallel_calls)
     elif known.trigger:
-        tag = known.calls_in_text(called, allows_parallel_calls=chat.parallel_tool_calls)
+        tag = known.calls_in_text(called, allows_parallel_calls=chat.allows_parallel_calls)
     else:
         raise InvalidRequest(field, _NO_TRIGGER[field])
     return StructuredOutputsParams(structural_tag={"type": "structural_tag", "format": tag})

@@ -34,7 +34,7 @@ def call(header: str, arguments: str) -> str:
             + call("<|channel|>commentary to=functions.get_weather", '{"days": <|call|>'),
             "They ask.\n\nSo.",
             None,
-            [("now", "{}"), ("get_weather", '{"days": ')],
+            [("now", "{}"), ("get_weather", '{"days": null }')],
         ),
         # A preamble is for the user.
         (

@@ -44,9 +44,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
             [("now", '{"a": 1}')],
         ),
         (f'{OPEN}{{"name": "now"}}{CLOSE}.', ".", [("now", "{}")]),
-        # Invalid arguments are passed on; the closing tag ends the call wherever it comes.
-        (f'{OPEN}{{"name": "now", "arguments": {{"a": oops]}}{CLOSE}', None, [("now", '{"a": oops]')]),
-        (f'{OPEN}{{"name": "now", "arguments": {{"a": "b{CLOSE} c', "c", [("now", '{"a": "b')]),
+        # Invalid arguments are mended; the closing tag ends the call wherever it comes.
+        (f'{OPEN}{{"name": "now", "arguments": {{"a": oops]}}{CLOSE}', None, [("now", '{"a": "oops"}')]),
+        (f'{OPEN}{{"name": "now", "arguments": {{"a": "b{CLOSE} c', "c", [("now", '{"a": "b"}')]),
         # The length ended the text.
         (f'{OPEN}{{"name": "now", "arguments": {{"a": 1', None, [("now", '{"a": 1')]),
         (f'{OPEN}{{"name": "no', f'{OPEN}{{"name": "no', []),

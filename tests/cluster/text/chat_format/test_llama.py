@@ -31,7 +31,7 @@ from quire.cluster.text.chat_format.deltas import AssistantMessage
             [("now", '{"a": 1}')],
         ),
         ('{"name": "now", "parameters": {}} That was it.', "That was it.", [("now", "{}")]),
-        ('{"name": "now", "parameters": {"a": ', None, [("now", '{"a": ')]),
+        ('{"name": "now", "parameters": {"a": ', None, [("now", '{"a":')]),
         # JSON that is no call of an offered function is content.
         ('{"name": "Alice", "age": 3}', '{"name": "Alice", "age": 3}', []),
         ('{"answer": "now"}', '{"answer": "now"}', []),

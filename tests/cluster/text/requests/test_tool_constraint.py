@@ -53,14 +53,16 @@ def parsed(chat: Chat, format_name: str, text: str) -> AssistantMessage:
     return collect_message([*parser.push(text), *parser.finish()])
 
 
-@pytest.mark.parametrize(
-    "format_name", sorted(name for name, each in TOOL_CALL_FORMATS.items() if each.structure is not None)
-)
+# Several names stand for one format.
+FORCED = {id(each): name for name, each in TOOL_CALL_FORMATS.items() if each.structure is not None}
+
+
+@pytest.mark.parametrize("format_name", sorted(FORCED.values()))
 def test_forced_calls_are_what_the_parser_reads(library: GrammarLibrary, format_name: str) -> None:
     wanted = chat()
     grammar, names, num_finished = compiled(library, wanted, format_name), set(), 0
     for seed in range(NUM_WALKS):
-        walk = random_walk(grammar, library.vocabulary, seed, max_tokens=400)
+        walk = random_walk(grammar, library.vocabulary, seed, max_tokens=800)
         if not walk.is_finished:
             continue
         num_finished += 1
@@ -84,6 +86,14 @@ def test_named_function_is_the_only_one(library: GrammarLibrary) -> None:
         assert walk.text.startswith(b'<tool_call>\n{"name": "news-now", "arguments": ')
         if walk.is_finished:
             assert len(parsed(wanted, "hermes", walk.text.decode()).tool_calls) == 1
+
+
+def test_named_function_is_called_once(library: GrammarLibrary) -> None:
+    wanted = chat(tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert not wanted.allows_parallel_calls
+    grammar = compiled(library, wanted, "hermes")
+    walks = [random_walk(grammar, library.vocabulary, seed, max_tokens=400) for seed in range(NUM_WALKS)]
+    assert {walk.text.count(b"<tool_call>") for walk in walks if walk.is_finished} == {1}
 
 
 def test_strict_functions_constrain_calls_within_text(library: GrammarLibrary) -> None:

@@ -1,1 +1,0 @@
-"""Formats of tool calls, declared with what reads, detects and forces them."""
