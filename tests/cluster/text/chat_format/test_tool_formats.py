@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_outputs import parse_all_ways
 
+from quire.cluster.text.chat_format.reasoning import ReasoningFormat
 from quire.cluster.text.chat_format.registry import REASONING_FORMATS, TOOL_CALL_FORMATS, detect
+from quire.cluster.text.chat_format.tool_format import ToolCallFormat
 
 CITY = '{"city": "Pa\\"ris", "days": 3}'
 GLM = (
@@ -180,3 +184,25 @@ def test_the_format_is_found_in_a_template_with_its_texts(name: str) -> None:
     for texts in TOOL_CALL_FORMATS[name].shown_by:
         found = detect(TOOL_CALL_FORMATS, " ".join(texts))
         assert found == name, texts
+
+
+def rows(formats: Mapping[str, ToolCallFormat] | Mapping[str, ReasoningFormat]) -> list[str]:
+    """Return the rows of the table of formats on the page of tools."""
+    names: dict[int, list[str]] = {}
+    for name, each in formats.items():
+        names.setdefault(id(each), []).append(name)
+    found = []
+    for first, *others in names.values():
+        each = formats[first]
+        cells = [f"`{first}`", ", ".join(f"`{name}`" for name in sorted(others)), each.models]
+        if isinstance(each, ToolCallFormat):
+            cells.append("no" if each.structure is None else "yes")
+        found.append(f"| {' | '.join(cells)} |")
+    return sorted(found)
+
+
+@pytest.mark.parametrize("formats", [TOOL_CALL_FORMATS, REASONING_FORMATS], ids=["tools", "reasoning"])
+def test_the_page_of_tools_has_every_format(formats: Any) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "tools.md").read_text()
+    expected = "\n".join(rows(formats))
+    assert expected in page, expected
