@@ -162,6 +162,15 @@ def test_the_names_of_peers_are_known() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TEXTS))
+def test_no_opening_is_the_beginning_of_another(name: str) -> None:
+    each = TOOL_CALL_FORMATS[name]
+    openings = (*each.tags, *each.untagged)
+    assert not [
+        (one, other) for one in openings for other in openings if one != other and other.startswith(one)
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
 @pytest.mark.parametrize(("before", "after"), [("", ""), ("Hm.\n", ""), ("", "\nSo it is.")])
 def test_calls_are_read(name: str, before: str, after: str) -> None:
     message = parse_all_ways(before + TEXTS[name] + after, name, num_random=3)
