@@ -79,11 +79,12 @@ class Choice(Struct):
 
 
 class Message(Struct):
-    """A message of the assistant."""
+    """A message of the assistant, whose reasoning has two names: vLLM's, and that of most other servers."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     refusal: str | UnsetType | None = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 

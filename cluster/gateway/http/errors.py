@@ -17,6 +17,7 @@ from starlette.routing import compile_path
 
 from ....proto.errors import InvalidRequest, QuireError
 from .json_bodies import json_bytes
+from .schema.request_model import FIELD_ERROR
 
 # Endpoints below this path speak Anthropic's protocol.
 ANTHROPIC_PATH = "/v1/messages"
@@ -244,6 +245,8 @@ def _describe(error: Mapping[str, Any]) -> tuple[str, str]:
     message = message.removeprefix("Value error, ")
     if kind == "json_invalid":
         return "body", f"is not valid JSON: {error.get('ctx', {}).get('error', message)}"
+    if kind == FIELD_ERROR:
+        return error["ctx"]["field"], message
     field = _field(error["loc"])
     if kind == "missing":
         return field, "is missing" if field != "body" else "is missing, must be a JSON object"

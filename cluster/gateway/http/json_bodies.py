@@ -80,19 +80,20 @@ def _escaped(content: bytes) -> bytes:
 
 
 class TextTemplate:
-    """JSON that is encoded once for many texts, each of which is the last string in it.
+    """JSON that is encoded once for many texts, each of which is the last string in it, or the last ones.
 
     Encoding a chunk of a chat with each new text took 0.55 us, and this takes 0.2 us.
 
     Args:
         make: returns the encoded JSON with a text in it.
+        num_places: places that have the text.
     """
 
-    def __init__(self, make: Callable[[str], bytes]) -> None:
-        self._before, _, self._after = make("\0").decode().rpartition(r'"\u0000"')
+    def __init__(self, make: Callable[[str], bytes], num_places: int = 1) -> None:
+        self._around = make("\0").decode().rsplit(r'"\u0000"', num_places)
 
     def with_text(self, text: str) -> bytes:
-        return f"{self._before}{encode_basestring_ascii(text)}{self._after}".encode()
+        return encode_basestring_ascii(text).join(self._around).encode()
 
 
 @dataclass(frozen=True, slots=True)

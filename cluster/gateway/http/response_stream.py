@@ -15,6 +15,12 @@ from .schema.response_request import ResponseRequest
 
 Item = dict[str, Any]
 
+# Fields of a request that its response has as they are.
+_ECHOED = (
+    "instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key",
+    "safety_identifier", "service_tier", "temperature", "top_logprobs", "top_p", "truncation", "user",
+)  # fmt: skip
+
 
 class ResponseBuilder:
     """Collects the completion of one conversation as items: reasoning, message and function calls.
@@ -195,21 +201,16 @@ def _response(head: ResponseHead, body: ResponseRequest, model: str) -> Item:
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
         "store": body.keeps,
-        "temperature": body.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
-        "top_p": body.top_p,
-        "truncation": "disabled",
+        **{name: getattr(body, name) for name in _ECHOED},
         "usage": None,
     }
 
@@ -217,7 +218,7 @@ def _response(head: ResponseHead, body: ResponseRequest, model: str) -> Item:
 def _usage(usage: Usage) -> Item:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -10,18 +10,6 @@ from pydantic import BaseModel, ConfigDict
 from ....proto.errors import InvalidRequest
 from ....proto.structured_outputs import StructuredOutputsParams
 
-# Names of older vLLM and of others for a constraint |-> the field to use.
-GUIDED_FIELDS = {
-    **{f"guided_{kind}": f"use structured_outputs.{kind}" for kind in ("json", "regex", "choice", "grammar")},
-    "guided_decoding_backend": "the server option --structured-outputs-backend chooses it",
-    "guided_whitespace_pattern": "use structured_outputs.disable_any_whitespace",
-    "json_schema": "use structured_outputs.json, or response_format",
-    "grammar": "use structured_outputs.grammar",
-    "regex": "use structured_outputs.regex",
-    "ebnf": "use structured_outputs.grammar",
-    "structural_tag": "use structured_outputs.structural_tag, or response_format",
-}
-
 
 class ResponseFormat(BaseModel):
     """OpenAI's response_format."""
@@ -32,15 +20,10 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
 
-def requested_constraint(
-    wanted: ResponseFormat | None, structured_outputs: Mapping[str, Any] | None = None
+def with_structured_outputs(
+    constraint: StructuredOutputsParams | None, structured_outputs: Mapping[str, Any] | None
 ) -> StructuredOutputsParams | None:
-    """Return the constraint that a request asks for, in OpenAI's field or in vLLM's; None for any text.
-
-    Raises:
-        InvalidRequest: the constraint is incomplete, or both fields are given.
-    """
-    constraint = None if wanted is None else _of_response_format(wanted)
+    """Return the constraint of OpenAI's field or of vLLM's; None for any text. Raises InvalidRequest if both are given."""
     if structured_outputs is None:
         return constraint
     if constraint is not None:
@@ -55,12 +38,18 @@ def schema_constraint(field: str, schema: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=schema)  # type: ignore[arg-type]
 
 
-def _of_response_format(wanted: ResponseFormat) -> StructuredOutputsParams | None:
+def requested_constraint(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
+    """Return the constraint that a response_format asks for; None for any text. Raises InvalidRequest."""
+    if wanted is None:
+        return None
     match wanted.type:
         case "text":
             return None
         case "json_object":
-            return StructuredOutputsParams(json_object=True)
+            schema = (wanted.model_extra or {}).get("schema")  # llama.cpp's
+            if schema is None:
+                return StructuredOutputsParams(json_object=True)
+            return schema_constraint("response_format.schema", schema)
         case "json_schema":
             schema = (wanted.json_schema or {}).get("schema")
             return schema_constraint("response_format.json_schema.schema", schema)

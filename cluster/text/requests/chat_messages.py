@@ -16,11 +16,9 @@ MAX_NAME_CHARS = 256  # of roles, functions, participants and ids of calls
 # ``{"role": ..., "content": ...}``, with a role that the model's template supports.
 Message = Mapping[str, Any]
 
-_MESSAGE_KEYS = (
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning",
-)  # fmt: skip
-# Members of the messages that OpenAI's clients send back, if they are empty.
-_IGNORED_KEYS = frozenset({"annotations", "audio", "function_call", "refusal"})
+# Members of OpenAI's messages that a prompt would need, and no template reads. Clients send back others, also those of
+# other servers, which are ignored.
+_REFUSED = ("audio", "function_call")
 _NAMES = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -29,9 +27,9 @@ def check_message(field: str, message: object) -> None:
     message = check_mapping(field, message)
     if "role" not in message:
         raise InvalidRequest(field, "must have role and content")
-    for name in message:
-        if name not in _MESSAGE_KEYS and not (name in _IGNORED_KEYS and not message[name]):
-            raise InvalidRequest(field, f"has {show_value(name)}, must have {', '.join(_MESSAGE_KEYS)} only")
+    for name in _REFUSED:
+        if message.get(name):
+            raise InvalidRequest(field, f"has {name!r}, must have content or tool_calls instead")
     check_text(f"{field}.role", message["role"], MAX_NAME_CHARS)
     if not message["role"]:
         raise InvalidRequest(f"{field}.role", f"has 0 characters, 1 to {MAX_NAME_CHARS}")

@@ -59,7 +59,9 @@ def router(services: GatewayServices) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         head = ResponseHead.new("msg_")
         with preparing(services, _FIELDS):
-            call = GenerationCall(body.chat(), body.sampling(), model=body.model or "")
+            call = GenerationCall(
+                body.chat(), body.sampling(), model=body.model or "", cache_salt=body.cache_salt
+            )
             call = with_context(call, request, services)
         if body.stream:
             return EventStream(_stream(services, call, head), error_event, head.headers)

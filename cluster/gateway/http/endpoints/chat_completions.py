@@ -134,7 +134,7 @@ def _message(message: AssistantMessage) -> Message:
     if message.content is None and not message.tool_calls:
         shown.content = ""
     if message.reasoning_content is not None:
-        shown.reasoning_content = message.reasoning_content
+        shown.reasoning = shown.reasoning_content = message.reasoning_content
     if message.tool_calls:
         shown.tool_calls = [
             ToolCall(id=call.id, type="function", function=Function(call.name, call.arguments))
@@ -172,8 +172,8 @@ class ChatStream:
         self._null_usage = None if body.includes_usage else UNSET
         self._is_plain = not (body.logprobs or body.return_token_ids or body.has_continuous_usage)
         self._contents, self._reasonings = (
-            [TextTemplate(partial(self._text_part, index, kind)) for index in range(num_choices)]
-            for kind in (ContentDelta, ReasoningDelta)
+            [TextTemplate(partial(self._text_part, index, kind), places) for index in range(num_choices)]
+            for kind, places in ((ContentDelta, 1), (ReasoningDelta, 2))
         )
 
     def event(self, event: StreamEvent) -> bytes:
@@ -283,7 +283,7 @@ def _add_parts(delta: Message, parts: Iterable[ChatDelta]) -> None:
         if isinstance(part, ContentDelta):
             delta.content = (delta.content or "") + part.text
         elif isinstance(part, ReasoningDelta):
-            delta.reasoning_content = (delta.reasoning_content or "") + part.text
+            delta.reasoning = delta.reasoning_content = (delta.reasoning_content or "") + part.text
         elif isinstance(part, ToolCallStart):
             calls[part.index] = ToolCall(
                 index=part.index, id=part.id, type="function", function=Function(part.name)

@@ -58,13 +58,7 @@ class Responses:
             if body.background and not body.keeps:
                 raise InvalidRequest("background", "needs a response that is stored")
             messages = [*self._previous(request, body.previous_response_id), *body.messages()]
-            call = GenerationCall(
-                body.chat(messages),
-                body.sampling(),
-                model=body.model or "",
-                priority=-body.priority,
-                cache_salt=body.cache_salt,
-            )
+            call = body.call(body.chat(messages), body.sampling())
             call = with_context(call, request, self._services)
         return _Call(ResponseHead.new("resp_"), body, call, messages)
 

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from .....proto.errors import InvalidRequest
-from ....text.requests.chat import Chat
 from ....text.requests.request import Prompt
 from ...admin.services import GatewayServices
 from ..calls import preparing
 from ..errors import OPENAI_ERRORS
 from ..json_bodies import MAX_VALUES_IN_LOOP, BodyRoute, encode, in_thread
-from ..schema.bounded import JsonObject, JsonObjects, TokenIds
+from ..schema.bounded import TokenIds
+from ..schema.conversation import ConversationFields
 from ..schema.request_model import RequestModel
 
 _FIELDS = {
@@ -24,18 +24,12 @@ _FIELDS = {
 }
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ConversationFields):
     """A text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: JsonObjects | None = None
-    tools: JsonObjects | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: JsonObject | None = None
     add_special_tokens: bool = Field(True, description="For a text; a chat template adds its own.")
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     return_token_strs: bool = False
 
 
@@ -90,13 +84,4 @@ def router(services: GatewayServices) -> APIRouter:
 def _prompt(body: TokenizeRequest) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("prompt", "must be given, or messages, and not both")
-    if body.prompt is not None:
-        return body.prompt
-    return Chat(
-        body.messages or (),
-        continue_final_message=body.continue_final_message,
-        template_options=body.chat_template_kwargs or {},
-        tools=body.tools or (),
-        chat_template=body.chat_template,
-        add_generation_prompt=body.add_generation_prompt,
-    )
+    return body.chat() if body.prompt is None else body.prompt

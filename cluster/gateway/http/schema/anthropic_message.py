@@ -39,6 +39,7 @@ class CountTokensRequest(RequestModel):
     thinking: JsonObject | None = Field(
         None, description="The template's variable enable_thinking, and budget_tokens if it is enabled."
     )
+    output_config: JsonObject | None = Field(None, description="Its format is a json_schema.")
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
 
     def chat(self) -> Chat:
@@ -72,7 +73,10 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    output_config: JsonObject | None = Field(None, description="Its format is a json_schema.")
+    cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
+    vllm_xargs: JsonObject | None = Field(
+        None, description="Name of a custom logits processor and its arguments."
+    )
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest for a value that is not allowed."""
@@ -84,6 +88,7 @@ class MessagesRequest(CountTokensRequest):
             top_p=self.top_p,
             structured_outputs=self._form(),
             thinking_token_budget=self._thinking_budget(),
+            extra_args=self.vllm_xargs or (),
         )
 
     def _thinking_budget(self) -> int | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import cast
 
 from pydantic import Field
 
 from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
-from ..structured_output import GUIDED_FIELDS
 from .bounded import Prompts
 from .sampling_fields import SamplingFields
 
@@ -19,14 +18,11 @@ class CompletionRequest(SamplingFields):
     """OpenAI's fields, and vLLM's beside them."""
 
     prompt: Prompts = Field(description="Text or token ids, or a list of these; each prompt has n choices.")
-    max_tokens: int | None = 16
+    max_tokens: int = 16
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool = False
     add_special_tokens: bool = True
-    suffix: str | None = Field(None, description="Is refused unless it is empty.")
-
-    refused: ClassVar[dict[str, str]] = GUIDED_FIELDS
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -48,12 +44,10 @@ class CompletionRequest(SamplingFields):
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest, also for a field that is not supported."""
-        if self.suffix:
-            raise InvalidRequest("suffix", "is not supported: the prompt is continued at its end only")
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
         prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else None
         return self.sampling_params(
-            max_tokens=max_tokens,
+            max_tokens,
             logprobs=self.logprobs,
             best_of=self.best_of,
             prompt_logprobs=prompt_logprobs,

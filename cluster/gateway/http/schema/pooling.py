@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import AliasChoices, ConfigDict, Field
 
 from .....proto.errors import InvalidRequest
 from .....proto.pooling import PoolingParams
 from .....proto.sampling import SamplingParams
+from ....text.requests.chat import Chat
+from ....text.requests.request import Prompt
 from ...generation.generation import GenerationCall
 from ...generation.pooled_calls import check_num_inputs
 from .bounded import Entries, Prompts, TextOrObject, Texts
+from .conversation import ConversationFields
+from .peer_fields import REFUSED, Refusal
 from .request_model import RequestModel
 
 
@@ -31,12 +35,16 @@ class PoolingFields(RequestModel):
     cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
     request_id: str = Field("", description="The id of the response; chosen if missing.")
 
+    refused: ClassVar[dict[str, Refusal]] = REFUSED | {
+        "truncation_side": ("the beginning of a prompt is kept", ("right",))
+    }
+
     def pooling(self, dimensions: int | None = None) -> PoolingParams:
         """Return the settings. Raises InvalidRequest for a value that is not allowed."""
         use_activation = True if self.use_activation is None else self.use_activation
         return PoolingParams(dimensions, use_activation, self.truncate_prompt_tokens)
 
-    def call(self, prompt: str | list[int], pooling: PoolingParams) -> GenerationCall:
+    def call(self, prompt: Prompt, pooling: PoolingParams) -> GenerationCall:
         """Return the call of a prompt, without its tenant."""
         return GenerationCall(
             prompt,
@@ -49,15 +57,22 @@ class PoolingFields(RequestModel):
         )
 
 
-class PromptsBody(PoolingFields):
-    """A body with prompts."""
+class PromptsBody(PoolingFields, ConversationFields):
+    """A body with prompts, or with a conversation."""
 
-    input: Prompts = Field(description="Text or token ids, or a list of these.")
+    input: Prompts | None = Field(None, description="Text or token ids, or a list of these.")
+    add_generation_prompt: bool = False
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[int]] | list[Chat]:
         """The prompts. Raises InvalidRequest if there are none or too many."""
         given = self.input
+        if given is None:
+            if self.messages is None:
+                raise InvalidRequest("input", "is missing; give it, or messages")
+            return [self.chat()]
+        if self.messages is not None:
+            raise InvalidRequest("input", "is given beside messages, must be one of the two")
         if isinstance(given, str):
             return [given]
         if given and isinstance(given[0], int):
@@ -102,16 +117,11 @@ class RerankRequest(PoolingFields):
     documents: Entries[TextOrObject] = Field(description='Texts, or objects with a member "text".')
     top_n: int | None = Field(None, ge=0, description="Return the best ones only; 0 returns all.")
     return_documents: bool = True
-    max_tokens_per_doc: int | None = Field(None, description="Is refused; see truncate_prompt_tokens.")
     instruction: str | None = Field(None, description="For models whose template has one.")
 
     @property
     def texts(self) -> list[str]:
         """The documents' texts. Raises InvalidRequest if there are none or too many, or one has no text."""
-        if self.max_tokens_per_doc is not None:
-            raise InvalidRequest(
-                "max_tokens_per_doc", "is not supported; truncate_prompt_tokens cuts whole prompts"
-            )
         check_num_inputs("documents", len(self.documents))
         return [_text(index, document) for index, document in enumerate(self.documents)]
 

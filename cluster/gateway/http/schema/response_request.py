@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -12,29 +12,26 @@ from .....proto.sampling import SamplingParams
 from .....proto.structured_outputs import StructuredOutputsParams
 from ....text.requests.chat import Chat, allowed_tools, is_allowed_tools
 from ..structured_output import ResponseFormat, requested_constraint, schema_constraint
-from .bounded import JsonObject, JsonObjects, Members, TextOrObject, TextOrObjects
-from .request_model import RequestModel
+from .bounded import Entries, JsonObject, JsonObjects, Members, TextOrObject, TextOrObjects
+from .peer_fields import REFUSED, UNSET, Refusal
+from .sampling_fields import OutputFields
 
 Message = dict[str, Any]
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-class ResponseRequest(RequestModel):
-    """OpenAI's fields."""
+class ResponseRequest(OutputFields):
+    """OpenAI's fields, and vLLM's beside them."""
 
-    model: str | None = None
     input: TextOrObjects
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="Keep the response for a while; true if missing.")
-    stream: bool | None = None
     background: bool | None = Field(
         None, description="Make the response whether or not a client waits for it; it can be fetched later."
     )
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: JsonObjects | None = None
     tool_choice: TextOrObject | None = Field(
         None, description="none, auto, required, a function or allowed_tools."
@@ -44,13 +41,22 @@ class ResponseRequest(RequestModel):
     text: JsonObject | None = Field(None, description="Its format is text, json_object or json_schema.")
     metadata: Members[str, str] | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
-    priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
-    cache_salt: str = ""
+    include: Entries[str] = Field([], description="message.output_text.logprobs is a part that is made.")
+    top_logprobs: int | None = None
+    max_tool_calls: int | None = Field(
+        None, ge=1, description="Has no effect: the server has no tools of its own."
+    )
+    truncation: Literal["disabled"] = "disabled"
+    service_tier: str | None = Field(None, description="Has no effect.")
+    safety_identifier: str | None = Field(None, description="Has no effect.")
+    prompt_cache_key: str | None = Field(None, description="Has no effect: prefixes are always cached.")
 
-    refused: ClassVar[dict[str, str]] = {
-        "conversation": "use previous_response_id",
-        "prompt": "the server has no stored prompts",
-    }
+    refused: ClassVar[dict[str, Refusal]] = REFUSED | {"prompt": ("the server has no stored prompts", UNSET)}
+
+    @property
+    def has_logprobs(self) -> bool:
+        """The text has log-probabilities."""
+        return self.top_logprobs is not None or "message.output_text.logprobs" in self.include
 
     @property
     def keeps(self) -> bool:
@@ -83,11 +89,10 @@ class ResponseRequest(RequestModel):
 
     def sampling(self) -> SamplingParams:
         """Return the settings. Raises InvalidRequest, also for a form that is not supported."""
-        return SamplingParams(
-            max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            structured_outputs=_form((self.text or {}).get("format")),
+        return self.sampling_params(
+            self.max_output_tokens,
+            _form((self.text or {}).get("format")),
+            logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
         )
 
 

@@ -138,7 +138,7 @@ def test_chat_has_reasoning_content_and_tool_calls(server: ThreadedServer, clien
     made = client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[TOOL])
     message: Any = made.choices[0].message
     assert made.choices[0].finish_reason == "tool_calls"
-    assert (message.reasoning_content, message.content) == ("Hm.", "I ask.")
+    assert (message.reasoning_content, message.reasoning, message.content) == ("Hm.", "Hm.", "I ask.")
     (call,) = message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("now", {"a": 1})
     write_output(server, "Noon.")  # the conversation goes on as the client sends it back
@@ -228,14 +228,14 @@ def test_async_client_streams(server: ThreadedServer) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "is missing"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"extra_body": {"structured_outputs": {}}}, "structured_outputs", "is empty, must have exactly one"),
-        ({"extra_body": {"guided_regex": "a"}}, "body", "use structured_outputs.regex"),
+        ({"extra_body": {"guided_regex": "a"}}, "guided_regex", "use structured_outputs"),
         (
             {"extra_body": {"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}},
             "structured_outputs.json",
             "uniqueItems",
         ),
         ({"extra_body": {"temprature": 1}}, "body", "did you mean 'temperature'"),
-        ({"functions": [{"name": "f"}]}, "body", "functions is not supported: use tools"),
+        ({"functions": [{"name": "f"}]}, "functions", "is not supported: use tools"),
         ({"stop": [""]}, "stop", "1 to 256 characters"),
         ({"stream": True, "temperature": -1}, "temperature", "must be from 0 to 100"),
     ],

@@ -83,6 +83,12 @@ def test_final_message_can_be_continued(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(encode(tokenizer, begun)).endswith("assistant: It is")
 
 
+def test_members_of_other_servers_messages_are_ignored(tokenizer: Tokenizer) -> None:
+    others = {"provider_specific_fields": {"x": 1}, "thinking_blocks": [{}], "images": ["x"], "refusal": "no"}
+    replayed = [message | others for message in MESSAGES]
+    assert encode(tokenizer, Chat(replayed)) == encode(tokenizer, Chat(MESSAGES))
+
+
 def test_template_options_reach_the_template(tokenizer: Tokenizer) -> None:
     quiet = Chat(MESSAGES, template_options={"quietly": True})
     assert "hush" in tokenizer.decode(encode(tokenizer, quiet))
@@ -98,10 +104,10 @@ def test_template_options_reach_the_template(tokenizer: Tokenizer) -> None:
         ([{"content": "x"}], {}, "chat.messages[0]", "must have role and content"),
         (["hello"], {}, "chat.messages[0]", "is 'hello', must be an object"),
         (
-            [{"role": "user", "content": "x", "colour": 1}],
+            [{"role": "assistant", "content": None, "function_call": {"name": "f"}}],
             {},
             "chat.messages[0]",
-            "has 'colour', must have role",
+            "has 'function_call', must have content or tool_calls",
         ),
         ([{"role": "", "content": "x"}], {}, "chat.messages[0].role", "has 0 characters"),
         ([{"role": "user", "content": 5}], {}, "chat.messages[0].content", "is 5, must be text"),
