@@ -124,7 +124,8 @@ class SamplingParams:
             None for none.
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         include_stop_str_in_output: keep the stop string or stop token at the end of the text.
-        truncate_prompt_tokens: use only this many tokens at the end of the prompt; None for all.
+        truncate_prompt_tokens: use only this many tokens at the end of the prompt; -1 for as many as the context
+            holds beside max_tokens; None for all.
         detokenize: False leaves the text empty, and log-probabilities without the tokens' text. Stop strings need
             the text.
         structured_outputs: the form that the output must have, once the reasoning of a chat has ended. Excludes
@@ -198,7 +199,10 @@ class SamplingParams:
             count = getattr(self, field)
             _require(count is None or count >= _UNBOUNDED, field, count, "at least 0, or -1 for all tokens")
         kept = self.truncate_prompt_tokens
-        _require(kept is None or kept >= 1, "truncate_prompt_tokens", kept, "at least 1")
+        _require(
+            kept is None or kept >= 1 or kept == _UNBOUNDED,
+            "truncate_prompt_tokens", kept, "at least 1, or -1 for the context",
+        )  # fmt: skip
 
     def _check_constraints(self) -> None:
         if self.thinking_token_budget == _UNBOUNDED:

@@ -562,5 +562,7 @@ def _used_token_ids(prompt: Prompt, sampling_params: SamplingParams | None) -> l
     if isinstance(prompt, str | Chat):
         return None
     num_used = None if sampling_params is None else sampling_params.truncate_prompt_tokens
+    if num_used is not None and num_used < 0:  # the server knows its context
+        return None
     token_ids = [int(token_id) for token_id in prompt]
     return token_ids if num_used is None else token_ids[-num_used:]

@@ -173,7 +173,7 @@ class CompletionLogprobs:
         top: list[dict[str, float] | None] = []
         for token_id, entry in zip(token_ids, entries, strict=True):
             chosen.append(None if entry is None else json_logprob(entry[token_id].logprob))
-            top.append(None if entry is None else self._top(entry))
+            top.append(None if entry is None else self._top(token_id, entry))
         return {
             "tokens": texts,
             "token_logprobs": chosen,
@@ -181,10 +181,11 @@ class CompletionLogprobs:
             "text_offset": offsets,
         }
 
-    def _top(self, entry: PositionLogprobs) -> dict[str, float]:
+    def _top(self, token_id: int, entry: PositionLogprobs) -> dict[str, float]:
+        """Return the most likely tokens, and the sampled one if it is not among them."""
         top: dict[str, float] = {}
-        for token_id, logprob in most_likely(entry, self._num_top):
-            top.setdefault(self._tokenizer.token_text(token_id), json_logprob(logprob.logprob))
+        for each, logprob in [*most_likely(entry, self._num_top), (token_id, entry[token_id])]:
+            top.setdefault(self._tokenizer.token_text(each), json_logprob(logprob.logprob))
         return top
 
 

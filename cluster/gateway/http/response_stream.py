@@ -8,7 +8,8 @@ from typing import Any
 from ....proto.errors import QuireError
 from ...text.chat_format.deltas import ChatDelta, ContentDelta, ReasoningDelta, ToolCallStart
 from ...text.requests.outputs import CompletionDelta, CompletionFinished, StreamEvent, Usage
-from .completion_objects import version_json
+from ..generation.generation import Generation
+from .completion_objects import TokenLogprob, chat_logprobs, version_json
 from .errors import openai_error
 from .json_bodies import ResponseHead, json_bytes
 from .schema.response_request import ResponseRequest
@@ -29,8 +30,11 @@ class ResponseBuilder:
         response: the response so far; complete after the last event.
     """
 
-    def __init__(self, head: ResponseHead, body: ResponseRequest, model: str) -> None:
-        self.response = _response(head, body, model)
+    def __init__(self, head: ResponseHead, body: ResponseRequest, generation: Generation) -> None:
+        self.response = _response(head, body, generation.model_name)
+        self._generation = generation
+        # Of the tokens since the last text, reasoning or call.
+        self._logprobs: list[TokenLogprob] = []
         self._item: Item | None = None  # the last item, until it is complete
         self._num_events = 0
         self._is_running = False
@@ -45,6 +49,10 @@ class ResponseBuilder:
     def event(self, event: StreamEvent) -> bytes:
         """Add an event of the completion; return its events of the stream."""
         if isinstance(event, CompletionDelta):
+            if event.logprobs:
+                sampling, tokenizer = self._generation.request.sampling, self._generation.model.tokenizer
+                num_top = sampling.logprobs or 0
+                self._logprobs += chat_logprobs(tokenizer, event.token_ids, event.logprobs, num_top)
             return self._begin() + b"".join([self._delta(part) for part in event.chat or ()])
         if isinstance(event, CompletionFinished):
             return self._begin() + self._finish(event)
@@ -81,24 +89,27 @@ class ResponseBuilder:
         return created + self._event("response.in_progress", response=self.response)
 
     def _delta(self, delta: ChatDelta) -> bytes:
+        logprobs, self._logprobs = self._logprobs, []
         if isinstance(delta, ToolCallStart):
             call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
             return self._start_item("function_call", "fc", **call)
         if isinstance(delta, ContentDelta):
-            return self._text_delta("message", "output_text", delta.text)
+            return self._text_delta("message", "output_text", delta.text, {"logprobs": logprobs})
         if isinstance(delta, ReasoningDelta):
-            return self._text_delta("reasoning", "reasoning_text", delta.text)
+            return self._text_delta("reasoning", "reasoning_text", delta.text, {})
         assert self._item is not None, "arguments follow the start of their call"
         self._item["arguments"] += delta.text
         return self._event("response.function_call_arguments.delta", **self._place, delta=delta.text)
 
-    def _text_delta(self, kind: str, part_kind: str, text: str) -> bytes:
+    def _text_delta(self, kind: str, part_kind: str, text: str, extra: Item) -> bytes:
         started = b""
         if self._item is None or self._item["type"] != kind:
             started = self._start_text(kind, part_kind)
         assert self._item is not None
-        self._item["content"][0]["text"] += text
-        extra: Item = {"logprobs": []} if part_kind == "output_text" else {}
+        part = self._item["content"][0]
+        part["text"] += text
+        for name, values in extra.items():
+            part[name] += values
         return started + self._event(
             f"response.{part_kind}.delta", **self._place, content_index=0, delta=text, **extra
         )
@@ -142,7 +153,7 @@ class ResponseBuilder:
                 "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
             )
         part = item["content"][0]
-        extra: Item = {"logprobs": []} if part["type"] == "output_text" else {}
+        extra = {name: part[name] for name in ("logprobs",) if name in part}
         return self._event(
             f"response.{part['type']}.done", **place, content_index=0, text=part["text"], **extra
         ) + self._event("response.content_part.done", **place, content_index=0, part=part)

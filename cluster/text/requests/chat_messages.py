@@ -16,8 +16,8 @@ MAX_NAME_CHARS = 256  # of roles, functions, participants and ids of calls
 # ``{"role": ..., "content": ...}``, with a role that the model's template supports.
 Message = Mapping[str, Any]
 
-# Members of OpenAI's messages that a prompt would need, and no template reads. Clients send back others, also those of
-# other servers, which are ignored.
+# Members of OpenAI's messages that a prompt would need, and no template reads. Others that clients send back, also
+# those of other servers, are ignored.
 _REFUSED = ("audio", "function_call")
 _NAMES = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning")

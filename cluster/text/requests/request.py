@@ -245,8 +245,10 @@ class RequestChecker:
             InvalidRequest: the prompt is too long.
         """
         token_ids = encoded.token_ids
-        if sampling.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-sampling.truncate_prompt_tokens :]
+        if (kept := sampling.truncate_prompt_tokens) is not None:
+            if kept < 0:
+                kept = max(1, self._config.max_servable_tokens - (sampling.max_tokens or 1))
+            token_ids = token_ids[-kept:]
         if pooling is not None:  # one token follows, which is not sampled
             return self._fit_pooled(prompt, token_ids, pooling, add_special_tokens), 1
         return token_ids, self._max_new_tokens(len(token_ids))

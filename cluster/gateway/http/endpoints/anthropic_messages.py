@@ -163,8 +163,12 @@ class AnthropicStream:
     def _end_block(self) -> bytes:
         if self._kind is None:
             return b""
+        # Clients send a block of thinking back with its signature, which nothing here checks.
+        signature = {"type": "signature_delta", "signature": ""}
+        signed = _event("content_block_delta", index=self._index, delta=signature)
+        ended = signed if self._kind is ReasoningDelta else b""
         self._kind = None
-        return _event("content_block_stop", index=self._index)
+        return ended + _event("content_block_stop", index=self._index)
 
     def _finished(self, event: CompletionFinished) -> bytes:
         delta = _event("message_delta", delta=_stop(event), usage=_usage(event.usage))

@@ -219,6 +219,9 @@ class CompletionStream:
         for index, output in position.resume_position.outputs.items():
             self._num_tokens[index] = output.num_tokens
         self._must_echo = [body.echo] * num_choices
+        self._must_name_prompt = [
+            body.return_token_ids and not position.resume_position.outputs
+        ] * num_choices
         self._writers = [
             _logprobs_writer(body, generations[index // self._num_choices]) for index in range(num_choices)
         ]
@@ -276,8 +279,6 @@ class CompletionStream:
         token_ids = generation.request.prompt_token_ids.tolist()
         text = _echoed_text(self._body.prompts[prompt_index], generation)
         choice = self._choice(index, text, token_ids, self._prompt_logprobs[prompt_index])
-        if self._body.return_token_ids:
-            choice.prompt_token_ids = token_ids
         return self._new_chunk([choice]).event(encode)
 
     def _choice(
@@ -288,6 +289,10 @@ class CompletionStream:
             choice.logprobs = writer.of_tokens(token_ids, entries)
         if self._body.return_token_ids:
             choice.token_ids = token_ids
+        if self._must_name_prompt[index]:
+            self._must_name_prompt[index] = False
+            prompt = self._generations[index // self._num_choices].request.prompt_token_ids
+            choice.prompt_token_ids = prompt.tolist()
         return choice
 
     def _finished(self, prompt_index: int, event: CompletionFinished) -> bytes:

@@ -65,7 +65,7 @@ class Responses:
     async def run(self, call: _Call) -> Response:
         with renamed_fields(_FIELDS):
             async with self._services.generation.run(call.generation) as generation:
-                builder = ResponseBuilder(call.head, call.body, generation.model_name)
+                builder = ResponseBuilder(call.head, call.body, generation)
                 async for event in generation.events:
                     builder.event(event)
         self._keep(call, builder.response)
@@ -74,7 +74,7 @@ class Responses:
     async def stream(self, call: _Call) -> AsyncGenerator[bytes, None]:
         with renamed_fields(_FIELDS):
             async with self._services.generation.run(call.generation) as generation:
-                builder = ResponseBuilder(call.head, call.body, generation.model_name)
+                builder = ResponseBuilder(call.head, call.body, generation)
                 try:
                     async for event in generation.events:
                         if chunk := builder.event(event):
@@ -103,7 +103,7 @@ class Responses:
                 cleanup.enter_context(self.store.slot(call.generation.tenant))
             with renamed_fields(_FIELDS):
                 generation = await cleanup.enter_async_context(self._services.generation.run(call.generation))
-            builder = ResponseBuilder(call.head, call.body, generation.model_name)
+            builder = ResponseBuilder(call.head, call.body, generation)
             running = BackgroundResponse(builder, generation, cleanup.pop_all(), on_end)
             self.store.add_running(call.key, running)
         return running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -24,7 +24,7 @@ class AnthropicMessage(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    role: str
+    role: Literal["user", "assistant", "system"]
     content: TextOrObjects
 
 
@@ -60,8 +60,14 @@ class CountTokensRequest(RequestModel):
 
     def _thinking(self) -> dict[str, Any]:
         """Return the variables of the template."""
-        kind = (self.thinking or {}).get("type")
-        return {"enable_thinking": kind == "enabled"} if kind in ("enabled", "disabled") else {}
+        if self.thinking is None:
+            return {}
+        kind = self.thinking.get("type")
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise InvalidRequest(
+                "thinking.type", f"is {str(kind)[:64]!r}, must be enabled, disabled or adaptive"
+            )
+        return {} if kind == "adaptive" else {"enable_thinking": kind == "enabled"}
 
 
 class MessagesRequest(CountTokensRequest):
@@ -70,7 +76,7 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: int
     stop_sequences: Entries[str] | None = None
     stream: bool | None = None
-    temperature: float | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
     top_k: int | None = None
     top_p: float | None = None
     cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
@@ -94,7 +100,15 @@ class MessagesRequest(CountTokensRequest):
     def _thinking_budget(self) -> int | None:
         """Return the most tokens of the reasoning; None for no limit. A budget counts only if thinking is enabled."""
         thinking = self.thinking or {}
-        return thinking.get("budget_tokens") if thinking.get("type") == "enabled" else None
+        budget = thinking.get("budget_tokens")
+        if thinking.get("type") != "enabled" or budget is None:
+            return None
+        if not isinstance(budget, int) or isinstance(budget, bool) or not 1 <= budget < self.max_tokens:
+            problem = (
+                f"is {str(budget)[:64]}, must be an integer from 1 and below max_tokens, {self.max_tokens}"
+            )
+            raise InvalidRequest("thinking.budget_tokens", problem)
+        return budget
 
     def _form(self) -> StructuredOutputsParams | None:
         """Return the form of the text; None for any."""
@@ -129,8 +143,8 @@ def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:
     for index, block in enumerate(message.content):
         where = f"{field}[{index}]"
         kind = block.get("type")
-        if kind == "text":
-            texts.append(_member(where, block, "text"))
+        if kind in ("text", "document"):
+            texts.append(_block_text(where, block))
         elif kind == "tool_result":
             yield {
                 "role": "tool",
@@ -142,7 +156,7 @@ def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:
         elif kind == "thinking":
             rest["reasoning_content"] = rest.get("reasoning_content", "") + _member(where, block, "thinking")
         elif kind != "redacted_thinking":
-            known = "text, thinking, tool_use or tool_result: the model reads text only"
+            known = "text, document, thinking, tool_use or tool_result: the model reads text only"
             raise InvalidRequest(f"{where}.type", f"is {str(kind)[:100]!r}, must be {known}")
     if texts:
         rest["content"] = "\n".join(texts)
@@ -151,18 +165,29 @@ def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:
 
 
 def _text(field: str, content: Any) -> str:
-    """Return the text of a string or of text blocks."""
+    """Return the text of a string, or of blocks of text and documents of text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(field, "must be text or a list of text blocks")
-    texts = []
-    for index, block in enumerate(content):
-        where = f"{field}[{index}]"
-        if not isinstance(block, Mapping) or block.get("type") != "text":
-            raise InvalidRequest(where, "must be a text block: the model reads text only")
-        texts.append(_member(where, block, "text"))
-    return "\n".join(texts)
+    return "\n".join(_block_text(f"{field}[{index}]", block) for index, block in enumerate(content))
+
+
+def _block_text(field: str, block: Any) -> str:
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "text":
+        return _member(field, block, "text")
+    source = block.get("source") if kind == "document" else None
+    if not isinstance(source, Mapping) or source.get("type") not in ("text", "content"):
+        raise InvalidRequest(
+            field, "must be a block of text, or a document of text: the model reads text only"
+        )
+    if source["type"] == "content":
+        text = _text(f"{field}.source.content", source.get("content"))
+    else:
+        text = _member(f"{field}.source", source, "data")
+    headings = [_member(field, block, name) for name in ("title", "context") if block.get(name) is not None]
+    return "\n".join([*headings, text])
 
 
 def _member(field: str, block: Mapping[str, Any], name: str) -> str:
@@ -186,7 +211,9 @@ def _tool(field: str, tool: Mapping[str, Any]) -> dict[str, Any]:
             f"{field}.type",
             f"is {str(tool['type'])[:100]!r}, must be custom: the server has no tools of its own",
         )
-    function = {"name": _member(field, tool, "name"), "parameters": tool.get("input_schema") or {}}
+    if not isinstance(schema := tool.get("input_schema"), Mapping):
+        raise InvalidRequest(f"{field}.input_schema", "must be an object: the JSON schema of the input")
+    function = {"name": _member(field, tool, "name"), "parameters": schema}
     if tool.get("description") is not None:
         function["description"] = _member(field, tool, "description")
     return {"type": "function", "function": function}

@@ -37,7 +37,7 @@ def test_message_has_thinking_text_and_tool_use(server: ThreadedServer, client: 
     write_output(server, REPLY)
     made: Any = client.messages.create(
         model="tiny", max_tokens=100, system="Be brief.", messages=MESSAGES, tools=[TOOL],
-        thinking={"type": "enabled", "budget_tokens": 1024},
+        thinking={"type": "enabled", "budget_tokens": 99},
     )  # fmt: skip
     thinking, text, tool_use = made.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Hm.")
@@ -67,6 +67,7 @@ def test_stream_adds_up_to_the_message(server: ThreadedServer, client: Anthropic
         final: Any = stream.get_final_message()
     assert kinds[0] == "message_start"
     assert kinds[-1] == "message_stop"
+    assert "signature" in kinds  # of the thinking
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
     assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
     assert final.content[1].text == "I ask."
@@ -97,6 +98,21 @@ def test_count_tokens_equals_the_usage(client: Anthropic) -> None:
     assert counted.input_tokens == made.usage.input_tokens + cached
 
 
+def test_documents_of_text_are_text(client: Anthropic) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "Noon."}
+    nested = {"type": "content", "content": [{"type": "text", "text": "Noon."}]}
+    count = client.messages.count_tokens
+    counts = {
+        count(model="tiny", messages=[{"role": "user", "content": [block]}]).input_tokens
+        for block in (
+            {"type": "document", "source": source, "title": "It"},
+            {"type": "document", "source": nested, "title": "It"},
+            {"type": "text", "text": "It\nNoon."},
+        )
+    }  # type: ignore[misc,list-item]
+    assert len(counts) == 1
+
+
 def test_async_client_streams(server: ThreadedServer, anthropic: ModuleType) -> None:
     async def scenario() -> None:
         async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
@@ -116,6 +132,13 @@ def test_async_client_streams(server: ThreadedServer, anthropic: ModuleType) -> 
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: is missing"),
         ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"extra_body": {"temperature": 1.5}}, "temperature: is 1.5"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens: is 5"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens: is 0"),
+        ({"thinking": {"type": "some"}}, "thinking.type: is 'some'"),
+        ({"tools": [{"name": "now"}]}, "tools[0].input_schema"),
+        ({"extra_body": {"mcp_servers": [{"url": "x"}]}}, "mcp_servers: is not supported"),
         ({"extra_body": {"max_token": 3}}, "did you mean 'max_tokens'"),
     ],
 )

@@ -99,6 +99,14 @@ def test_base64_is_of_little_endian_floats(http: httpx.Client) -> None:
     np.testing.assert_allclose(decoded, same["embedding"], rtol=1e-6)
 
 
+def test_conversations_are_embedded_as_their_template_renders_them(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "crew"}]
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    refused = http.post("/v1/embeddings", json={"messages": messages, "chat_template": template})
+    assert "chat_template" in refused.json()["error"]["message"]  # the server does not permit it
+    assert problem(http, "/v1/embeddings", messages=messages, input="x")[0] == 400
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -93,7 +93,9 @@ def test_completion_echo_has_the_prompt_and_its_logprobs(client: openai.OpenAI, 
     assert all(each <= 0 for each in logprobs[1:])
     assert len(tokens) == len(logprobs) == len(offsets)
     assert "".join(tokens).startswith("The quick brown")
-    assert all(len(each) == 2 for part in parts for each in part.top_logprobs if each is not None)
+    for part in parts:
+        for token, top in zip(part.tokens, part.top_logprobs, strict=True):
+            assert top is None or (token in top and 2 <= len(top) <= 3)
 
 
 def test_completion_scores_a_prompt_without_output(client: openai.OpenAI) -> None:
@@ -116,6 +118,37 @@ def test_prompt_logprobs_of_all_prompts_are_limited(
     for more in ({"prompt": [[5] * 10, [6] * 11]}, {"prompt": [[5] * 10], "n": 3}):
         with pytest.raises(openai.BadRequestError, match="makes more than 40 log-probabilities"):
             client.completions.create(**scored, **more)
+
+
+def test_completion_stream_has_the_prompts_token_ids_once(client: openai.OpenAI) -> None:
+    extra: Any = {"return_token_ids": True, "truncate_prompt_tokens": -1}
+    stream = client.completions.create(
+        model="tiny", prompt=[5] * 9999 + [6, 7], max_tokens=3, stream=True, extra_body=extra
+    )
+    prompts = [getattr(chunk.choices[0], "prompt_token_ids", None) for chunk in stream]
+    assert prompts[0][-3:] == [5, 6, 7]
+    assert prompts[1:] == [None] * (len(prompts) - 1)
+
+
+def test_response_has_logprobs_and_the_fields_of_its_request(client: openai.OpenAI) -> None:
+    given: Any = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k", "max_tool_calls": 3}
+    made: Any = client.responses.create(
+        model="tiny",
+        input="When?",
+        max_output_tokens=4,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+        extra_body={"ignore_eos": True, "stop": ["\u00ff"], "seed": 1},
+        **given,
+    )
+    assert {name: getattr(made, name) for name in given} == given
+    assert made.truncation == "disabled"
+    text = next(item for item in made.output if item.type == "message").content[0]
+    assert "".join(each.token for each in text.logprobs).startswith(text.text[:1])
+    assert all(len(each.top_logprobs) == 2 for each in text.logprobs)
+    for wrong in ({"truncation": "auto"}, {"max_tool_calls": 0}, {"extra_body": {"prompt": {"id": "x"}}}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(model="tiny", input="x", **wrong)
 
 
 def test_token_ids_in_and_out(client: openai.OpenAI) -> None:
@@ -222,6 +255,7 @@ def test_async_client_streams(server: ThreadedServer) -> None:
         ({"max_completion_tokens": 0}, "max_completion_tokens", "is 0, must be at least 1"),
         ({"max_tokens": "many"}, "max_tokens", "is 'many'"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"messages": []}, "messages", "must"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "is 5"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "is 'xml', must be text, json_object"),
