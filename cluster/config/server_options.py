@@ -76,8 +76,8 @@ class ServerOptions:
 
     server_dev_mode: bool = _option(
         False,
-        help="Serve /sleep, /wake_up, /pause, /resume and /update_weights, whose callers stop the engine and name "
-        "files that ranks open. For trainers.",
+        help="Serve /sleep, /wake_up, /pause, /resume, /update_weights, /reset_prefix_cache and /server_info, whose "
+        "callers stop the engine, name files that ranks open, and see the configuration. For trainers.",
     )
 
     enable_auto_tool_choice: bool = _option(

@@ -12,6 +12,8 @@ from ....proto.errors import ConfigError
 
 # OpenAI's files have at most 50,000 lines; here only the ids of all lines are kept in memory.
 MAX_LINE_BYTES = 16 << 20
+# Beginnings of the paths of endpoints; vLLM's scores and ranks have paths without a version.
+_PATHS = ("/v1/", "/v2/", "/score", "/rerank", "/pooling", "/classify")
 # Problems that are named before the rest is counted.
 _MAX_NAMED = 10
 
@@ -83,7 +85,7 @@ def parse_request(line: bytes) -> BatchRequest:
         raise ValueError(f"custom_id is {custom_id!r}, must be a text")
     if entry.get("method", "POST") != "POST":
         raise ValueError(f"method is {entry['method']!r}, must be POST")
-    if not isinstance(url, str) or not url.startswith("/v1/") or not url.isascii() or not url.isprintable():
+    if not isinstance(url, str) or not url.startswith(_PATHS) or not url.isascii() or not url.isprintable():
         raise ValueError(f"url is {url!r}, must be the path of an endpoint, for example /v1/chat/completions")
     if not isinstance(body, dict):
         raise ValueError("body is not a JSON object")

@@ -11,6 +11,7 @@ from ....proto import admin_pb2
 from ....proto.engine_command import COMMAND_TIMEOUT_S, Action, EngineCommand, PauseMode
 from ....proto.errors import ConfigError, InvalidRequest, ReplicaUnavailable
 from ....proto.faults import SIGNALS, Fault, FaultKind
+from ....proto.stream import FlushCache
 from ...client.wire.admin_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
@@ -86,6 +87,13 @@ async def _refresh(clients: Iterable[ReplicaClient]) -> None:
     """Fetch the statuses of replicas, by which the pool knows whether they take requests."""
     queries = (client.status(STATUS_TIMEOUT_S) for client in clients)
     await asyncio.gather(*queries, return_exceptions=True)
+
+
+def flush_caches(pool: ReplicaPool) -> list[str]:
+    """Have all replicas of a model forget the cached prefixes; return their ids."""
+    for client in pool.clients.values():
+        client.send(FlushCache())
+    return list(pool.clients)
 
 
 def is_sleeping(pool: ReplicaPool) -> bool:

@@ -10,11 +10,11 @@ from google.protobuf.message_factory import GetMessageClass
 from ....proto import admin_pb2, admin_pb2_grpc
 from ....proto.engine_command import Action, EngineCommand
 from ....proto.errors import ConfigError, ShuttingDown
-from ....proto.stream import FlushCache
 from ...client.wire.admin_messages import block_map_to_message, deployment_from_message, mode_from_message
 from ...fleet.controller.fleet_state import FleetCommand
 from ..admin.engine_control import (
     control_replicas,
+    flush_caches,
     inject_fault,
     sleep_command,
     update_command,
@@ -59,10 +59,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def FlushCache(
         self, message: admin_pb2.FlushCacheRequest, context: Context
     ) -> admin_pb2.FlushCacheResponse:
-        clients = self._services.models.find(message.model).pool.clients
-        for client in clients.values():
-            client.send(FlushCache())
-        return admin_pb2.FlushCacheResponse(replica_ids=clients)
+        replica_ids = flush_caches(self._services.models.find(message.model).pool)
+        return admin_pb2.FlushCacheResponse(replica_ids=replica_ids)
 
     @convert_errors
     async def InjectFault(

@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 
 from fastapi import Request
 from starlette.types import Receive
@@ -39,6 +40,13 @@ def with_context(call: GenerationCall, request: Request, services: GatewayServic
         timeout_s=_timeout_s(headers.get(TIMEOUT_HEADER)),
         trace_headers={name: headers[name] for name in _TRACE_HEADERS if name in headers},
     )
+
+
+async def prompt_token_ids(services: GatewayServices, call: GenerationCall) -> list[int]:
+    """Return the tokens of a call's prompt, without running it. Raises InvalidRequest for an invalid prompt."""
+    model = services.models.find(call.model)
+    check = partial(model.checker.token_ids, call.prompt, add_special_tokens=call.add_special_tokens)
+    return await services.generation.prompt_concurrency.run(call.tenant, check)
 
 
 def _timeout_s(text: str | None) -> float | None:

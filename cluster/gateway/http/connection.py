@@ -44,6 +44,7 @@ HEADERS_READ = frozenset(
         b"tracestate",
         b"transfer-encoding",
         b"x-api-key",
+        b"x-request-id",
         b"x-request-timeout",
     }
 )

@@ -26,6 +26,8 @@ from starlette.responses import Response
 # Parsing these takes 10 ms at most, whatever is in them. 16 MB take 100 ms if they are 524,288 long fractions, and
 # 240 ms if they are 3,900 integers of 4,290 digits (AMD EPYC, one core).
 MAX_BYTES_IN_LOOP = 512 << 10
+# Of the header X-Request-Id.
+MAX_REQUEST_ID_CHARS = 256
 # Values of a response, about; making and writing these takes 1 ms.
 MAX_VALUES_IN_LOOP = 2048
 # Values that are encoded by one call: 0.1 ms.
@@ -103,20 +105,25 @@ class ResponseHead:
     Attributes:
         id: for example ``cmpl-`` and the request's id.
         created: seconds since 1970.
+        request_id: of the client's header X-Request-Id; empty if it sent none.
     """
 
     id: str
     created: int
+    request_id: str = ""
 
     @staticmethod
-    def new(prefix: str, request_id: str = "") -> ResponseHead:
-        return ResponseHead(f"{prefix}{request_id or uuid.uuid4().hex}", int(time.time()))
+    def new(prefix: str, request_id: str = "", sent: Mapping[str, str] | None = None) -> ResponseHead:
+        """Return a head, whose id has the id that the client gave in its body, or else in the `sent` headers."""
+        header = (sent or {}).get("x-request-id", "")[:MAX_REQUEST_ID_CHARS]
+        named = request_id or header or uuid.uuid4().hex
+        return ResponseHead(f"{prefix}{named}", int(time.time()), header)
 
     @property
     def headers(self) -> Mapping[str, str]:
         """Headers by which clients name the request in their logs; without an id that no header can hold."""
-        is_plain = self.id.isascii() and self.id.isprintable()
-        return {"x-request-id": self.id} if is_plain else {}
+        name = self.request_id or self.id
+        return {"x-request-id": name} if name.isascii() and name.isprintable() else {}
 
     def response(self, body: object) -> Response:
         """Return a response that is complete."""

@@ -35,6 +35,8 @@ ROLE_OF_PATH = {
     "/resume": Role.OPERATOR,
     "/is_paused": Role.OPERATOR,
     "/update_weights": Role.OPERATOR,
+    "/reset_prefix_cache": Role.OPERATOR,
+    "/server_info": Role.OPERATOR,
 }
 
 

@@ -23,7 +23,7 @@ from ..generation.generation import Generation
 from ..generation.retention import RequestKey, RetainedRequests, RetentionLimits
 from .errors import UNEXPECTED
 from .json_bodies import json_bytes
-from .response_stream import ResponseBuilder, assistant_message
+from .response_stream import Item, ResponseBuilder, assistant_message, message_items
 from .schema.response_request import Message
 
 # Kept in memory, by the gateway that made them.
@@ -239,6 +239,10 @@ class ResponseStore:
         if key in self._running or status in _BROKEN_OFF:
             raise InvalidRequest("previous_response_id", f"is a response that is {status}")
         return self._complete(key).messages
+
+    def input_items(self, key: RequestKey) -> list[Item]:
+        """Return what a complete response answers, as items. Raises RequestNotFound if it is not kept."""
+        return list(message_items(key[1], self._complete(key).messages[:-1]))
 
     async def cancel(self, key: RequestKey) -> dict[str, Any]:
         """End a response that runs in the background; return it.

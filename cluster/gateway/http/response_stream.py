@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from ....proto.errors import QuireError
@@ -201,6 +203,33 @@ def assistant_message(response: Item) -> Item:
     if len(message) == 1:
         message["content"] = ""
     return message
+
+
+def message_items(response_id: str, messages: Sequence[Item]) -> Iterator[Item]:
+    """Yield messages of a conversation as items: the opposite of `ResponseRequest.messages`."""
+    number = count()
+
+    def item(kind: str, prefix: str, **members: Any) -> Item:
+        item_id = f"{prefix}_{response_id.removeprefix('resp_')}_in_{next(number)}"
+        return {"id": item_id, "type": kind, "status": "completed", **members}
+
+    for message in messages:
+        role, content = message["role"], message.get("content")
+        if role == "tool":
+            call_id = message.get("tool_call_id")
+            yield item("function_call_output", "fco", call_id=call_id, output=content)
+            continue
+        if reasoning := message.get("reasoning_content"):
+            parts = [{"type": "reasoning_text", "text": reasoning}]
+            yield item("reasoning", "rs", summary=[], content=parts)
+        if content is not None:
+            kind = "output_text" if role == "assistant" else "input_text"
+            part: Item = {"type": kind, "text": content}
+            if role == "assistant":
+                part["annotations"] = []
+            yield item("message", "msg", role=role, content=[part])
+        for call in message.get("tool_calls", ()):
+            yield item("function_call", "fc", call_id=call["id"], **call["function"])
 
 
 def _response(head: ResponseHead, body: ResponseRequest, model: str) -> Item:

@@ -207,6 +207,7 @@ class _Watch:
             self._inter_token.observe((now - last) / num_tokens, num_tokens)
         else:
             self._on_first_token(now)
+            self._inter_token.observe(0.0, num_tokens - 1)
 
     def _on_first_token(self, now: float) -> None:
         assert self._model is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from .....proto.errors import QuireError
+from .....proto.sampling import SamplingParams
 from ....text.chat_format.deltas import (
     AssistantMessage,
     ChatDelta,
@@ -28,7 +28,14 @@ from ....text.requests.outputs import (
 )
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
-from ..calls import collect_all, preparing, renamed_fields, unless_client_leaves, with_context
+from ..calls import (
+    collect_all,
+    preparing,
+    prompt_token_ids,
+    renamed_fields,
+    unless_client_leaves,
+    with_context,
+)
 from ..completion_objects import version_json
 from ..errors import ANTHROPIC_ERRORS, WHOLE_OR_STREAM, anthropic_error
 from ..event_stream import EventStream
@@ -74,11 +81,9 @@ def router(services: GatewayServices) -> APIRouter:
     @router.post("/v1/messages/count_tokens", summary="Count the tokens of a conversation")
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
         with preparing(services, _FIELDS):
-            model = services.models.find(body.model or "")
-            tenant = services.authenticator.tenant(request.state.caller, "")
-            check = partial(model.checker.token_ids, body.chat())
-            token_ids = await services.generation.prompt_concurrency.run(tenant, check)
-        return {"input_tokens": len(token_ids)}
+            call = GenerationCall(body.chat(), SamplingParams(), model=body.model or "")
+            call = with_context(call, request, services)
+            return {"input_tokens": len(await prompt_token_ids(services, call))}
 
     return router
 

@@ -54,7 +54,7 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.post("/v1/chat/completions", summary="Continue a conversation", responses=WHOLE_OR_STREAM)
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-        head = ResponseHead.new("chatcmpl-", body.request_id)
+        head = ResponseHead.new("chatcmpl-", body.request_id, request.headers)
         with preparing(services, body.field_names):
             call = with_context(body.call(body.chat(), body.sampling()), request, services)
             position = StreamPosition.of_headers(request.headers, call)

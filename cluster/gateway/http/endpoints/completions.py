@@ -63,7 +63,7 @@ def router(services: GatewayServices) -> APIRouter:
 
     @router.post("/v1/completions", summary="Continue a prompt", responses=WHOLE_OR_STREAM)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        head = ResponseHead.new("cmpl-", body.request_id)
+        head = ResponseHead.new("cmpl-", body.request_id, request.headers)
         with preparing(services, _FIELDS):
             calls = [with_context(call, request, services) for call in _calls(body)]
             position = StreamPosition.of_headers(request.headers, calls[0])

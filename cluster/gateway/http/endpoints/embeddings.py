@@ -1,4 +1,4 @@
-"""/v1/embeddings, as OpenAI's API and vLLM, and /classify, as vLLM."""
+"""/v1/embeddings, as OpenAI's API and vLLM, and /classify and /pooling, as vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..calls import preparing, renamed_fields, unless_client_leaves, with_contex
 from ..completion_objects import total_usage, usage_json
 from ..errors import OPENAI_ERRORS
 from ..json_bodies import BodyRoute, ResponseHead
-from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PromptsBody
+from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PoolingRequest, PromptsBody
 
 # field of quire.v1 |-> field of this endpoint
 FIELDS = {
@@ -35,16 +35,15 @@ def router(services: GatewayServices) -> APIRouter:
         head = ResponseHead.new("embd-", body.request_id)
         with preparing(services, FIELDS):
             _require(services, body.model, classifies=False)
-        responses = await _pool(services, body, request, body.dimensions)
-        encode = _ENCODERS[body.encoding_format]
+        return await _vectors(services, body, request, head, "embedding", "embedding")
 
-        def entries() -> list[dict[str, Any]]:
-            return [
-                {"index": index, "object": "embedding", "embedding": encode(response.result.values)}
-                for index, response in enumerate(responses)
-            ]
-
-        return await _list_response(head, responses, entries)
+    @router.post("/pooling", summary="Return the vectors of an embedder or the scores of a classifier")
+    async def pool(body: PoolingRequest, request: Request) -> Response:
+        head = ResponseHead.new("pool-", body.request_id)
+        if body.task is not None:
+            with preparing(services, FIELDS):
+                _require(services, body.model, classifies=body.task == "classify")
+        return await _vectors(services, body, request, head, "pooling", "data")
 
     @router.post("/classify", summary="Return the scores of a classifier's classes")
     async def classify(body: ClassifyRequest, request: Request) -> Response:
@@ -59,6 +58,27 @@ def router(services: GatewayServices) -> APIRouter:
         return await _list_response(head, responses, entries)
 
     return router
+
+
+async def _vectors(
+    services: GatewayServices,
+    body: EmbeddingRequest,
+    request: Request,
+    head: ResponseHead,
+    kind: str,
+    member: str,
+) -> Response:
+    """Return the vectors of all prompts, each as a `member` of an object of this kind."""
+    answers = await _pool(services, body, request, body.dimensions)
+    encode = _ENCODERS[body.encoding_format]
+
+    def entries() -> list[dict[str, Any]]:
+        return [
+            {"index": index, "object": kind, member: encode(answer.result.values)}
+            for index, answer in enumerate(answers)
+        ]
+
+    return await _list_response(head, answers, entries)
 
 
 async def _pool(

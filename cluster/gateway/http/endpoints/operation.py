@@ -5,9 +5,10 @@ They exist only if an operator allows it: their callers stop the engine, and nam
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
@@ -15,6 +16,7 @@ from .....proto.engine_command import Action, EngineCommand, PauseMode
 from ....client.wire.admin_messages import read_mode
 from ...admin.engine_control import (
     control_replicas,
+    flush_caches,
     is_paused,
     is_sleeping,
     sleep_command,
@@ -24,7 +26,7 @@ from ...admin.engine_control import (
 from ...admin.services import GatewayServices
 from ..calls import preparing
 from ..errors import OPENAI_ERRORS
-from ..json_bodies import BodyRoute
+from ..json_bodies import BodyRoute, json_bytes
 from ..schema.request_model import RequestModel
 
 
@@ -120,6 +122,16 @@ def engine_router(services: GatewayServices) -> APIRouter:
         with preparing(services, {}):
             await control(model, EngineCommand(Action.RESUME))
         return {"status": "resumed"}
+
+    @router.post("/reset_prefix_cache", summary="Forget the cached prefixes")
+    async def reset_prefix_cache(model: str = "") -> None:
+        with preparing(services, {}):
+            flush_caches(services.models.find(model).pool)
+
+    @router.get("/server_info", summary="Return the configuration of the engine")
+    async def server_info(model: str = "") -> Response:
+        config = services.models.find(model).config
+        return Response(json_bytes({"config": asdict(config)}), media_type="application/json")
 
     @router.get("/is_paused", summary="Tell whether the engine is paused")
     async def get_paused(model: str = "") -> dict[str, bool]:

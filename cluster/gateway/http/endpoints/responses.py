@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -13,7 +13,7 @@ from .....proto.errors import InvalidRequest, QuireError, RequestNotFound
 from ...admin.services import GatewayServices
 from ...generation.generation import GenerationCall
 from ...generation.retention import RequestKey
-from ..calls import preparing, renamed_fields, unless_client_leaves, with_context
+from ..calls import preparing, prompt_token_ids, renamed_fields, unless_client_leaves, with_context
 from ..errors import OPENAI_ERRORS, WHOLE_OR_STREAM, openai_error_event
 from ..event_stream import EventStream
 from ..json_bodies import BodyRoute, ResponseHead
@@ -140,6 +140,33 @@ def router(services: GatewayServices) -> APIRouter:
             return EventStream(responses.stream(call), openai_error_event, call.head.headers)
         async with unless_client_leaves(request.receive):
             return await responses.run(call)
+
+    @router.post("/v1/responses/input_tokens", summary="Count the tokens of items")
+    async def count_input_tokens(body: ResponseRequest, request: Request) -> dict[str, Any]:
+        call = responses.prepare(body, request).generation
+        with preparing(services, _FIELDS):
+            count = len(await prompt_token_ids(services, call))
+        return {"object": "response.input_tokens", "input_tokens": count}
+
+    @router.get(
+        "/v1/responses/{response_id}/input_items", summary="List what a response that is kept answers"
+    )
+    async def list_input_items(
+        response_id: str,
+        request: Request,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        items = responses.store.input_items(responses.key(request, response_id))
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            ids = [item["id"] for item in items]
+            items = items[ids.index(after) + 1 :] if after in ids else []
+        page = items[:limit]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {}
+        return {"object": "list", "data": page, "has_more": len(items) > limit, **ends}
 
     @router.get(
         "/v1/responses/{response_id}",

@@ -1,20 +1,21 @@
-"""/tokenize and /detokenize, as vLLM has them: what a prompt costs, without running it."""
+"""/tokenize and /detokenize, as vLLM has them, and /apply-template, as llama.cpp: prompts that are not run."""
 
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from .....proto.errors import InvalidRequest
+from .....proto.sampling import SamplingParams
 from ....text.requests.request import Prompt
 from ...admin.services import GatewayServices
-from ..calls import preparing
+from ...generation.generation import GenerationCall
+from ..calls import preparing, prompt_token_ids, with_context
 from ..errors import OPENAI_ERRORS
 from ..json_bodies import MAX_VALUES_IN_LOOP, BodyRoute, encode, in_thread
-from ..schema.bounded import TokenIds
+from ..schema.bounded import JsonObjects, TokenIds
 from ..schema.conversation import ConversationFields
 from ..schema.request_model import RequestModel
 
@@ -24,10 +25,21 @@ _FIELDS = {
 }
 
 
-class TokenizeRequest(ConversationFields):
-    """A text, or a conversation."""
+class ModelBody(ConversationFields):
+    """A conversation, if it has messages, and the model that reads it."""
 
     model: str | None = None
+
+
+class ApplyTemplateRequest(ModelBody):
+    """A conversation."""
+
+    messages: JsonObjects
+
+
+class TokenizeRequest(ModelBody):
+    """A text, or a conversation."""
+
     prompt: str | None = None
     add_special_tokens: bool = Field(True, description="For a text; a chat template adds its own.")
     return_token_strs: bool = False
@@ -44,15 +56,28 @@ class DetokenizeRequest(RequestModel):
 def router(services: GatewayServices) -> APIRouter:
     router = APIRouter(tags=["tokens"], responses=OPENAI_ERRORS, route_class=BodyRoute)
 
+    async def tokens_of(
+        prompt: Prompt, body: ModelBody, request: Request, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        call = GenerationCall(
+            prompt, SamplingParams(), model=body.model or "", add_special_tokens=add_special_tokens
+        )
+        return await prompt_token_ids(services, with_context(call, request, services))
+
+    @router.post("/apply-template", summary="Return the prompt of a conversation as text")
+    async def apply_template(body: ApplyTemplateRequest, request: Request) -> dict[str, str]:
+        with preparing(services, _FIELDS):
+            model = services.models.find(body.model or "")
+            token_ids = await tokens_of(body.chat(), body, request)
+        text = await asyncio.to_thread(model.tokenizer.decode, token_ids, skip_special_tokens=False)
+        return {"prompt": text}
+
     @router.post("/tokenize", summary="Tokenize a text or a conversation")
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         with preparing(services, _FIELDS):
             model = services.models.find(body.model or "")
-            tenant = services.authenticator.tenant(request.state.caller, "")
-            check = partial(
-                model.checker.token_ids, _prompt(body), add_special_tokens=body.add_special_tokens
-            )
-            token_ids = await services.generation.prompt_concurrency.run(tenant, check)
+            prompt = _prompt(body)
+            token_ids = await tokens_of(prompt, body, request, add_special_tokens=body.add_special_tokens)
 
         def content() -> bytes:
             texts = map(model.tokenizer.token_text, token_ids) if body.return_token_strs else None

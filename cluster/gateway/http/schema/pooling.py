@@ -88,6 +88,12 @@ class EmbeddingRequest(PromptsBody):
     dimensions: int | None = None
 
 
+class PoolingRequest(EmbeddingRequest):
+    """The fields of vLLM."""
+
+    task: Literal["embed", "classify"] | None = Field(None, description="By default, what the model does.")
+
+
 class ClassifyRequest(PromptsBody):
     """The fields of vLLM."""
 

@@ -88,16 +88,16 @@ class ResponseRequest(OutputFields):
         )
 
     def sampling(self) -> SamplingParams:
-        """Return the settings. Raises InvalidRequest, also for a form that is not supported."""
+        """Return the settings. Raises InvalidRequest, also for a constraint that is not supported."""
         return self.sampling_params(
             self.max_output_tokens,
-            _form((self.text or {}).get("format")),
+            _constraint((self.text or {}).get("format")),
             logprobs=(self.top_logprobs or 0) if self.has_logprobs else None,
         )
 
 
-def _form(wanted: Any) -> StructuredOutputsParams | None:
-    """Return the form of the text; None for any."""
+def _constraint(wanted: Any) -> StructuredOutputsParams | None:
+    """Return the constraint of the text; None for any."""
     if wanted is None:
         return None
     if not isinstance(wanted, Mapping) or not isinstance(wanted.get("type"), str):

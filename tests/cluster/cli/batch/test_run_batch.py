@@ -208,6 +208,11 @@ def test_problems_of_a_file_are_named_together_before_anything_is_sent(tmp_path:
     assert "12 more lines are not requests" in caught.value.problems[-1]
 
 
+@pytest.mark.parametrize("path", ["/v1/score", "/score", "/rerank", "/v1/rerank", "/v2/rerank"])
+def test_scores_and_ranks_are_requests_of_a_batch(path: str) -> None:
+    assert parse_request(json.dumps({"custom_id": "a", "url": path, "body": {}}).encode()).url == path
+
+
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:port", "http://x/v1", "http://x:99999"])
 def test_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="url is"):

@@ -107,6 +107,18 @@ def test_conversations_are_embedded_as_their_template_renders_them(http: httpx.C
     assert problem(http, "/v1/embeddings", messages=messages, input="x")[0] == 400
 
 
+def test_pooling_has_the_vectors_of_embeddings(http: httpx.Client) -> None:
+    (embedded,) = post(http, "/v1/embeddings", input="crew", dimensions=6)["data"]
+    for path in ("/pooling", "/invocations"):
+        pooled = post(http, path, input="crew", dimensions=6, task="embed")
+        (entry,) = pooled["data"]
+        assert (entry["object"], entry["data"]) == ("pooling", pytest.approx(embedded["embedding"]))
+        assert pooled["usage"]["prompt_tokens"] > 0
+    assert "embeds" in problem(http, "/pooling", input="crew", task="classify")[1]
+    scored = post(http, "/invocations", queries="crew", documents=["crew", "fox"])
+    assert scored["data"] == post(http, "/score", queries="crew", documents=["crew", "fox"])["data"]
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

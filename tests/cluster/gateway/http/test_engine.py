@@ -97,6 +97,25 @@ def sampling(**others: Any) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, **others)
 
 
+def test_reset_forgets_the_cached_prefixes(http: httpx.Client) -> None:
+    body = {"prompt": [5] * 40, "max_tokens": 1}
+
+    def num_cached() -> int:
+        usage = http.post("/v1/completions", json=body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    num_cached()
+    assert num_cached() > 0
+    assert http.post("/reset_prefix_cache").status_code == 200
+    assert num_cached() == 0
+
+
+def test_server_info_has_the_configuration(server: ThreadedServer, http: httpx.Client) -> None:
+    config = http.get("/server_info").json()["config"]
+    assert config["model"]["name"] == "tiny"
+    assert config["cache"]["block_size"] == server.server.config.cache.block_size
+
+
 def test_every_answer_has_the_version_of_its_weights(
     http: httpx.Client, grpc_client: Client, trained: Trained
 ) -> None:

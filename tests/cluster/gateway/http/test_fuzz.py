@@ -16,11 +16,20 @@ from hypothesis import strategies as st
 from local_server import ThreadedServer, threaded_server
 
 from quire.cluster.gateway.http.endpoints.operation import LoadLoraAdapter, UnloadLoraAdapter, UpdateWeights
-from quire.cluster.gateway.http.endpoints.tokenization import DetokenizeRequest, TokenizeRequest
+from quire.cluster.gateway.http.endpoints.tokenization import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from quire.cluster.gateway.http.schema.anthropic_message import CountTokensRequest, MessagesRequest
 from quire.cluster.gateway.http.schema.chat_completion import ChatCompletionRequest
 from quire.cluster.gateway.http.schema.completion import CompletionRequest
-from quire.cluster.gateway.http.schema.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from quire.cluster.gateway.http.schema.pooling import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from quire.cluster.gateway.http.schema.request_model import RequestModel
 from quire.cluster.gateway.http.schema.response_request import ResponseRequest
 from quire.proto.structured_outputs import KINDS, RepetitionDetectionParams
@@ -35,12 +44,16 @@ ENDPOINTS: dict[str, tuple[type[RequestModel], dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"messages": [USER], "max_tokens": 2}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": [USER]}),
     "/v1/responses": (ResponseRequest, {"input": "x", "max_output_tokens": 2}),
+    "/v1/responses/input_tokens": (ResponseRequest, {"input": "x"}),
     "/v1/embeddings": (EmbeddingRequest, {"input": "x"}),
+    "/pooling": (PoolingRequest, {"input": "x"}),
+    "/invocations": (CompletionRequest, {"prompt": "x", "max_tokens": 2}),
     "/score": (ScoreRequest, {"queries": "x", "documents": ["y"]}),
     "/rerank": (RerankRequest, {"query": "x", "documents": ["y"]}),
     "/v1/load_lora_adapter": (LoadLoraAdapter, {"lora_name": "x", "lora_path": "/x"}),
     "/v1/unload_lora_adapter": (UnloadLoraAdapter, {"lora_name": "x"}),
     "/update_weights": (UpdateWeights, {"path": "/x", "version": "x"}),
+    "/apply-template": (ApplyTemplateRequest, {"messages": [USER]}),
     "/tokenize": (TokenizeRequest, {"prompt": "x"}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
 }

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from chat_model import write_output
@@ -149,6 +150,53 @@ def test_response_has_logprobs_and_the_fields_of_its_request(client: openai.Open
     for wrong in ({"truncation": "auto"}, {"max_tool_calls": 0}, {"extra_body": {"prompt": {"id": "x"}}}):
         with pytest.raises(openai.BadRequestError):
             client.responses.create(model="tiny", input="x", **wrong)
+
+
+def test_invocations_are_calls_of_the_endpoint_of_their_body(server: ThreadedServer) -> None:
+    with httpx.Client(base_url=f"{server.url}") as http:
+        completion = http.post("/invocations", json={"prompt": [5, 6], "max_tokens": 2, "stream": True})
+        assert completion.headers["content-type"].startswith("text/event-stream")
+        assert completion.text.endswith("data: [DONE]\n\n")
+        chat = http.post("/invocations", json={"messages": MESSAGES, "max_tokens": 2})
+        assert chat.json()["object"] == "chat.completion"
+        refused = http.post("/invocations", json={"messages": MESSAGES, "n": 0})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+        assert "must have one" in http.post("/invocations", json={"x": 1}).json()["error"]["message"]
+
+
+def test_template_is_applied_to_a_conversation(server: ThreadedServer) -> None:
+    with httpx.Client(base_url=server.url) as http:
+        made = http.post("/apply-template", json={"messages": MESSAGES})
+        counted = http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
+        text = http.post("/detokenize", json={"tokens": counted}).json()["prompt"]
+    assert made.json() == {"prompt": text}
+    assert text.endswith("assistant:")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_have_the_id_that_the_client_chose(server: ThreadedServer, path: str) -> None:
+    body = {"prompt": "x", "messages": MESSAGES, "max_tokens": 1}
+    with httpx.Client(base_url=server.url, headers={"x-request-id": "mine-1"}) as http:
+        made = http.post(path, json=body)
+    assert made.headers["x-request-id"] == "mine-1"
+    assert made.json()["id"].partition("-")[2] == "mine-1"
+
+
+def test_response_lists_and_counts_its_input(server: ThreadedServer, client: openai.OpenAI) -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "now", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "12"}
+    given: Any = [{"role": "user", "content": "When?"}, call, output]
+    write_output(server, "Noon.")
+    made: Any = client.responses.create(model="tiny", input=given, instructions="Be brief.")
+    items: Any = list(client.responses.input_items.list(made.id, order="asc", limit=2))
+    assert [item.type for item in items] == ["message", "function_call", "function_call_output"]
+    assert (items[0].content[0].text, items[1].name, items[2].output) == ("When?", "now", "12")
+    last = client.responses.input_items.list(made.id, limit=1)
+    assert [item.id for item in last.data] == [items[-1].id]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_x")
+    counted = client.responses.input_tokens.count(model="tiny", input=given, instructions="Be brief.")
+    assert counted.input_tokens == made.usage.input_tokens
 
 
 def test_token_ids_in_and_out(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Every field of vLLM's, SGLang's and llama.cpp's requests is implemented, refused by its name, or without an effect."""
+"""Every field of vLLM's, SGLang's and llama.cpp's requests is implemented, refused by name, or without an effect."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quire.cluster.gateway.http.schema.peer_fields import REFUSED, WITHOUT_EFFEC
 from quire.cluster.gateway.http.schema.pooling import (
     ClassifyRequest,
     EmbeddingRequest,
+    PoolingRequest,
     RerankRequest,
     ScoreRequest,
 )
@@ -31,6 +32,7 @@ BODIES: dict[type[RequestModel], dict[str, Any]] = {
     MessagesRequest: {"messages": [USER], "max_tokens": 1},
     CountTokensRequest: {"messages": [USER]},
     EmbeddingRequest: {"input": "x"},
+    PoolingRequest: {"input": "x"},
     ClassifyRequest: {"input": "x"},
     ScoreRequest: {"queries": "x", "documents": "y"},
     RerankRequest: {"query": "x", "documents": ["y"]},
@@ -90,6 +92,12 @@ PEERS: dict[tuple[str, type[RequestModel]], str] = {
         add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
         continue_final_message dimensions embed_dtype encoding_format endianness input media_io_kwargs
         messages mm_processor_kwargs model padding priority request_id truncate_prompt_tokens
+        truncation_side use_activation user
+    """,
+    (VLLM, PoolingRequest): """
+        add_generation_prompt add_special_tokens cache_salt chat_template chat_template_kwargs
+        continue_final_message dimensions embed_dtype encoding_format endianness input media_io_kwargs
+        messages mm_processor_kwargs model padding priority request_id task truncate_prompt_tokens
         truncation_side use_activation user
     """,
     (VLLM, ClassifyRequest): """

@@ -86,6 +86,15 @@ def test_completed_request_is_counted_and_timed() -> None:
     }
 
 
+def test_all_tokens_after_the_first_have_a_gap() -> None:
+    """Also those that came together with the first one."""
+    metrics = RequestMetrics(Clock())
+    watch = accept(metrics)
+    for num_tokens in (3, 0, 2):
+        watch.on_event(delta(num_tokens))
+    assert sum(metrics.models["tiny"].histograms[of_requests.INTER_TOKEN_LATENCY].counts) == 4
+
+
 def test_prompt_of_several_completions_counts_once() -> None:
     metrics = RequestMetrics(Clock())
     watch = accept(metrics, n=2)
