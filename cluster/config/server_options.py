@@ -67,6 +67,13 @@ class ServerOptions:
         check=web_origins,
     )
 
+    batch_dir: Path | None = _option(
+        None,
+        help="Directory of uploaded files and batches, of which /v1/files and /v1/batches keep at most 1 GiB per "
+        "tenant. One gateway uses it at a time. Without it there are no batches.",
+        metavar="DIR",
+    )
+
     enable_chaos: bool = _option(False, help="Let operators cause failures with quire chaos. For game days.")
 
     allow_runtime_lora_updating: bool = _option(

@@ -88,6 +88,7 @@ async def local_server(
     http_limits: ConnectionLimits | None = None,
     allows_lora_updates: bool = False,
     allows_engine_control: bool = False,
+    batch_dir: Path | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
     """Run the servers of a gateway.
@@ -111,6 +112,7 @@ async def local_server(
             http_limits=http_limits,
             allows_lora_updates=allows_lora_updates,
             allows_engine_control=allows_engine_control,
+            batch_dir=batch_dir,
         ) as servers:
             try:
                 if ready:
@@ -156,6 +158,7 @@ async def local_gateway(
     http_limits: ConnectionLimits | None = None,
     allows_lora_updates: bool = False,
     allows_engine_control: bool = False,
+    batch_dir: Path | None = None,
 ) -> AsyncIterator[LocalGateway]:
     """Run the servers of a gateway of the replica, which is started and closed with them."""
     replica.start()
@@ -171,7 +174,7 @@ async def local_gateway(
         allows_engine_control=allows_engine_control,
     )
     gateway = Gateway(services)
-    http_server = HttpServer(services, limits=http_limits) if http else None
+    http_server = HttpServer(services, limits=http_limits, batch_dir=batch_dir) if http else None
     target = await gateway.start()
     if http_server is not None:
         await http_server.start()

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from ...client.wire.batch_input import BatchRequest, check_batch, read_batch
+from ...client.wire.batch_output import OutputFile
 from .http_caller import HttpCaller, Server
-from .input_file import BatchRequest, check_batch, read_batch
-from .output_file import OutputFile
 
 _POLL_S = 0.2
 

@@ -76,4 +76,10 @@ class GatewayServers:
 
 def _http_server(services: GatewayServices, options: ServerOptions) -> HttpServer:
     origins = () if options.allowed_origins is None else options.allowed_origins.split(",")
-    return HttpServer(services, options.http, insecure=options.insecure, allowed_origins=origins)
+    return HttpServer(
+        services,
+        options.http,
+        insecure=options.insecure,
+        allowed_origins=origins,
+        batch_dir=options.batch_dir,
+    )

@@ -14,6 +14,7 @@ from starlette.types import Receive
 
 from ....proto.errors import InvalidRequest, QuireError
 from ...text.requests.outputs import RequestOutput, StreamEvent, collect_output
+from ...text.requests.request import TextPair
 from ..admin.services import GatewayServices
 from ..generation.generation import Generation, GenerationCall, GenerationService
 from .errors import ClientLeft
@@ -45,6 +46,7 @@ def with_context(call: GenerationCall, request: Request, services: GatewayServic
 async def prompt_token_ids(services: GatewayServices, call: GenerationCall) -> list[int]:
     """Return the tokens of a call's prompt, without running it. Raises InvalidRequest for an invalid prompt."""
     model = services.models.find(call.model)
+    assert not isinstance(call.prompt, TextPair), "only the server makes pairs"
     check = partial(model.checker.token_ids, call.prompt, add_special_tokens=call.add_special_tokens)
     return await services.generation.prompt_concurrency.run(call.tenant, check)
 

@@ -15,6 +15,8 @@ from ..admin.services import GatewayServices
 from .endpoints.pages import DOCS_FILES, EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response
 
+# Uploads are forms, and no JSON.
+FILES_PATH = "/v1/files"
 # Far more than the longest conversation that a server takes, MAX_CHAT_CHARS.
 MAX_BODY_BYTES = 16 << 20
 
@@ -51,7 +53,10 @@ class AuthenticateCalls:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (path := scope["path"]) not in OPEN_PATHS:
             try:
-                caller = self._authenticator.caller(_authorization(scope["headers"]))
+                # A batch's own calls have its caller.
+                caller = scope.get("state", {}).get("caller") or self._authenticator.caller(
+                    _authorization(scope["headers"])
+                )
                 caller.require(ROLE_OF_PATH.get(path, Role.USER))
             except QuireError as error:
                 self._on_refused(error)
@@ -78,6 +83,7 @@ class LimitBody:
             await response(scope, receive, send)
             return
         num_bytes, size = 0, JsonSize()
+        is_json = scope["type"] != "http" or scope["path"] != FILES_PATH
 
         async def counted_receive() -> Message:
             nonlocal num_bytes
@@ -87,7 +93,8 @@ class LimitBody:
                 num_bytes += len(body)
                 if num_bytes > MAX_BODY_BYTES:
                     raise self._too_large()
-                size.add(body)
+                if is_json:
+                    size.add(body)
                 if not size.is_too_large:
                     return message
                 if not message.get("more_body"):

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
+from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -16,9 +17,12 @@ from ....proto.errors import ConfigError, ShuttingDown
 from ..access.security import ListenAddress
 from ..admin.services import GatewayServices, server_version
 from ..grpc.server import END_TIMEOUT_S
+from .batch_runner import BatchRunner
+from .batch_store import BatchStore
 from .connection import ConnectionLimits, HttpConnection, PacedWork
 from .endpoints import (
     anthropic_messages,
+    batches,
     chat_completions,
     completions,
     embeddings,
@@ -51,11 +55,14 @@ ROUTERS: Sequence[Callable[[GatewayServices], APIRouter]] = (
 )
 
 
-def create_app(services: GatewayServices, allowed_origins: Sequence[str] = ()) -> FastAPI:
+def create_app(
+    services: GatewayServices, allowed_origins: Sequence[str] = (), store: BatchStore | None = None
+) -> FastAPI:
     """Return the application over these services, with its OpenAPI document at /docs.
 
     Args:
         allowed_origins: origins of web pages that may call it; ``*`` for all.
+        store: of /v1/files and /v1/batches; None to leave them out.
     """
     app = FastAPI(
         title="quire",
@@ -67,6 +74,10 @@ def create_app(services: GatewayServices, allowed_origins: Sequence[str] = ()) -
     install_error_handlers(app, services.on_refused)
     for router in ROUTERS:
         app.include_router(router(services))
+    app.state.batches = None
+    if store is not None:
+        app.state.batches = BatchRunner(store, app)
+        app.include_router(batches.router(services, app.state.batches))
     app.add_middleware(LimitBody, services=services)
     app.add_middleware(AuthenticateCalls, services=services)
     if allowed_origins:  # outside the authentication: a browser asks for permission without a token
@@ -97,6 +108,7 @@ class HttpServer:
         listen: ``HOST:PORT``.
         insecure: allow an address that other machines can reach without TLS and tokens.
         allowed_origins: origins of web pages that may call the server; ``*`` for all.
+        batch_dir: directory of /v1/files and /v1/batches; None to leave them out.
 
     Attributes:
         app: the application.
@@ -114,6 +126,7 @@ class HttpServer:
         insecure: bool = False,
         limits: ConnectionLimits | None = None,
         allowed_origins: Sequence[str] = (),
+        batch_dir: Path | None = None,
     ) -> None:
         self._address = ListenAddress.parse(listen)
         self._security = services.security
@@ -122,7 +135,9 @@ class HttpServer:
         self._closing = services.closing
         self._security.check_listen(self._address, insecure=insecure)
         self._limits = limits or ConnectionLimits()
-        self.app: FastAPI = create_app(services, allowed_origins)
+        store = None if batch_dir is None else BatchStore(batch_dir)
+        self.app: FastAPI = create_app(services, allowed_origins, store)
+        self._batches: BatchRunner | None = self.app.state.batches
         self.url = ""
         self._state = ServerState()
         self._listener: asyncio.Server | None = None
@@ -148,6 +163,8 @@ class HttpServer:
         bound.listen(BACKLOG)  # for the kernel; asyncio accepts as many connections per turn as it was told
         scheme = "http" if context is None else "https"
         self.url = f"{scheme}://{self._address.with_port(bound.getsockname()[1])}"
+        if self._batches is not None:
+            self._batches.start()
         return self.url
 
     async def stop(self, grace_s: float = 5.0) -> None:
@@ -159,6 +176,8 @@ class HttpServer:
             return
         listener, self._listener = self._listener, None
         self._closing.set()
+        if self._batches is not None:
+            await self._batches.stop()
         listener.close()
         for connection in list(self._state.connections):
             connection.shutdown()  # closes an idle connection; another one after its response

@@ -23,7 +23,7 @@ class ResponseFormat(BaseModel):
 def with_structured_outputs(
     constraint: StructuredOutputsParams | None, structured_outputs: Mapping[str, Any] | None
 ) -> StructuredOutputsParams | None:
-    """Return the constraint of OpenAI's field or of vLLM's; None for any text. Raises InvalidRequest if both are given."""
+    """Return the constraint of OpenAI's field or of vLLM's. Raises InvalidRequest if both are given."""
     if structured_outputs is None:
         return constraint
     if constraint is not None:

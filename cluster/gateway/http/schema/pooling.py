@@ -9,7 +9,6 @@ from pydantic import AliasChoices, ConfigDict, Field
 from .....proto.errors import InvalidRequest
 from .....proto.pooling import PoolingParams
 from .....proto.sampling import SamplingParams
-from ....text.requests.chat import Chat
 from ....text.requests.request import Prompt
 from ...generation.generation import GenerationCall
 from ...generation.pooled_calls import check_num_inputs
@@ -64,7 +63,7 @@ class PromptsBody(PoolingFields, ConversationFields):
     add_generation_prompt: bool = False
 
     @property
-    def prompts(self) -> list[str | list[int]] | list[Chat]:
+    def prompts(self) -> list[Prompt]:
         """The prompts. Raises InvalidRequest if there are none or too many."""
         given = self.input
         if given is None:
@@ -78,7 +77,7 @@ class PromptsBody(PoolingFields, ConversationFields):
         if given and isinstance(given[0], int):
             return [given]
         check_num_inputs("input", len(given))
-        return cast(list[str | list[int]], given)
+        return cast(list[Prompt], given)
 
 
 class EmbeddingRequest(PromptsBody):

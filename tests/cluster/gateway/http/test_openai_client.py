@@ -126,7 +126,7 @@ def test_completion_stream_has_the_prompts_token_ids_once(client: openai.OpenAI)
     stream = client.completions.create(
         model="tiny", prompt=[5] * 9999 + [6, 7], max_tokens=3, stream=True, extra_body=extra
     )
-    prompts = [getattr(chunk.choices[0], "prompt_token_ids", None) for chunk in stream]
+    prompts: list[Any] = [getattr(chunk.choices[0], "prompt_token_ids", None) for chunk in stream]
     assert prompts[0][-3:] == [5, 6, 7]
     assert prompts[1:] == [None] * (len(prompts) - 1)
 
