@@ -409,17 +409,22 @@ class StepGraphs:
             self._copy_sampled_index(batch, first_chunk - batch.num_decodes)
 
     def _copy_sampled_index(self, batch: Batch, num_padding: int) -> None:
-        """Copy the indices of the sampled tokens; those of chunks move behind the decodes' padding."""
+        """Copy the indices of the sampled tokens; those of chunks move behind the decodes' padding.
+
+        The others become 0: an index of a larger step would exceed the tokens of this one, which a GPU asserts.
+        """
         assert batch.sampled_index is not None
         is_of_chunk = batch.sampled_index >= batch.num_decodes
         moved = batch.sampled_index + num_padding * is_of_chunk
         self._sampled_index[: len(moved)].copy_(moved)
+        self._sampled_index[len(moved) :].zero_()
 
     def _make_padding(self, shape: GraphShape) -> None:
         """Make the buffers of a shape padding: rows of length 0, and tokens without a slot. Their ids stay stale."""
         self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
         self._query_start.zero_()
+        self._sampled_index.zero_()
         self._adapters.clear()
         if self._own_tokens is not None:
             self._own_tokens.places.fill_(shape.num_tokens)

@@ -519,6 +519,55 @@ def test_model_that_cannot_be_recorded_is_logged(
     assert logged[0].startswith("graphs are disabled: each step of this model reads results back")
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [("qwen3", {}), ("gemma3", {}), ("deepseek_v3", {"first_k_dense_replace": 3})],
+    ids=["heads", "groups", "latents"],
+)
+def test_replays_read_nothing_that_earlier_steps_left(
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend, kind: str, fields: dict[str, Any]
+) -> None:
+    """Before each replay, the buffers hold the largest numbers that a step of the largest graph could have."""
+    lengths = [3] * 10 + [200, 2, 30, 5, 1]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+
+    def run(**settings: Any) -> list[list[int]]:
+        engine = make_engine(
+            make_model(kind, seed=5, **fields), 1, num_blocks=200, block_size=4, max_num_seqs=16, **settings
+        )
+        graphs = engine.runners[0].memory.executor.graphs
+        if settings:
+            spoil_before_replays(graphs)
+        sequences = [
+            planned(prompt, 8 + index % 3 if index < 6 else 3, GREEDY, arrival=max(0, index - 8))
+            for index, prompt in enumerate(prompts)
+        ]
+        engine.generate(sequences, chunk_len=200)
+        return [sequence.generated for sequence in sequences]
+
+    expected = run()
+    assert run(graph_backend=backend) == expected
+    assert backend.num_replays > 5
+
+
+def spoil_before_replays(graphs: Any) -> None:
+    """Have every replay begin with what the largest step may have left in the buffers of its inputs."""
+    replay = graphs.replay
+    left = {
+        "_sampled_index": len(graphs._token_ids) - 1,
+        "_query_start": len(graphs._token_ids),
+        "_seq_lens": 4,
+        "_slot_mappings": 40,
+    }
+
+    def replay_after_larger_step(batch: Any) -> Any:
+        for name, value in left.items():
+            getattr(graphs, name).fill_(value)
+        return replay(batch)
+
+    graphs.replay = replay_after_larger_step
+
+
 def test_pooled_prompt_beside_decodes_is_not_replayed(
     backend: TapeBackend, make_model: Any, make_engine: Any
 ) -> None:
