@@ -110,5 +110,5 @@ class ThreadCommunicator:
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
 
-    def close(self) -> None:
-        pass
+    def close(self, drop_recordings: Callable[[], object] = lambda: None) -> None:
+        drop_recordings()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 class Communicator(Protocol):
@@ -30,8 +35,13 @@ class Communicator(Protocol):
         """Return when all ranks have called it."""
         ...
 
-    def close(self) -> None:
-        """Leave the group. Safe to call twice."""
+    def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
+        """Leave the group. Safe to call twice.
+
+        Args:
+            drop_recordings: drops every graph that collectives of the group are recorded in, without which the
+                group may not be left; called in any case.
+        """
         ...
 
 
@@ -50,8 +60,8 @@ class SingleRank:
     def barrier(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
+        drop_recordings()
 
 
 class ReplaceableGroup:
@@ -80,5 +90,5 @@ class ReplaceableGroup:
     def barrier(self) -> None:
         self.group.barrier()
 
-    def close(self) -> None:
-        self.group.close()
+    def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
+        self.group.close(drop_recordings)

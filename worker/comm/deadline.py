@@ -6,8 +6,13 @@ import threading
 from collections.abc import Callable
 
 
-def ends_within(timeout_s: float, function: Callable[[], object]) -> bool:
+def ends_within(
+    timeout_s: float, function: Callable[[], object], meanwhile: Callable[[], object] = lambda: None
+) -> bool:
     """Call `function` on a daemon thread of its own and wait for it at most `timeout_s`.
+
+    Args:
+        meanwhile: called on this thread when the other one has been started; may be what `function` waits for.
 
     Returns:
         whether it has ended. If not, the thread goes on, at most until the process ends.
@@ -25,6 +30,7 @@ def ends_within(timeout_s: float, function: Callable[[], object]) -> bool:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
+    meanwhile()
     thread.join(timeout_s)
     if thread.is_alive():
         return False

@@ -9,6 +9,7 @@ import os
 import secrets
 import struct
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ...kernels.native.library import is_available
 from ...kernels.shm_collectives import SLOT_BYTES, SharedMemoryCollectives, can_reduce, segment_bytes
-from .communicator import Communicator
+from .communicator import Communicator, nothing
 from .torch_distributed import TorchDistributed
 
 # How often a waiting rank checks whether the others are alive.
@@ -98,12 +99,12 @@ class SharedMemoryCommunicator:
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
 
-    def close(self) -> None:
+    def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
             os.close(self._file)
-        self.group.close()
+        self.group.close(drop_recordings)
 
     @property
     def _open(self) -> SharedMemoryCollectives:

@@ -16,6 +16,7 @@ import torch.distributed
 from torch import Tensor
 
 from ...proto.errors import first_line
+from .communicator import nothing
 from .deadline import ends_within
 
 # The stubs of torch's process groups and stores lack what is used here.
@@ -79,14 +80,19 @@ class TorchDistributed:
         # item() makes the host wait on a GPU as well.
         self.all_reduce(torch.ones(1, device=self._device)).item()
 
-    def close(self) -> None:
-        """Leave the group within CLOSE_TIMEOUT_S, also while a collective waits for a rank that has ended."""
+    def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
+        """Leave the group within CLOSE_TIMEOUT_S, also while a collective waits for a rank that has ended.
+
+        NCCL's abort first ends the kernels, for which the destruction of a graph waits, and then waits for the
+        destruction of every graph that its collectives are recorded in.
+        """
         if self._group is None:
+            drop_recordings()
             return
         group, self._group = self._group, None
         # NCCL's shutdown waits for the kernels of its collectives, which wait for the other ranks; abort ends them.
         leave = group.abort if self._device.type == "cuda" else group.shutdown
-        if not ends_within(CLOSE_TIMEOUT_S, leave):
+        if not ends_within(CLOSE_TIMEOUT_S, leave, drop_recordings):
             _log.warning("rank %d: the group was not left in %g s", self.rank, CLOSE_TIMEOUT_S)
 
     @property

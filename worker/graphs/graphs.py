@@ -199,6 +199,9 @@ class NoGraphs:
     def replay(self, batch: Batch) -> None:
         """Return None: there is no graph for the step."""
 
+    def drop(self) -> None:
+        """Do nothing: there are no graphs."""
+
 
 class StepGraphs:
     """Graphs of one rank's steps.
@@ -264,15 +267,15 @@ class StepGraphs:
     def replay(self, batch: Batch) -> Replay | None:
         """Replay the step's graph. Returns None if there is no graph for the step."""
         shape = self._find_for(batch)
-        if shape is None:
+        recording = None if shape is None else self._recordings.get(shape)
+        if shape is None or recording is None:
             return None
         self._copy_inputs(batch, shape)
-        recording = self._recordings[shape]
         recording.replay()
         return Replay(recording.output[: len(batch.sampled_rows)], shape.num_decodes)
 
     def _find_for(self, batch: Batch) -> GraphShape | None:
-        """Return the shape of the graph that replays a batch. Returns None if there is none."""
+        """Return the shape whose graph may replay a batch. Returns None if there is none."""
         num_decodes, num_sampled = batch.num_decodes, len(batch.sampled_rows)
         num_chunks = len(batch.rows) - num_decodes
         if (
@@ -285,8 +288,11 @@ class StepGraphs:
         shapes = self._mixed_shapes if num_chunks else self._decode_shapes
         if not batch.lora.is_empty:
             shapes = self._adapted_shapes
-        shape = find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
-        return shape if shape in self._recordings else None
+        return find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
+
+    def drop(self) -> None:
+        """Drop all graphs; further steps are computed. Another thread may be in `replay`."""
+        self._recordings.clear()
 
     def record_all(self) -> None:
         """Record all graphs, those of most rows first, whose memory the others share; called on all ranks.

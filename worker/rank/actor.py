@@ -378,10 +378,14 @@ class WorkerActor:
 
         def leave() -> None:
             with on_device(self._device):
-                group.close()
+                group.close(self._drop_graphs)
 
         if not ends_within(LEAVE_TIMEOUT_S, leave):
             _log.warning("rank %d: the group was not left in %g s", self._rank, LEAVE_TIMEOUT_S)
+
+    def _drop_graphs(self) -> None:
+        if self._runner is not None:
+            self._runner.drop_graphs()
 
     def _launch(self, frame: bytes, runner: ModelRunner) -> LaunchedStep | StepFailure:
         step_id = epoch = 0

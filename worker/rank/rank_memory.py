@@ -148,6 +148,11 @@ class RankMemory:
                     "while they were served, or the nodes have different ones"
                 )
 
+    def drop_graphs(self) -> None:
+        """Drop the recorded steps, also while another thread executes one."""
+        if (executor := self._executor) is not None:
+            executor.graphs.drop()
+
     def clear(self) -> None:
         """Empty all rows."""
         self.rows.clear()

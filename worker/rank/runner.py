@@ -169,9 +169,13 @@ class ModelRunner:
         except Exception as error:
             raise self._failure(plan, in_one_line(error)) from error
 
+    def drop_graphs(self) -> None:
+        """Drop the recorded steps, whose collectives are those of the present group; any thread may call it."""
+        self.memory.drop_graphs()
+
     def close(self) -> None:
         """Leave the group, and free the weights, the KV cache and the graphs. Safe to call twice."""
-        self._comm.close()
+        self._comm.close(self.drop_graphs)
         if not self._is_closed:
             self._is_closed = True
             self.memory.close()

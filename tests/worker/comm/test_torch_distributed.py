@@ -179,6 +179,32 @@ def test_group_is_left_while_kernels_wait_for_a_dead_rank(
     assert "rank 0: the group was not left in 0.05 s" in caplog.text
 
 
+def test_group_is_left_whose_abort_waits_for_graphs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Graphs are dropped during the abort: before it they could wait for kernels that only it ends."""
+    monkeypatch.setattr(torch_distributed, "CLOSE_TIMEOUT_S", 60)
+    aborting, dropped = threading.Event(), threading.Event()
+
+    class RecordedGroup:
+        def abort(self) -> None:
+            aborting.set()
+            assert dropped.wait(60)
+
+    def drop_recordings() -> None:
+        assert aborting.wait(60)
+        dropped.set()
+
+    comm = join_failing_group(torch.device("cuda", 0))
+    comm._group = RecordedGroup()
+    comm.close(drop_recordings)
+    assert dropped.is_set()
+    dropped.clear()
+    comm.close(dropped.set)
+    assert dropped.is_set()
+    assert "was not left" not in caplog.text
+
+
 def test_store_listens_on_its_address_only() -> None:
     store, port = create_store("127.0.0.2")
     # Another process may listen on the same port of another address.

@@ -521,7 +521,7 @@ def test_model_that_cannot_be_recorded_is_logged(
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [("qwen3", {}), ("gemma3", {}), ("deepseek_v3", {"first_k_dense_replace": 3})],
+    [("qwen3", {}), ("olmo3", {"sliding_window": 24}), ("deepseek_v3", {"first_k_dense_replace": 3})],
     ids=["heads", "groups", "latents"],
 )
 def test_replays_read_nothing_that_earlier_steps_left(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,12 +15,17 @@ import fake_accelerator
 import pytest
 import torch
 from fakes import small_config
+from tape import TapeBackend
 
 from quire.cluster.offline import in_process
 from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import StepPlan, StepResult, decode_reply
 from quire.proto.transport.channel import ChannelAddress
+from quire.worker.comm import torch_distributed
+from quire.worker.comm.communicator import ReplaceableGroup
+from quire.worker.comm.torch_distributed import TorchDistributed
+from quire.worker.graphs.graphs import Recording
 from quire.worker.rank import actor
 from quire.worker.rank.device import compute_device, on_device
 from quire.worker.rank.step_executor import LaunchedStep
@@ -54,6 +60,8 @@ class Runner:
     def close(self) -> None:
         self._record("close")
 
+    def drop_graphs(self) -> None: ...
+
     def reset(self, *, has_new_ranks: bool) -> None:
         self._record("reset")
 
@@ -67,7 +75,8 @@ class Group:
     rank, size = 0, 2
     is_closed = False
 
-    def close(self) -> None:
+    def close(self, drop_recordings: Callable[[], object] = lambda: None) -> None:
+        drop_recordings()
         self.is_closed = True
 
 
@@ -162,7 +171,7 @@ def test_run_ends_though_the_device_does_not(
     monkeypatch.setattr(actor, "LEAVE_TIMEOUT_S", 0.05)
     released = threading.Event()
     group = Group()
-    monkeypatch.setattr(group, "close", lambda: released.wait(60))
+    monkeypatch.setattr(group, "close", lambda _: released.wait(60))
     rank = actor.WorkerActor(config, 0)
     rank._runner_class, rank._join_group = Runner, lambda *_: group  # type: ignore[assignment]
     rank.load(("127.0.0.1", 1))
@@ -171,6 +180,66 @@ def test_run_ends_though_the_device_does_not(
     released.set()
     assert rank.status().stage == "ended"
     assert "rank 0: the group was not left in 0.05 s" in caplog.text
+
+
+class RecordedGroup:
+    """A group of NCCL whose abort waits for the graphs that its collectives are recorded in."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self.num_graphs = self.num_at_abort = 0
+        self.is_aborted = False
+
+    def record(self, graph: Any) -> None:
+        """Note a graph; it counts until nothing refers to it."""
+        self.num_graphs += 1
+        weakref.finalize(graph, self._forget)
+
+    def abort(self) -> None:
+        with self._condition:
+            self.num_at_abort = self.num_graphs
+            self.is_aborted = self._condition.wait_for(lambda: not self.num_graphs, 60)
+
+    def _forget(self) -> None:
+        with self._condition:
+            self.num_graphs -= 1
+            self._condition.notify_all()
+
+
+@pytest.mark.parametrize("ends_by", ["close", "failed step", "leave"])
+def test_group_is_aborted_while_its_graphs_are_dropped(
+    make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch, ends_by: str
+) -> None:
+    """Survivors of a failure would otherwise wait for the end of the deadline, and be replaced."""
+    monkeypatch.setattr(torch_distributed, "CLOSE_TIMEOUT_S", 60)
+    monkeypatch.setattr(actor, "LEAVE_TIMEOUT_S", 60)
+    monkeypatch.setattr(actor, "StepReceiver", Receiver)
+    backend, group = TapeBackend(), RecordedGroup()
+    record = backend.record
+
+    def record_in_group(compute: Any) -> Recording:
+        recording = record(compute)
+        group.record(recording.replay)
+        return recording
+
+    backend.record = record_in_group  # type: ignore[method-assign]
+    engine = make_engine(make_model("llama"), 1, graph_backend=backend)
+    (runner,) = engine.runners
+    comm = TorchDistributed.__new__(TorchDistributed)
+    comm.rank, comm.size, comm._device, comm._group = 0, 1, torch.device("cuda", 0), group
+    runner._comm = comm
+    rank: Any = actor.WorkerActor(engine.config, 0)
+    rank._runner, rank._group = runner, ReplaceableGroup(comm)
+    if ends_by == "close":
+        runner.close()
+    elif ends_by == "failed step":
+        rank.run(ChannelAddress("", ""))  # the digest of its plan is not that of the rows
+    else:
+        rank._device = torch.device("cuda", 0)
+        fake_accelerator.install(monkeypatch)
+        rank.leave()
+    assert group.num_at_abort > 0
+    assert group.is_aborted
 
 
 def test_rank_rejoins_a_new_group_with_its_weights_in_place(
