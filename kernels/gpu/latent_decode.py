@@ -161,7 +161,7 @@ def latent_decode_attention(
     if splits is None:
         splits = split_decodes(seq_lens, block_tables.shape[1] * block_size)
     num_items = splits.item_seqs.shape[0]
-    tile = find_latent_tile(LATENT_DECODE_TILES, q, latents)
+    tile = find_latent_tile(LATENT_DECODE_TILES, value_dim, q, latents)
     out = torch.empty((num_seqs, num_heads, value_dim), dtype=q.dtype, device=q.device)
     num_rows = num_items * num_heads
     partial = float_workspace(num_rows * (value_dim + 1), q.device)

@@ -141,7 +141,7 @@ def latent_prefill_attention(
     assert block_tables.stride(1) == 1
     assert visible is None or (visible.dtype == torch.bool and visible.stride(1) == 1)
     out = torch.empty((q.shape[0], num_heads, value_dim), dtype=q.dtype, device=q.device)
-    tile = find_latent_tile(LATENT_PREFILL_TILES, q, latents)
+    tile = find_latent_tile(LATENT_PREFILL_TILES, key_dim, q, latents)
     head_bytes = key_value_dim * q.itemsize
     offset = 0
     for first, end in _sequence_groups(bounds, EXPANDED_BYTES // head_bytes):

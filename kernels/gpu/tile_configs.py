@@ -45,7 +45,9 @@ MIN_ROWS = 16
 
 DECODE_TILES: dict[TileKey, TileConfig] = {
     (INTERPRETER, None, None, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
+    (None, 512, None, 4, None): TileConfig(MIN_ROWS, 32, 8, 1),
     (None, None, None, 4, None): TileConfig(MIN_ROWS, 32, 4, 2),
+    (None, 512, None, None, None): TileConfig(MIN_ROWS, 32, 8, 5),
     (None, 256, None, None, None): TileConfig(MIN_ROWS, 32, 4, 3),
     # The address of a key comes from the block table, so a tile's loads have two stages before them: with 3 stages
     # keys and values have one buffer each, with 5 two, which hide the latency of the next tile.
@@ -57,6 +59,8 @@ DECODE_TILES: dict[TileKey, TileConfig] = {
 # Chunks of prompts.
 LARGE_PREFILL_TILES: dict[TileKey, TileConfig] = {
     (INTERPRETER, None, None, None, None): TileConfig(64, 32, 1, 1),
+    (None, 512, None, 4, None): TileConfig(MIN_ROWS, 16, 4, 1),
+    (None, 512, None, None, None): TileConfig(32, 32, 8, 3),
     (None, 256, None, 4, None): TileConfig(32, 32, 8, 1),
     (None, None, None, 4, None): TileConfig(64, 32, 8, 2),
     ((9, 0), 256, None, None, None): TileConfig(128, 32, 8, 2),
@@ -72,6 +76,8 @@ LARGE_PREFILL_TILES: dict[TileKey, TileConfig] = {
 # A few tokens per sequence: the end of a prompt after a prefix hit, or drafts to verify.
 SMALL_PREFILL_TILES: dict[TileKey, TileConfig] = {
     (INTERPRETER, None, None, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
+    (None, 512, None, 4, None): TileConfig(MIN_ROWS, 16, 4, 1),
+    (None, 512, None, None, None): TileConfig(32, 32, 8, 3),
     (None, None, None, 4, None): TileConfig(MIN_ROWS, 32, 4, 2),
     (None, 256, None, None, None): TileConfig(MIN_ROWS, 32, 4, 3),
     (None, None, None, None, None): TileConfig(32, 64, 4, 3),
@@ -97,35 +103,43 @@ def find_tile(table: dict[TileKey, TileConfig], q: torch.Tensor, kv_cache: torch
     return tile._replace(num_rows=max(tile.num_rows, group))
 
 
-# (compute capability, bytes per number of the queries and of the cache); None: any
-LatentTileKey = tuple[tuple[int, int] | None, int | None, int | None]
+# (compute capability, numbers of a key without the rotated ones padded to a power of two, bytes per number of the
+# queries and of the cache); None: any
+LatentTileKey = tuple[tuple[int, int] | None, int | None, int | None, int | None]
 
 # Latent attention, absorbed: rows are heads of one token, and a tile of latents has 576 numbers per key.
 LATENT_DECODE_TILES: dict[LatentTileKey, TileConfig] = {
-    (INTERPRETER, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
-    (None, 4, None): TileConfig(MIN_ROWS, 16, 8, 1),
+    (INTERPRETER, None, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
+    (None, None, 4, None): TileConfig(MIN_ROWS, 16, 8, 1),
     # 8-bit latents are converted in registers: with 4 warps up to 80 bytes per thread spill.
-    ((9, 0), None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
-    ((10, 0), None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
-    ((9, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
-    ((10, 0), None, None): TileConfig(MIN_ROWS, 32, 4, 3),
-    (None, None, None): TileConfig(MIN_ROWS, 32, 4, 2),
+    ((9, 0), None, None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
+    ((10, 0), None, None, 1): TileConfig(MIN_ROWS, 32, 8, 3),
+    ((9, 0), None, None, None): TileConfig(MIN_ROWS, 32, 4, 3),
+    ((10, 0), None, None, None): TileConfig(MIN_ROWS, 32, 4, 3),
+    (None, None, None, None): TileConfig(MIN_ROWS, 32, 4, 2),
 }
 
 # Latent attention, expanded: rows are queries of one head.
 LATENT_PREFILL_TILES: dict[LatentTileKey, TileConfig] = {
-    (INTERPRETER, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
-    (None, 4, None): TileConfig(32, 32, 8, 1),
-    (None, None, None): TileConfig(128, 64, 8, 2),
+    (INTERPRETER, None, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
+    (None, 256, 4, None): TileConfig(MIN_ROWS, 32, 8, 1),
+    (None, None, 4, None): TileConfig(32, 32, 8, 1),
+    ((8, 0), 256, None, None): TileConfig(64, 32, 8, 1),
+    (None, 256, None, None): TileConfig(64, 64, 8, 2),
+    (None, None, None, None): TileConfig(128, 64, 8, 2),
 }
 
 
 def find_latent_tile(
-    table: dict[LatentTileKey, TileConfig], q: torch.Tensor, latents: torch.Tensor
+    table: dict[LatentTileKey, TileConfig], dim: int, q: torch.Tensor, latents: torch.Tensor
 ) -> TileConfig:
-    """Return the entry for queries [T, Hq, D] and a cache of latents."""
+    """Return the entry for queries [T, Hq, D] and a cache of latents.
+
+    Args:
+        dim: numbers of a key that are multiplied besides the rotated ones: of a latent, or of a head if expanded.
+    """
     architecture = find_architecture(q.device)
-    actual = architecture, q.dtype.itemsize, latents.dtype.itemsize
+    actual = architecture, triton.next_power_of_2(dim), q.dtype.itemsize, latents.dtype.itemsize
     return next(
         tile
         for key, tile in table.items()

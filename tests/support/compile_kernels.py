@@ -34,6 +34,8 @@ MAX_BLACKWELL_STACK_BYTES = 64
 MAX_ODD_GROUP_STACK_BYTES = 88
 # In float32, which multiplies on tensor cores in three parts, and is for tests.
 MAX_FLOAT32_STACK_BYTES = 1024
+# With heads of more than 256 numbers.
+MAX_WIDE_FLOAT32_STACK_BYTES = 8192
 
 
 class StandInDriver:
@@ -106,7 +108,8 @@ def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:
     if "._attend" not in name:
         return MAX_STACK_BYTES.get(name, DEFAULT_STACK_BYTES)
     if args[0].dtype == torch.float32:
-        return MAX_FLOAT32_STACK_BYTES
+        is_wide = name.startswith("paged_") and args[0].shape[2] > 256
+        return MAX_WIDE_FLOAT32_STACK_BYTES if is_wide else MAX_FLOAT32_STACK_BYTES
     if capability >= 100:
         return MAX_BLACKWELL_STACK_BYTES
     if name == "paged_prefill._attend_chunks":

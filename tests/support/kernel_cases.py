@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from launched_kernels import FLOAT8_CAPABILITY
+from model_shapes import LatentShape, head_shapes, latent_shapes
 
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers
 from quire.kernels.attention_variant import PLAIN, AttentionVariant
@@ -50,27 +51,27 @@ def launch_everything(capability: int) -> None:
 
 
 def launch_all_attention() -> None:
-    launch_attention(32, 8, 128, 16, torch.bfloat16)
-    launch_attention(14, 2, 64, 32, torch.bfloat16)
-    launch_attention(28, 4, 128, 16, torch.bfloat16)
-    launch_attention(8, 8, 80, 16, torch.float16)
-    launch_attention(4, 1, 256, 64, torch.bfloat16)
-    launch_attention(32, 8, 128, 16, torch.float32)
-    launch_attention(4, 1, 256, 64, torch.float32)
+    """Launch attention with the sizes of every registered model, and its variants with every head dim of them."""
     everything = AttentionVariant(4096, 50.0, torch.zeros(8), torch.zeros(8))
-    launch_attention(8, 2, 96, 16, torch.bfloat16, AttentionVariant(window=4096))
-    launch_attention(40, 8, 128, 16, torch.bfloat16, AttentionVariant(chunk=8192))
-    launch_attention(8, 2, 256, 16, torch.bfloat16, everything)
+    shapes = head_shapes()
+    for num_heads, num_kv_heads, head_dim in shapes:
+        launch_attention(num_heads, num_kv_heads, head_dim, 16, torch.bfloat16)
+        launch_attention(8, 2, head_dim, 64, torch.float32)
+        launch_attention(8, 2, head_dim, 32, torch.bfloat16, everything)
+        launch_attention(8, 2, head_dim, 32, torch.bfloat16, everything, torch.float8_e4m3fn)
     launch_attention(32, 8, 128, 16, torch.bfloat16, stored=torch.float8_e4m3fn)
-    launch_attention(8, 2, 256, 32, torch.bfloat16, everything, torch.float8_e4m3fn)
+    launch_attention(8, 2, 96, 16, torch.float16, AttentionVariant(window=4096))
     launch_attention(8, 2, 64, 16, torch.float16, everything, torch.int8)
     launch_attention(8, 2, 128, 16, torch.float32, everything, torch.int8)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        launch_latent_attention(16, dtype)
-    launch_latent_attention(128, torch.bfloat16)
-    launch_latent_attention(16, torch.bfloat16, torch.float8_e4m3fn)
-    launch_sparse_latent_attention(torch.bfloat16)
-    launch_sparse_latent_attention(torch.bfloat16, torch.float8_e4m3fn)
+    launch_attention(28, 4, 128, 16, torch.bfloat16)
+    launch_attention(40, 8, 128, 16, torch.bfloat16, AttentionVariant(chunk=8192))
+    for shape in latent_shapes():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            launch_latent_attention(shape, 16, dtype)
+        launch_latent_attention(shape, 16, torch.bfloat16, torch.float8_e4m3fn)
+        if shape.num_index_heads:
+            launch_sparse_latent_attention(shape, torch.bfloat16)
+            launch_sparse_latent_attention(shape, torch.bfloat16, torch.float8_e4m3fn)
 
 
 def launch_small_ops() -> None:
@@ -216,45 +217,59 @@ def launch_attention(
         paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)
 
 
-def launch_latent_attention(num_heads: int, dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """Launch latent attention with the sizes of DeepSeek-V3."""
+def launch_latent_attention(
+    shape: LatentShape, num_heads: int, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> None:
+    """Launch latent attention; chunks with a choice of visible tokens too if the model has an indexer."""
     num_seqs, num_tokens, block_size = 16, 512, 16
-    latents = torch.zeros(32, 1, 1, block_size, 576, dtype=stored or dtype)
+    rank, key_dim, shared_dim = shape.rank, shape.qk_nope_head_dim, shape.qk_rope_head_dim
+    latents = torch.zeros(32, 1, 1, block_size, rank + shared_dim, dtype=stored or dtype)
     scales = None if stored is None else torch.zeros(latents.shape[:-1])
-    q = torch.zeros(num_tokens, num_heads, 192, dtype=dtype)
-    projected, slots = torch.zeros(num_tokens, 2112, dtype=dtype), torch.zeros(num_tokens, dtype=torch.int64)
-    angles, weight = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(512, dtype=dtype)
+    q = torch.zeros(num_tokens, num_heads, key_dim + shared_dim, dtype=dtype)
+    projected = torch.zeros(num_tokens, 1536 + rank + shared_dim, dtype=dtype)
+    slots = torch.zeros(num_tokens, dtype=torch.int64)
+    angles, weight = torch.zeros(num_tokens, shared_dim, dtype=dtype), torch.zeros(rank, dtype=dtype)
     for interleaved in (False, True):
         fused_latent_norm_rope_write.fused_latent_norm_rope_write(
             q, projected[:, 1536:], latents, slots, angles, angles, weight, 1e-6, interleaved, scales
         )
     tables = torch.zeros(num_seqs, 32, dtype=torch.int32)
     lens = torch.full((num_seqs,), 32, dtype=torch.int32)
-    absorbed = torch.zeros(num_seqs, num_heads, 576, dtype=dtype)
+    absorbed = torch.zeros(num_seqs, num_heads, rank + shared_dim, dtype=dtype)
     latent_decode.latent_decode_attention(
-        absorbed, latents, tables, lens, 0.1, 512, split_decodes(lens, 512), scales
+        absorbed, latents, tables, lens, 0.1, rank, split_decodes(lens, 512), scales
     )
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * 32
-    expansion = torch.zeros(num_heads, 256, 512, dtype=dtype)
+    expansion = torch.zeros(num_heads, key_dim + shape.v_head_dim, rank, dtype=dtype)
     bounds = ChunkBounds([32] * num_seqs, [32] * num_seqs)
-    latent_prefill.latent_prefill_attention(q, latents, tables, starts, lens, bounds, 0.1, expansion, scales)
+    choices = [None, torch.ones(num_tokens, 512, dtype=torch.bool)] if shape.num_index_heads else [None]
+    for visible in choices:
+        latent_prefill.latent_prefill_attention(
+            q, latents, tables, starts, lens, bounds, 0.1, expansion, scales, visible
+        )
 
 
-def launch_sparse_latent_attention(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """Launch the indexer and the attention to chosen tokens, with the sizes of DeepSeek-V3.2."""
-    num_tokens, block_size = 16, 16
-    rows = torch.zeros(256, 1, 1, block_size, 704, dtype=stored or dtype)
+def launch_sparse_latent_attention(
+    shape: LatentShape, dtype: torch.dtype, stored: torch.dtype | None = None
+) -> None:
+    """Launch the indexer and the attention to chosen tokens."""
+    num_tokens, num_heads, block_size = 16, 128, 16
+    rank, shared_dim, index_dim = shape.rank, shape.qk_rope_head_dim, shape.index_head_dim
+    dim = rank + shared_dim
+    rows = torch.zeros(256, 1, 1, block_size, dim + index_dim, dtype=stored or dtype)
     scales = None if stored is None else torch.zeros(rows.shape[:-1])
-    q, weights = torch.zeros(num_tokens, 64, 128, dtype=dtype), torch.zeros(num_tokens, 64)
+    q = torch.zeros(num_tokens, shape.num_index_heads, index_dim, dtype=dtype)
+    weights = torch.zeros(num_tokens, shape.num_index_heads)
     tables, lens = torch.zeros(num_tokens, 200, dtype=torch.int32), torch.full((num_tokens,), 3000).int()
     sequences = torch.arange(num_tokens)
-    index_scores.index_scores(q, weights, rows[..., 576:], tables, sequences, lens, 2048, scales)
-    absorbed = torch.zeros(num_tokens, 128, 576, dtype=dtype)
+    index_scores.index_scores(q, weights, rows[..., dim:], tables, sequences, lens, 2048, scales)
+    absorbed = torch.zeros(num_tokens, num_heads, dim, dtype=dtype)
     slots, counts = torch.zeros(num_tokens, 2048, dtype=torch.int32), lens.clamp(max=2048)
-    sparse_latent.sparse_latent_attention(absorbed, rows[..., :576], slots, counts, 0.1, 512, scales)
-    projected, keys = torch.zeros(num_tokens, 2112, dtype=dtype), torch.zeros(num_tokens, 128, dtype=dtype)
-    angles, weight = torch.zeros(num_tokens, 64, dtype=dtype), torch.zeros(512, dtype=dtype)
+    sparse_latent.sparse_latent_attention(absorbed, rows[..., :dim], slots, counts, 0.1, rank, scales)
+    projected = torch.zeros(num_tokens, 1536 + dim, dtype=dtype)
+    keys = torch.zeros(num_tokens, index_dim, dtype=dtype)
+    angles, weight = torch.zeros(num_tokens, shared_dim, dtype=dtype), torch.zeros(rank, dtype=dtype)
+    queries = torch.zeros(num_tokens, num_heads, shape.qk_nope_head_dim + shared_dim, dtype=dtype)
     fused_latent_norm_rope_write.fused_latent_norm_rope_write(
-        torch.zeros(num_tokens, 128, 192, dtype=dtype), projected[:, 1536:], rows, sequences, angles, angles, weight,
-        1e-6, True, scales, keys,
-    )  # fmt: skip
+        queries, projected[:, 1536:], rows, sequences, angles, angles, weight, 1e-6, True, scales, keys
+    )
