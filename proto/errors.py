@@ -292,7 +292,7 @@ class RankFailed(ReplicaUnavailable):
         problem: the observed failure.
         step_id: the step that waited for the rank; None outside a step.
         stage: the last stage that the rank reported (``forward``, ``sample``, ...), if known.
-        is_step_error: the rank reported an exception in the step; its process lives.
+        is_step_error: the rank reported an exception in the step; its process lives and can use its device.
     """
 
     reason = "RANK_FAILED"

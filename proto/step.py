@@ -333,6 +333,7 @@ class StepFailure:
         step_id: 0 outside a step.
         stage: the stage that failed: ``apply``, ``forward``, ``sample``, ...
         reason: one line.
+        ends_rank: its process can use its GPU no more and must be replaced; otherwise the rank can join a new group.
     """
 
     step_id: int
@@ -340,6 +341,7 @@ class StepFailure:
     rank: int
     stage: str
     reason: str
+    ends_rank: bool = False
 
     def encode(self) -> bytes:
         return _replies.encode(self)

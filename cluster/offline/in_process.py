@@ -7,13 +7,14 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
-from ...proto.errors import InvalidRequest
+from ...proto.errors import InvalidRequest, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
@@ -52,17 +53,29 @@ class InProcessGroup:
         self._device = runner.device
         self._launched: deque[LaunchedStep] = deque()
         self._must_reset = False
+        self._lost_device_by = ""
 
     def broadcast(self, plan: StepPlan) -> None:
         with on_device(self._device):
             if self._must_reset:
                 self._runner.reset(has_new_ranks=False)
                 self._must_reset = False
-            self._launched.append(self._runner.launch(plan))
+            with self._noting_failure():
+                self._launched.append(self._runner.launch(plan))
 
     def gather(self, timeout_s: float) -> StepResult:
         """Return the result of the oldest plan, when the device has computed it."""
-        return self._launched.popleft().result()
+        with self._noting_failure():
+            return self._launched.popleft().result()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except RankFailed as error:
+            if not error.is_step_error:
+                self._lost_device_by = error.problem
+            raise
 
     def check(self) -> None:
         """Never raises: the rank is this process."""
@@ -71,7 +84,15 @@ class InProcessGroup:
         """Never raises, as `check`."""
 
     def rebuild(self, epoch: int) -> Rebuilt:
-        """Empty the rows of the rank after a step that failed."""
+        """Empty the rows of the rank after a step that failed.
+
+        Raises:
+            ReplicaUnavailable: this process can use its GPU no more.
+        """
+        if self._lost_device_by:
+            raise ReplicaUnavailable(
+                f"this process can use its GPU no more ({self._lost_device_by}); start it again"
+            )
         self._launched.clear()
         self._must_reset = True  # on the thread of the steps, to which the CPU ops' thread pool belongs
         return Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)

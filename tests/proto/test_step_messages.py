@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +125,8 @@ def test_result_round_trip(width: int) -> None:
 def test_failure_round_trip() -> None:
     failure = StepFailure(3, 1, 2, "forward", "RuntimeError: no memory")
     assert decode_reply(failure.encode()) == failure
+    ended = replace(failure, ends_rank=True)
+    assert decode_reply(ended.encode()) == ended
 
 
 def test_selected_logprobs_index_into_the_selection() -> None:

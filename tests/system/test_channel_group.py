@@ -29,7 +29,7 @@ from quire.worker.rank.actor import RankProcess
 pytestmark = pytest.mark.cluster
 
 NUM_RANKS = 2
-FAIL, HANG, STALE = 1, 2, 3  # actions
+FAIL, HANG, STALE, LOSE_DEVICE = 1, 2, 3, 4  # actions
 GATHER_TIMEOUT_S = DEADLINE_S = 60.0
 
 
@@ -59,10 +59,12 @@ class ScriptedRank:
             action = step.digest % 10 if step.digest // 10 == self.rank else 0
             if action == HANG:
                 self._may_continue.wait(DEADLINE_S)
-            if action == FAIL:
-                receiver.reply(
-                    StepFailure(step.step_id, 1, self.rank, "sample", "ValueError: on command").encode()
+            if action in (FAIL, LOSE_DEVICE):
+                ends_rank = action == LOSE_DEVICE
+                failure = StepFailure(
+                    step.step_id, 1, self.rank, "sample", "ValueError: on command", ends_rank=ends_rank
                 )
+                receiver.reply(failure.encode())
                 break
             if action == STALE:
                 receiver.reply(StepResult(step.step_id, 0, self.rank, np.array([99], np.int32)).encode())
@@ -192,6 +194,16 @@ def test_failing_rank_s_reason_and_stage_are_raised(started: Started, rank: int)
     with pytest.raises(RankFailed, match="on command") as caught:
         step_until_failure(started.group)
     assert (caught.value.rank, caught.value.stage) == (rank, "sample")
+    assert caught.value.is_step_error
+    assert started.group._life.failed_ranks == set()
+
+
+def test_rank_that_lost_its_device_is_to_be_replaced(started: Started) -> None:
+    started.group.broadcast(plan(1, 1, LOSE_DEVICE))
+    with pytest.raises(RankFailed, match="on command") as caught:
+        step_until_failure(started.group)
+    assert not caught.value.is_step_error
+    assert started.group._life.failed_ranks == {1}
 
 
 def test_dead_rank_is_named_during_a_step(started: Started) -> None:

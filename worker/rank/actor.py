@@ -30,6 +30,7 @@ from ...proto.transport.channel import ChannelAddress, StepReceiver
 from ..comm.deadline import ends_within
 from ..memory.shared_segment import SegmentAddress
 from .device import compute_device, on_device
+from .lost_device import loses_device
 from .start_log import StartLog, StartRecord
 
 if TYPE_CHECKING:
@@ -147,6 +148,7 @@ class WorkerActor:
         self._has_no_run = threading.Event()
         self._has_no_run.set()
         self._waits_for_device = False  # for the tokens of a launched step
+        self._lost_device_by = ""  # the error after which this process can use its GPU no more
         self._faults = StepFaults()
         self._start_log = StartLog()
         # Imported here so that the driver, which only names this class, does not load torch.
@@ -233,7 +235,10 @@ class WorkerActor:
 
         Raises:
             TimeoutError: `run` did not end in LEAVE_TIMEOUT_S.
+            RuntimeError: the process can use its GPU no more.
         """
+        if self._lost_device_by:
+            raise RuntimeError(f"rank {self._rank} must be replaced: {self._lost_device_by}")
         receiver = self._receiver
         if receiver is not None:
             receiver.interrupt()
@@ -308,7 +313,7 @@ class WorkerActor:
         """Execute the channel's plans until the sender closes it.
 
         The rank replies to a failed step with a StepFailure, leaves the group, which fails the collective that the
-        other ranks may wait in, and returns. Its weights stay, for `rejoin`.
+        other ranks may wait in, and returns. Its weights stay, for `rejoin`, unless the failure ends the rank.
         """
         self._has_no_run.clear()
         try:
@@ -395,9 +400,9 @@ class WorkerActor:
             self._faults.before_step(plan)
             return runner.launch(plan)
         except RankFailed as error:
-            return StepFailure(step_id, epoch, self._rank, error.stage or runner.stage, error.problem)
+            return self._failure(step_id, epoch, error.stage or runner.stage, error.problem)
         except Exception as error:
-            return StepFailure(step_id, epoch, self._rank, runner.stage, in_one_line(error))
+            return self._failure(step_id, epoch, runner.stage, in_one_line(error))
 
     def _finish(self, step: LaunchedStep | StepFailure) -> StepResult | StepFailure:
         """Wait for the tokens of a step."""
@@ -408,11 +413,14 @@ class WorkerActor:
             return step.result()
         except RankFailed as error:
             launched = step.launched
-            return StepFailure(
-                launched.step_id, launched.epoch, self._rank, error.stage or "device", error.problem
-            )
+            return self._failure(launched.step_id, launched.epoch, error.stage or "device", error.problem)
         finally:
             self._waits_for_device = False
+
+    def _failure(self, step_id: int, epoch: int, stage: str, problem: str) -> StepFailure:
+        if loses_device(problem):
+            self._lost_device_by = problem
+        return StepFailure(step_id, epoch, self._rank, stage, problem, ends_rank=bool(self._lost_device_by))
 
     @property
     def _loaded(self) -> ModelRunner:

@@ -25,6 +25,7 @@ from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
 from ..weights.checkpoint import ProgressCallback
 from .device import compute_device
+from .lost_device import step_failed
 from .rank_memory import RankMemory
 from .step_executor import IDLE, LaunchedStep, StepStages
 from .warm_up import warm_up_plans
@@ -146,7 +147,8 @@ class ModelRunner:
 
         Raises:
             RankFailed: the plan does not match this rank's state (raised before any collective), a collective failed,
-                or any other error occurred; the rank cannot execute further steps.
+                or any other error occurred; the rank cannot execute further steps before `reset`, or ever if it is
+                no step error.
         """
         stages, memory = self._stages, self.memory
         result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=stages.begin_step())
@@ -238,7 +240,7 @@ class ModelRunner:
         _log.info("compiled or loaded %d kernel variants in %.2f s", num_compilations() - before, seconds)
 
     def _failure(self, plan: StepPlan, reason: str) -> RankFailed:
-        return RankFailed(self._comm.rank, reason, plan.step_id, self.stage, is_step_error=True)
+        return step_failed(self._comm.rank, reason, plan.step_id, self.stage)
 
 
 def _check_instruction_set() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
-from ...proto.errors import RankFailed, in_one_line
+from ...proto.errors import in_one_line
 from ...proto.step import Logprobs, StepResult
 from ..attention import fixed_item_len, with_splits
 from ..graphs.graphs import NoGraphs, StepGraphs
@@ -26,6 +26,7 @@ from ..speculation.verification import verify
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
 from .loaded_model import LoadedModel
+from .lost_device import step_failed
 
 IDLE = "idle"
 
@@ -92,9 +93,7 @@ class LaunchedStep:
                 return result
             result.token_ids, *columns = self.copied.wait()
         except RuntimeError as error:
-            raise RankFailed(
-                self.launched.rank, in_one_line(error), self.launched.step_id, "device", is_step_error=True
-            ) from error
+            raise step_failed(result.rank, in_one_line(error), result.step_id, "device") from error
         if self.logprobs is not None:
             result.logprobs = Logprobs(self.logprobs.index, *columns)
         return result

@@ -142,7 +142,7 @@ class _Epoch:
     """One life of the group.
 
     Attributes:
-        failed_ranks: ranks that are known to be dead or hung.
+        failed_ranks: ranks that are known to be dead or hung, or to have lost their GPU.
     """
 
     def __init__(
@@ -306,6 +306,8 @@ class _Epoch:
         if self._deaths:
             rank, reason = next(iter(self._deaths.items()))
             raise RankFailed(rank, reason + self._on_node(rank), self._step_in_flight, self._stage_of_step)
+        lost = [failure for failure in self._failures if failure.ends_rank]
+        self.failed_ranks |= {failure.rank for failure in lost}
         failed = {failure.rank for failure in self._failures}
         for rank in set(range(len(self._ranks))) - failed:
             if self._ranks[rank].has_stopped_process:
@@ -314,9 +316,9 @@ class _Epoch:
                     rank, f"its process{self._on_node(rank)} does not answer", self._step_in_flight
                 )
         own = [each for each in self._failures if not each.reason.startswith(_COLLECTIVE_FAILED)]
-        first = (own or self._failures)[0]
+        first = (lost or own or self._failures)[0]
         raise RankFailed(
-            first.rank, first.reason, first.step_id or None, first.stage, is_step_error=bool(own)
+            first.rank, first.reason, first.step_id or None, first.stage, is_step_error=bool(own) and not lost
         )
 
     def _await_root_cause(self) -> None:

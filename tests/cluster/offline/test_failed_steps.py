@@ -12,6 +12,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.proto.errors import RankFailed, RequestQuarantined
 from quire.proto.step import StepPlan, StepResult
+from quire.scheduler.service import recovery
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.rank.step_executor import LaunchedStep, StepExecutor
 from quire.worker.step.batch import Batch
@@ -110,3 +111,23 @@ def test_request_whose_steps_fail_is_quarantined(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(ModelRunner, "launch", fail_on_poison)
     with pytest.raises(RequestQuarantined, match="failed the ranks repeatedly, at last alone"):
         generate(llm)
+
+
+def test_process_that_lost_its_device_computes_no_further_steps(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "FIRST_DELAY_S", 0.0)
+    num_launched = 0
+
+    def fail(executor: StepExecutor, batch: Batch, result: StepResult) -> LaunchedStep:
+        nonlocal num_launched
+        num_launched += 1
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(StepExecutor, "launch", fail)
+    with (
+        LLM(str(make_model("llama")), device="cpu", num_kv_blocks=64) as llm,
+        pytest.raises(RankFailed, match="can use its GPU no more"),
+    ):
+        generate(llm)
+    assert num_launched == 1

@@ -336,16 +336,24 @@ def test_worker_actor_launches_a_step_while_the_device_computes_another(
     assert replies == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("problem", "ends_rank"),
+    [
+        ("AcceleratorError: CUDA error: an illegal memory access was encountered", True),
+        ("OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
 def test_worker_actor_reports_a_failed_kernel_and_ends(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, problem: str, ends_rank: bool
 ) -> None:
+    """After some errors the process can use its GPU no more: another one must take its place."""
     replies: list[Any] = []
 
     class Broken:
         launched = StepResult(1, 1, 0)
 
         def result(self) -> StepResult:
-            raise RankFailed(0, "an illegal memory access was encountered", 1, "device")
+            raise RankFailed(0, problem, 1, "device")
 
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
@@ -356,4 +364,9 @@ def test_worker_actor_reports_a_failed_kernel_and_ends(
     rank.load(None)
     rank.run(ChannelAddress("", ""))
     (failure,) = replies
-    assert (failure.stage, failure.reason) == ("device", "an illegal memory access was encountered")
+    assert (failure.stage, failure.reason, failure.ends_rank) == ("device", problem, ends_rank)
+    if ends_rank:
+        with pytest.raises(RuntimeError, match="rank 0 must be replaced: AcceleratorError"):
+            rank.leave()
+    else:
+        rank.leave()
