@@ -14,6 +14,8 @@ from quire.proto.model.registry import FAMILIES, kv_layers
 
 # Families that transformers has no configuration of. The attention of MiMo is Qwen2's.
 WITHOUT_CONFIGURATION = {"MiMoForCausalLM"}
+# The default lacks the head dim, which would be 42; all published models have 128.
+WITHOUT_HEAD_DIM = {"Glm4MoeForCausalLM"}
 
 
 class LatentShape(NamedTuple):
@@ -50,7 +52,7 @@ def head_shapes() -> list[tuple[int, int, int]]:
     found = {
         (head_dim, model.num_heads // num_kv_heads)
         for model in registered_models()
-        if not model.latent_dim
+        if not model.latent_dim and model.architecture not in WITHOUT_HEAD_DIM
         for num_kv_heads, head_dim in kv_layers(model) or [(model.num_kv_heads, model.head_dim)]
     }
     return [(2 * group, 2, head_dim) for head_dim, group in dict(sorted(found)).items()]
