@@ -32,6 +32,8 @@ MAX_ATTENTION_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
 MAX_BLACKWELL_STACK_BYTES = 64
 # Of chunks, if the number of query heads per KV head is no power of two.
 MAX_ODD_GROUP_STACK_BYTES = 88
+# Of expanded latent attention to chosen tokens on compute capability 8.0; the models that have it need newer GPUs.
+MAX_CHOICE_STACK_BYTES = 1200
 # In float32, which multiplies on tensor cores in three parts, and is for tests.
 MAX_FLOAT32_STACK_BYTES = 1024
 # With heads of more than 256 numbers.
@@ -110,6 +112,8 @@ def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:
     if args[0].dtype == torch.float32:
         is_wide = name.startswith("paged_") and args[0].shape[2] > 256
         return MAX_WIDE_FLOAT32_STACK_BYTES if is_wide else MAX_FLOAT32_STACK_BYTES
+    if capability == 80 and name == "latent_prefill._attend_expanded" and args[5] is not None:
+        return MAX_CHOICE_STACK_BYTES
     if capability >= 100:
         return MAX_BLACKWELL_STACK_BYTES
     if name == "paged_prefill._attend_chunks":
