@@ -7,7 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.op_case import BLOCK_SIZE, Op, OpCase, random, shuffled_tables, slots_of
+from benchmarks.gpu.op_case import (
+    BLOCK_SIZE,
+    Op,
+    OpCase,
+    random,
+    rotations,
+    shuffled_tables,
+    slots_of,
+    strided,
+)
 from benchmarks.gpu.sizes import Sizes
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
@@ -34,7 +43,7 @@ def latent_decode_case(sizes: Sizes, rows: int, length: int) -> OpCase:
 
     def make(index: int) -> Op:
         cache, tables = _random_cache(sizes, rows, length)
-        q = random(sizes, rows, model.num_attention_heads, model.cached_dim)
+        q = strided(sizes, rows, model.num_attention_heads, model.cached_dim)
         lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
         splits = split_decodes(lens, tables.shape[1] * BLOCK_SIZE)
         return lambda: latent_decode_attention(
@@ -52,7 +61,7 @@ def latent_prefill_case(sizes: Sizes, length: int) -> OpCase:
 
     def make(index: int) -> Op:
         cache, tables = _random_cache(sizes, 1, length)
-        q = random(sizes, length, heads, model.qk_dim)
+        q = strided(sizes, length, heads, model.qk_dim)
         expansion = random(sizes, heads, key_value_dim, model.kv_lora_rank) * model.kv_lora_rank**-0.5
         starts = torch.tensor([0, length], dtype=torch.int32, device=sizes.device)
         bounds = ChunkBounds([length], [length])
@@ -72,13 +81,13 @@ def latent_write_case(sizes: Sizes, tokens: int) -> OpCase:
 
     def make(index: int) -> Op:
         cache, tables = _random_cache(sizes, 1, tokens)
-        q = random(sizes, tokens, model.num_attention_heads, model.qk_dim)
-        projected = random(sizes, tokens, model.cached_dim)
-        angles = random(sizes, tokens, model.qk_rope_head_dim)
+        q = strided(sizes, tokens, model.num_attention_heads, model.qk_dim)
+        projected = strided(sizes, tokens, model.cached_dim)
+        rotation = rotations(sizes, tokens, model.qk_rope_head_dim)
         weight, slots = random(sizes, model.kv_lora_rank), slots_of(tables, tokens)
 
         def write() -> tuple[Tensor, Tensor]:
-            fused_latent_norm_rope_write(q, projected, cache, slots, angles, angles, weight, 1e-6, True)
+            fused_latent_norm_rope_write(q, projected, cache, slots, *rotation, weight, 1e-6, True)
             return q, cache
 
         return write

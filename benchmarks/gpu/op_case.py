@@ -15,6 +15,10 @@ Op = Callable[[], object]
 MakeOp = Callable[[int], Op]
 
 BLOCK_SIZE = 16
+# Of an op in bfloat16: each number is rounded once, by up to 2**-9 of it, perhaps after other partial sums.
+TOLERANCE = 1e-2
+# Numbers between the rows of strided tensors. A comparison gives the reference other strides than the kernel.
+row_gap = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class OpCase:
         num_bytes: bytes that the op must read and write.
         flops: floating-point operations; 0 if negligible beside the bytes.
         peers: other implementations of the same op.
+        tolerance: largest error beside the reference, relative in the Frobenius norm, or share of other integers.
     """
 
     name: str
@@ -33,11 +38,34 @@ class OpCase:
     flops: int
     make: MakeOp
     peers: Mapping[str, MakeOp] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
 
 
 def random(sizes: Sizes, *shape: int) -> Tensor:
     """Return normal random numbers in the type and on the device of a run."""
     return torch.randn(shape, device=sizes.device).to(getattr(torch, sizes.dtype))
+
+
+def strided(sizes: Sizes, *shape: int) -> Tensor:
+    """Return what `random` does, with `row_gap` numbers between the rows, as in a slice of a fused projection."""
+    return with_gaps(random(sizes, *shape))
+
+
+def with_gaps(numbers: Tensor) -> Tensor:
+    """Return the numbers with `row_gap` others between the entries of the first dimension."""
+    if not row_gap:
+        return numbers
+    rows = numbers.new_zeros(len(numbers), numbers[0].numel() + row_gap)
+    return rows[:, : numbers[0].numel()].view(numbers.shape).copy_(numbers)
+
+
+def rotations(sizes: Sizes, num_tokens: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return `cos` and `sin` of a rotary embedding as kernels.rope defines them, [num_tokens, dim] each."""
+    angles = torch.arange(num_tokens, device=sizes.device)[:, None] / 100 ** torch.linspace(
+        0, 1, dim // 2, device=sizes.device
+    )
+    dtype, cos, sin = getattr(torch, sizes.dtype), angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=1).to(dtype), torch.cat((-sin, sin), dim=1).to(dtype)
 
 
 def shuffled_tables(sizes: Sizes, rows: int, length: int) -> tuple[Tensor, int]:

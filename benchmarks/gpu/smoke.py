@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import ops
+from benchmarks.gpu import op_case, ops
 from benchmarks.gpu.op_case import OpCase
 from benchmarks.gpu.random_llama import write_llama
 from benchmarks.gpu.record import Record
@@ -22,17 +22,21 @@ from benchmarks.gpu.sizes import TINY, Sizes
 from quire.kernels import dispatch
 from quire.kernels.dispatch import num_compilations
 
-# Largest relative error, in the Frobenius norm, of a kernel in bfloat16 beside its reference.
-TOLERANCE = 1e-2
+# Between the rows of the kernel's inputs; those of the reference are dense. A multiple of 16 keeps the alignment.
+ROW_GAP = 16
 NUM_TOKENS = 24
+# A comparison needs about this long, with the compilation.
+OP_S = 2.0
 _PROMPT_LENS = (5, 1, 70, 33)
 
 
 def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     with torch.inference_mode():
         for case in ops.cases(sizes):
-            with record.case(case.name):
-                _compare_with_twin(record, case)
+            if record.has_time(case.name, OP_S):
+                with record.case(case.name):
+                    compare_with_twin(case)
+                    record.notes.setdefault("passed", []).append(case.name)
     record.add("smoke.compilations", num_compilations(), "", "of kernels, for these shapes")
     with tempfile.TemporaryDirectory() as model:
         write_llama(Path(model), TINY, sizes.dtype, sizes.device)
@@ -40,20 +44,24 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
             _compare_graphs(record, Path(model), sizes)
 
 
-def _compare_with_twin(record: Record, case: OpCase) -> None:
-    """Run an op on the device and its PyTorch reference on equal inputs there."""
+def compare_with_twin(case: OpCase) -> None:
+    """Run an op on the device, and its PyTorch reference on inputs of equal numbers and other strides there.
+
+    Raises:
+        AssertionError: an output, or an input that is overwritten, differs by more than the case's tolerance.
+    """
     found = _results(case, uses_twin=False)
     torch.accelerator.synchronize() if case.device == "cuda" else None
     expected = _results(case, uses_twin=True)
     for index, (ours, references) in enumerate(zip(found, expected, strict=True)):
         error = _relative_error(ours, references)
-        assert error <= TOLERANCE, f"output {index} has the relative error {error:.3g}"
-    record.notes.setdefault("passed", []).append(case.name)
+        assert error <= case.tolerance, f"output {index} has the relative error {error:.3g}"
 
 
 def _results(case: OpCase, uses_twin: bool) -> list[Tensor]:
     torch.manual_seed(0)
-    op = case.make(0)
+    with patch.object(op_case, "row_gap", 0 if uses_twin else ROW_GAP):
+        op = case.make(0)
     with patch.object(dispatch, "has_kernels", lambda tensor: False) if uses_twin else nullcontext():
         found: Any = op()
     return [found] if isinstance(found, Tensor) else [each for each in found if isinstance(each, Tensor)]

@@ -13,15 +13,18 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton_device  # noqa: F401  (before Triton)
 from kernel_references import find_reference
 from launched_kernels import ops_with_kernels
+from torch import Tensor
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ops, table
+from benchmarks.gpu import ops, smoke, table
 from benchmarks.gpu.device_time import summarize
 from benchmarks.gpu.record import Record, read_figure
 from benchmarks.gpu.sizes import CPU, LLAMA_8B
@@ -119,6 +122,60 @@ def test_smoke_runs_every_op_that_has_a_kernel(monkeypatch: pytest.MonkeyPatch) 
         for case in ops.cases(SMALLEST):
             case.make(0)()
     assert launched == ops_with_kernels() - {"all_reduce_add_rms_norm"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_pass_their_comparison(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tolerance must hold for the rounding of each op, and no input may make a kernel differ by design."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
+    compared = []
+    with torch.inference_mode():
+        for case in ops.cases(replace(SMALLEST, dtype=dtype)):
+            # The interpreter truncates to bfloat16, and loses the carry of float8 numbers that round up.
+            tolerance = 0.1 if "float8" in case.name else 2 * case.tolerance
+            smoke.compare_with_twin(replace(case, tolerance=tolerance))
+            compared.append(case.name)
+    assert len(compared) > 20
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "spoil"),
+    [
+        ("norm", "rms_norm", lambda op: lambda x, *rest: op(ignore_strides(x), *rest)),
+        ("norm", "add_rms_norm", lambda op: lambda x, residual, *rest: op(x, residual.clone(), *rest)),
+        (
+            "fused_qk_norm_rope_kv_write",
+            "fused_qk_norm_rope_kv_write",
+            lambda op: lambda heads, cache, *rest: op(heads, cache.clone(), *rest),
+        ),
+        (
+            "paged_decode",
+            "paged_decode_attention",
+            lambda op: lambda q, cache, *rest, **scales: op(q, ignore_strides(cache), *rest, **scales),
+        ),
+    ],
+    ids=["strides of tokens", "residual not written", "cache not written", "strides of blocks"],
+)
+def test_comparison_finds_a_wrong_kernel(
+    module: str, name: str, spoil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that takes rows for dense, or does not write what it should, cannot pass."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
+    load = dispatch._load
+    wrong = SimpleNamespace(**vars(load(module)) | {name: spoil(find_reference(module, name))})
+    monkeypatch.setattr(dispatch, "_load", lambda home: wrong if home == module else load(home))
+    pattern = r"decode\.\d" if module == "paged_decode" else rf"{name}\."
+    with torch.inference_mode():
+        cases = [case for case in ops.cases(SMALLEST) if re.match(pattern, case.name)]
+        assert cases
+        for case in cases:
+            with pytest.raises(AssertionError, match="has the relative error"):
+                smoke.compare_with_twin(case)
+
+
+def ignore_strides(x: Tensor) -> Tensor:
+    """Return what a kernel reads that takes a tensor for a dense one."""
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())
 
 
 @pytest.mark.slow
