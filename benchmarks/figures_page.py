@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.table import problem_lines, read_results
+from benchmarks.gpu.record import read_results
+from benchmarks.gpu.table import problem_lines
 from benchmarks.gpu.table import rows as gpu_rows
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,7 +1,9 @@
 """Measure quire on a GPU within a few minutes: `python -m benchmarks.gpu --out DIR --minutes 9`.
 
-Stages run one after the other, each in a process of its own with a time limit, the most valuable first. Each writes
-DIR/<stage>.json after every figure; failures are in it with their stack traces. Exits with 1 if anything failed.
+Stages run one after the other, each in a process of its own with a time limit, the most valuable first.
+DIR/result.json is complete after every case, whatever ends the run; failures are in it with their stack traces. A
+stage whose process crashes, or loses its GPU by an error, goes on in another one with the next case. The file keeps
+stages of earlier runs. Exits with 1 if anything failed.
 
     python -m benchmarks.gpu --out DIR --minutes 9
     python -m benchmarks.gpu --out DIR --stages smoke,engine
@@ -15,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -27,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import names_from
-from benchmarks.gpu.record import write_json
-from benchmarks.gpu.stages import STAGES, Stage
+from benchmarks.gpu.record import read_results, read_stage, write_stage
+from benchmarks.gpu.stages import LOST_DEVICE, STAGES, Stage
 from benchmarks.gpu.table import problem_lines, summary
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def main() -> None:
         for stage in STAGES:
             if stage.name in arguments.stages:
                 print(run_stage(stage, arguments, Path(work), deadline, environment), flush=True)
-    records = [json.loads(path.read_text()) for path in sorted(arguments.out.glob("*.json"))]
+    records = read_results(arguments.out)
     print("\n".join((*summary(records), *problem_lines(records))))
     sys.exit(any(record["problems"] or record["status"] != "done" for record in records))
 
@@ -60,28 +61,38 @@ def run_stage(
     stage: Stage, arguments: argparse.Namespace, work: Path, deadline: float, environment: dict[str, str]
 ) -> str:
     """Run a stage to its end or its limit; return one line about it."""
-    path = arguments.out / f"{stage.name}.json"
-    path.unlink(missing_ok=True)
-    limit_s = min(stage.limit_s, deadline - time.monotonic())
-    if limit_s < LEAST_S:
-        _finish(path, stage, "not run", "")
-        return f"{stage.name}: not run, no time is left"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu.stages",
-        stage.name,
-        "--out",
-        str(arguments.out.resolve()),
-    ]
-    command += ["--work", str(work)]
-    command += ["--device", arguments.device, "--seconds", str(limit_s)]
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as log:
-        status = _run(command, limit_s, environment, log.fileno())
-        log.seek(0)
-        output = log.read()
-    record = _finish(path, stage, status, output)
+    deadline = min(deadline, started + stage.limit_s)
+    record: dict[str, Any] = {"stage": stage.name, "figures": {}, "problems": [], "notes": {}, "begun": []}
+    record["status"] = "not run"
+    write_stage(arguments.out, record)
+    output, num_begun = "", -1
+    # A stage is continued only if the last process began a case: the others would fail in the same way again.
+    while (limit_s := deadline - time.monotonic()) >= LEAST_S and len(record["begun"]) > num_begun:
+        num_begun = len(record["begun"])
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.stages",
+            stage.name,
+            "--out",
+            str(arguments.out.resolve()),
+        ]
+        command += ["--work", str(work), "--device", arguments.device, "--seconds", str(limit_s)]
+        with tempfile.TemporaryFile("w+") as log:
+            status = _run([*command, "--resume"], limit_s, environment, log.fileno())
+            log.seek(0)
+            output += log.read()
+        record = read_stage(arguments.out, stage.name)
+        if status == "done" and record["status"] == "done":
+            break
+        # A stage that ended by itself but not at its end has crashed.
+        record["status"] = status if status != "done" else "failed"
+        if record["begun"] and status != f"failed with {LOST_DEVICE}":
+            last = record["begun"][-1]
+            record["problems"].append({"case": last, "error": f"the process {status}", "trace": ""})
+        write_stage(arguments.out, record)
+    write_stage(arguments.out, record | {"log": output[-_MAX_LOG:]})
     return (
         f"{stage.name}: {record['status']} in {time.monotonic() - started:.0f} s, {len(record['figures'])} "
         f"figures, {len(record['problems'])} problems"
@@ -101,25 +112,6 @@ def _run(command: list[str], limit_s: float, environment: dict[str, str], log: i
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _finish(path: Path, stage: Stage, status: str, output: str) -> dict[str, Any]:
-    """Add the exit status and the end of the output to a stage's record, which may be missing."""
-    record: dict[str, Any] = {
-        "stage": stage.name,
-        "status": "not run",
-        "figures": {},
-        "problems": [],
-        "notes": {},
-    }
-    if path.exists():
-        record |= json.loads(path.read_text())
-    # A stage that ended by itself but not at its end has crashed.
-    if status != "done" or record["status"] != "done":
-        record["status"] = status if status != "done" else "failed"
-    record["log"] = output[-_MAX_LOG:]
-    write_json(path, record)
-    return record
 
 
 def _work_parent() -> str | None:

@@ -36,10 +36,10 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
         ways: dict[str, Adapters] = {"none": [None], "one": adapters[:1], "several": adapters}
         with serving(record, model, sizes, "adapters", enable_lora=True, **options) as server:
             for way, used in ways.items():
-                if record.has_time(way, 10):
+                if record.begins(way, 10):
                     with record.case(way):
                         measure_way(record, server, sizes, way, used)
-        if record.has_time("eager", 20):
+        if record.begins("eager", 20):
             eager = serving(
                 record, model, sizes, "adapters_eager", enable_lora=True, cuda_graphs=False, **options
             )

@@ -26,7 +26,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
         marker = "gpu" if sizes.device == "cuda" else "gpu and not gpu"
         _run_tests(record, marker, record.seconds_left)
     checker = shutil.which("compute-sanitizer")
-    if checker is None or sizes.device != "cuda" or not record.has_time("memory checker", CHECKER_S):
+    if checker is None or sizes.device != "cuda" or not record.begins("memory checker", CHECKER_S):
         return
     with record.case("memory checker"):
         _run_checker(record, checker)

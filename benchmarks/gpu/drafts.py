@@ -34,7 +34,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     methods: dict[str, dict[str, Any]] = {"ngram": {"prompt_lookup_min": 1}, "eagle3": {"model": str(head)}}
     with fixed_lengths(sizes.num_drafts):
         for method, settings in methods.items():
-            if record.has_time(method, METHOD_S):
+            if record.begins(method, METHOD_S):
                 with record.case(method):
                     measure_method(record, model, sizes, method, settings)
 

@@ -35,17 +35,17 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     with record.case("graphs"), serving(record, model, sizes, "graphs") as server:
         measure_memory(record, server, sizes)
         measure_decodes(record, server, folder, sizes, "graphs", sizes.decodes)
-        if record.has_time("prefill", 10):
+        if record.begins("prefill", 10):
             with record.case("prefill"):
                 measure_prefills(record, server, folder, sizes)
-        if record.has_time("mixed load", sizes.mixed_s + 5):
+        if record.begins("mixed load", sizes.mixed_s + 5):
             with record.case("mixed load"):
                 measure_mixed(record, server, sizes)
         with record.case("peak"):
             measure_peak(record, server, sizes)
     # The second engine of this process also shows that the first one has freed its memory.
     some = (sizes.decodes[0], sizes.decodes[-3])
-    if record.has_time("eager", 20):
+    if record.begins("eager", 20):
         with record.case("eager"), serving(record, model, sizes, "eager", cuda_graphs=False) as server:
             measure_decodes(record, server, folder, sizes, "eager", some)
 
@@ -95,12 +95,12 @@ def measure_decodes(
     copy = roof(folder, "copy", lambda: copy_rate(sizes.copy_bytes, sizes.device, sizes.repeat_s))
     for rows, length in shapes:
         case = f"decode.{rows}x{length}.{name}"
-        if record.has_time(case, 10):
+        if record.begins(case, 10):
             with record.case(case):
                 measure_decode(record, server, sizes, copy, case, rows, length)
     if name == "graphs":
         rows, length = shapes[-3]
-        if record.has_time("sampling", 10):
+        if record.begins("sampling", 10):
             with record.case("sampling"):
                 measure_decode(
                     record, server, sizes, copy, f"decode.{rows}x{length}.top_p", rows, length, SAMPLED

@@ -36,7 +36,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     )
     with torch.inference_mode():
         for case in ops.cases(sizes):
-            if record.has_time(case.name, CASE_S):
+            if record.begins(case.name, CASE_S):
                 with record.case(case.name):
                     measure(record, case, copy, matmul, sizes)
         sweep(record, sizes)
@@ -93,7 +93,7 @@ def _try_expert_tiles(
     given = moe.TILES
     for tile in tiles:
         name = f"sweep.{case.name}.{'x'.join(map(str, tile))}"
-        if record.has_time(name, CASE_S):
+        if record.begins(name, CASE_S):
             with record.case(name):
                 moe.TILES = {1 << 31: TileConfig(*tile)}
                 record.add(f"kernels.{name}.us", 1e6 * time_op(case.make, case.num_bytes, sizes), "us")
@@ -109,7 +109,7 @@ def _try_tiles(
     given = getattr(module, table)
     for tile in tiles:
         name = f"sweep.{case.name}.rows{tile[0]}_keys{tile[1]}_warps{tile[2]}_stages{tile[3]}"
-        if record.has_time(name, CASE_S):
+        if record.begins(name, CASE_S):
             with record.case(name):
                 setattr(module, table, {(None,) * 5: tile_configs.TileConfig(*tile)})
                 started = time.perf_counter()

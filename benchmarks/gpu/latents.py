@@ -24,7 +24,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     with serving(record, model, sizes, "latents") as server:
         for rows, length in (sizes.decodes[0], sizes.decodes[-3], sizes.decodes[-1]):
             case = f"latents.decode.{rows}x{length}"
-            if record.has_time(case, 8):
+            if record.begins(case, 8):
                 with record.case(case):
                     prompts = [random_prompt(sizes, index, length - sizes.num_timed) for index in range(rows)]
                     handles = [server.submit(prompt, length) for prompt in prompts]

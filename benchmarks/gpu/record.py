@@ -1,4 +1,4 @@
-"""Record: figures and failures of one stage, written to its file after each of them."""
+"""Record: figures and failures of one stage, written to the run's one file after each of them."""
 
 from __future__ import annotations
 
@@ -14,28 +14,40 @@ from typing import Any
 
 from benchmarks.common import Figure, machine
 
-Figures = dict[str, dict[str, Any]]
+RESULT = "result.json"
+
+
+class DeviceLost(BaseException):
+    """The process can use its GPU no more; the stage goes on in another one."""
 
 
 class Record:
-    """The file of one stage, with its figures, its failures and its circumstances.
+    """The part of one stage in the file: its figures, its failures and its circumstances.
 
     Args:
+        folder: of the file.
         deadline: time.monotonic() at which the stage should have ended.
-
-    Attributes:
-        status: ``running``, ``done``, or what the parent process found: ``failed``, ``timed out`` or ``not run``.
+        resumes: another process began the stage; the cases that it began are not run again.
     """
 
-    def __init__(self, path: Path, stage: str, deadline: float, device: str) -> None:
-        self._path = path
-        self._stage, self._device = stage, device
-        self._started = time.monotonic()
+    def __init__(
+        self, folder: Path, stage: str, deadline: float, device: str, *, resumes: bool = False
+    ) -> None:
+        self._folder = folder
         self._deadline = deadline
-        self.status = "running"
-        self.figures: dict[str, Figure] = {}
-        self.problems: list[dict[str, str]] = []
-        self.notes: dict[str, Any] = {}
+        found = read_stage(folder, stage) if resumes else {}
+        self._begun: list[str] = found.get("begun", [])
+        self._begun_before = frozenset(self._begun)
+        self._started = time.monotonic() - found.get("seconds", 0.0)
+        self.figures = {name: Figure(**figure) for name, figure in found.get("figures", {}).items()}
+        self.problems: list[dict[str, str]] = found.get("problems", [])
+        self.notes: dict[str, Any] = found.get("notes", {})
+        self._circumstances = {
+            "stage": stage,
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": machine(),
+            "device": device,
+        }
         self.write()
 
     @property
@@ -54,50 +66,79 @@ class Record:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Run the body; an exception becomes a problem with its stack trace, and the stage goes on."""
+        """Run the body; an exception becomes a problem with its stack trace, and the stage goes on.
+
+        Raises:
+            DeviceLost: after the exception, this process can use its GPU no more.
+        """
+        # Here, because `quire` can be imported in the processes of stages only.
+        from quire.worker.rank.lost_device import loses_device
+
         try:
             yield
         except Exception as error:
             self._add_problem(name, f"{type(error).__name__}: {error}", traceback.format_exc())
+            if loses_device(str(error)):
+                raise DeviceLost from error
 
-    def has_time(self, name: str, seconds: float) -> bool:
-        """Return whether a case may start that needs `seconds`; if not, it is a problem. A late stage is killed."""
-        if self.seconds_left >= seconds:
-            return True
-        self._add_problem(name, f"not run: needs {seconds:.0f} s, {self.seconds_left:.0f} s are left", "")
-        return False
+    def begins(self, name: str, seconds: float = 0.0) -> bool:
+        """Return whether a case is to be run: another process of the stage did not begin it, and time is left.
+
+        Too little time is a problem, since a late stage is killed.
+
+        Args:
+            seconds: that the case needs.
+        """
+        if name in self._begun_before:
+            return False
+        if self.seconds_left < seconds:
+            self._add_problem(name, f"not run: needs {seconds:.0f} s, {self.seconds_left:.0f} s are left", "")
+            return False
+        self._begun.append(name)
+        self.write()
+        return True
 
     def _add_problem(self, name: str, error: str, trace: str) -> None:
         self.problems.append({"case": name, "error": error, "trace": trace})
-        print(f"{self._stage}: {name}: {error}", flush=True)
+        print(f"{self._circumstances['stage']}: {name}: {error}", flush=True)
         self.write()
 
-    def write(self) -> None:
-        record = {
-            "stage": self._stage,
-            "status": self.status,
+    def write(self, status: str = "running") -> None:
+        """Write the file. The status is ``done`` at the end of the stage; the parent process finds others."""
+        record = self._circumstances | {
+            "status": status,
             "seconds": round(time.monotonic() - self._started, 1),
-            "date": time.strftime("%Y-%m-%d"),
-            "machine": machine(),
-            "device": self._device,
             "figures": {name: asdict(figure) for name, figure in self.figures.items()},
             "problems": self.problems,
             "notes": self.notes,
+            "begun": self._begun,
         }
-        write_json(self._path, record)
+        write_stage(self._folder, record)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a file atomically."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=1) + "\n")
-    unfinished.replace(path)
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of all stages of a run, in their order; none without a file."""
+    path = folder / RESULT
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def read_stage(folder: Path, stage: str) -> dict[str, Any]:
+    """Return the record of a stage, empty if there is none."""
+    return next((record for record in read_results(folder) if record["stage"] == stage), {})
+
+
+def write_stage(folder: Path, record: dict[str, Any]) -> None:
+    """Add or replace the record of a stage. The file is complete at any time, whatever ends the process."""
+    records = {each["stage"]: each for each in read_results(folder)} | {record["stage"]: record}
+    unfinished = folder / f".{RESULT}.{os.getpid()}"
+    with unfinished.open("w") as file:
+        json.dump(list(records.values()), file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(folder / RESULT)
 
 
 def read_figure(folder: Path, stage: str, name: str) -> float | None:
     """Return a figure of an earlier stage. Returns None if there is none."""
-    path = folder / f"{stage}.json"
-    if not path.exists():
-        return None
-    figure = json.loads(path.read_text())["figures"].get(f"gpu.{name}")
+    figure = read_stage(folder, stage).get("figures", {}).get(f"gpu.{name}")
     return None if figure is None else float(figure["value"])

@@ -25,18 +25,18 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     write_llama(model, sizes.model, sizes.dtype, sizes.device)
     length = min(COMPARED_LEN, sizes.model.max_position_embeddings // MAX_PROMPT_SHARE)
     prompts = [random_prompt(sizes, 50 + index, length) for index in range(NUM_COMPARED)]
-    if record.has_time("quire", 20):
+    if record.begins("quire", 20):
         with record.case("quire"), serving(record, model, sizes, "reference") as server:
             handles = [server.submit(prompt, NUM_TOKENS) for prompt in prompts]
             server.drain()
             tokens = [server.tokens[handle] for handle in handles]
-    if record.has_time("transformers", 20):
+    if record.begins("transformers", 20):
         with record.case("transformers"), torch.inference_mode():
             hf = _load(model, sizes)
             with record.case("exactness"):
                 _compare(record, hf, prompts, tokens, sizes)
             for rows, length in (sizes.decodes[0], sizes.decodes[-3]):
-                if record.has_time(f"speed of {rows} rows", 10):
+                if record.begins(f"speed of {rows} rows", 10):
                     with record.case(f"speed of {rows} rows"):
                         _measure_speed(record, hf, rows, length, sizes)
 

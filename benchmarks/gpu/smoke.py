@@ -33,7 +33,7 @@ _PROMPT_LENS = (5, 1, 70, 33)
 def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     with torch.inference_mode():
         for case in ops.cases(sizes):
-            if record.has_time(case.name, OP_S):
+            if record.begins(case.name, OP_S):
                 with record.case(case.name):
                     compare_with_twin(case)
                     record.notes.setdefault("passed", []).append(case.name)

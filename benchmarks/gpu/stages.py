@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import importlib
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.gpu.record import Record
+from benchmarks.gpu.record import DeviceLost, Record
 from benchmarks.gpu.sizes import SIZES
 
 # Before the limit, at which the parent kills a stage, its threads' stacks are printed.
 STACKS_BEFORE_S = 3.0
+# Exit status of a stage that another process is to continue.
+LOST_DEVICE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +55,26 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--device", choices=SIZES, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--resume", action="store_true", help="without the cases that were begun")
     arguments = parser.parse_args()
     faulthandler.enable()
     if arguments.seconds > STACKS_BEFORE_S:
         faulthandler.dump_traceback_later(arguments.seconds - STACKS_BEFORE_S)
-    path = arguments.out / f"{arguments.stage}.json"
     record = Record(
-        path, arguments.stage, time.monotonic() + arguments.seconds, _device_name(arguments.device)
+        arguments.out,
+        arguments.stage,
+        time.monotonic() + arguments.seconds,
+        _device_name(arguments.device),
+        resumes=arguments.resume,
     )
-    with record.case(arguments.stage):
-        module = importlib.import_module(f"benchmarks.gpu.{arguments.stage}")
-        module.run(record, arguments.out, arguments.work, SIZES[arguments.device])
-    record.status = "done"
-    record.write()
+    try:
+        with record.case(arguments.stage):
+            module = importlib.import_module(f"benchmarks.gpu.{arguments.stage}")
+            module.run(record, arguments.out, arguments.work, SIZES[arguments.device])
+    except DeviceLost:
+        # Without the destructors, which would use the device.
+        os._exit(LOST_DEVICE)
+    record.write("done")
     sys.exit(1 if record.problems else 0)
 
 

@@ -1,11 +1,9 @@
-"""Tables of a result directory of `benchmarks.gpu`: beside the goals, for the terminal and for docs/benchmarks.md."""
+"""Tables of a result of `benchmarks.gpu`: beside the goals, for the terminal and for docs/benchmarks.md."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 Results = Sequence[dict[str, Any]]
@@ -75,11 +73,6 @@ GOALS = (
     Goal("kernels.add_rms_norm.8192.share_of_copy", "norm, 8k tokens, of copy", 100, "%", "85"),
     Goal("kernels.silu_and_mul.8192.share_of_copy", "activation, 8k tokens, of copy", 100, "%", "85"),
 )
-
-
-def read_results(folder: Path) -> Results:
-    """Return the records of a result directory."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
 def rows(results: Results) -> list[tuple[str, str, str, str]]:

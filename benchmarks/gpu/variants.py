@@ -30,7 +30,7 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     copy = roof(folder, "copy", lambda: copy_rate(sizes.copy_bytes, sizes.device, sizes.repeat_s))
     length = sizes.prefill_lens[-1]
     for name, options in VARIANTS.items():
-        if record.has_time(name, VARIANT_S):
+        if record.begins(name, VARIANT_S):
             with record.case(name), serving(record, model, sizes, name, **options) as server:
                 for rows, tokens in (sizes.decodes[0], sizes.decodes[-3]):
                     case = f"decode.{rows}x{tokens}.{name}"

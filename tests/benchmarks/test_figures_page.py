@@ -53,7 +53,7 @@ def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
         "figures": {"gpu.engine.decode.1x1024.graphs.step_ms": {"value": 4.1, "unit": "ms", "note": ""}},
         "problems": [{"case": "fp8", "error": "RuntimeError: no", "trace": ""}],
     }
-    (folder / "engine.json").write_text(json.dumps(record))
+    (folder / "result.json").write_text(json.dumps([record]))
     assert figures_page.NOT_ON_GPUS in figures_page.page(tmp_path / "none")
     shown = figures_page.page(tmp_path)
     assert figures_page.NOT_ON_GPUS not in shown

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -26,7 +25,7 @@ from torch import Tensor
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import ops, smoke, table
 from benchmarks.gpu.device_time import summarize
-from benchmarks.gpu.record import Record, read_figure
+from benchmarks.gpu.record import Record, read_figure, read_results, read_stage
 from benchmarks.gpu.sizes import CPU, LLAMA_8B
 from benchmarks.gpu.stages import STAGES, Stage
 from quire.kernels import dispatch
@@ -87,10 +86,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "stage", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in IN_PROCESS]
 )
 def test_stage_runs_on_cpu_without_problems(stage: str, tmp_path: Path, work: Path) -> None:
-    record = Record(tmp_path / f"{stage}.json", stage, time.monotonic() + 3600, "CPU")
+    record = Record(tmp_path, stage, time.monotonic() + 3600, "CPU")
     importlib.import_module(f"benchmarks.gpu.{stage}").run(record, tmp_path, work, SMALLEST)
     assert record.problems == []
-    written = json.loads((tmp_path / f"{stage}.json").read_text())
+    written = read_stage(tmp_path, stage)
     assert list(written["figures"]) == list(record.figures)
     assert written["figures"] or stage == "collectives"
 
@@ -194,9 +193,11 @@ def test_command_runs_all_stages_without_other_packages(tmp_path: Path) -> None:
         cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=880,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.stem for path in out.glob("*.json")} == set(IN_PROCESS)
+    results = read_results(out)
+    assert [result["stage"] for result in results] == IN_PROCESS
+    assert [path.name for path in out.iterdir()] == ["result.json"]
     # A dry run has other sizes.
-    measured = {without_sizes(name) for result in table.read_results(out) for name in result["figures"]}
+    measured = {without_sizes(name) for result in results for name in result["figures"]}
     unmeasured = {goal.figure for goal in table.GOALS if without_sizes(f"gpu.{goal.figure}") not in measured}
     assert all(figure.endswith(ON_GPU_ONLY) for figure in unmeasured), unmeasured
 
@@ -210,8 +211,7 @@ def without_sizes(figure: str) -> str:
 def run_stage(stage: Stage, out: Path, **environment: str) -> dict[str, object]:
     arguments = argparse.Namespace(out=out, device="cpu")
     command.run_stage(stage, arguments, out, time.monotonic() + 100, os.environ | environment)
-    record: dict[str, object] = json.loads((out / f"{stage.name}.json").read_text())
-    return record
+    return read_stage(out, stage.name)
 
 
 def test_late_stage_is_killed_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,18 +231,60 @@ def test_stage_without_time_is_not_run(tmp_path: Path) -> None:
 
 
 def test_problem_is_recorded_with_its_trace_and_the_stage_goes_on(tmp_path: Path) -> None:
-    record = Record(tmp_path / "smoke.json", "smoke", time.monotonic() + 100, "CPU")
+    record = Record(tmp_path, "smoke", time.monotonic() + 100, "CPU")
     with record.case("division"):
         _ = 1 / 0
-    assert not record.has_time("too long", 1000)
-    assert record.has_time("in time", 1)
+    assert not record.begins("too long", 1000)
+    assert record.begins("in time", 1)
     record.add("later", 2.5, "ms")
-    written = json.loads((tmp_path / "smoke.json").read_text())
+    written = read_stage(tmp_path, "smoke")
     division, late = written["problems"]
     assert division["case"] == "division"
     assert "ZeroDivisionError" in division["trace"]
     assert late["error"].startswith("not run: needs 1000 s")
     assert read_figure(tmp_path, "smoke", "later") == 2.5
+
+
+# A stage of five cases: the second loses the device, the fourth crashes.
+CASES = """
+import os
+
+
+def run(record, folder, work, sizes):
+    for index in range(5):
+        if record.begins(f"case {index}"):
+            with record.case(f"case {index}"):
+                if index == 1:
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                if index == 3:
+                    os.abort()
+                record.add(f"cases.{index}", os.getpid(), "")
+"""
+
+
+def test_stage_goes_on_in_another_process_after_a_case_that_ends_one(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "module = types.ModuleType('benchmarks.gpu.checks')\n"
+        f"exec({CASES!r}, vars(module))\n"
+        "sys.modules[module.__name__] = module\n"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    Record(out, "earlier", 0.0, "CPU").add("kept", 1.0, "")
+    path = os.pathsep.join((str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")))
+    arguments = argparse.Namespace(out=out, device="cpu")
+    command.run_stage(
+        Stage("checks", 100), arguments, out, time.monotonic() + 100, os.environ | {"PYTHONPATH": path}
+    )
+    record: Any = read_stage(out, "checks")
+    assert record["status"] == "done"
+    assert list(record["figures"]) == ["gpu.cases.0", "gpu.cases.2", "gpu.cases.4"]
+    assert len({figure["value"] for figure in record["figures"].values()}) == 3
+    assert [problem["case"] for problem in record["problems"]] == ["case 1", "case 3"]
+    assert "illegal memory access" in record["problems"][0]["error"]
+    assert record["problems"][1]["error"] == "the process failed with -6"
+    assert read_figure(out, "earlier", "kept") == 1.0
 
 
 def test_summary_shows_measured_goals_and_problems() -> None:
