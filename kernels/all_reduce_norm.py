@@ -20,6 +20,8 @@ from .norm import add_rms_norm
 MAX_PROGRAMS = 32
 # Signals per pair of ranks: each program signals once before and once after it reads, and between the two shots.
 NUM_SIGNALS = 3 * MAX_PROGRAMS
+# Bytes, those of the widest load.
+BUFFER_ALIGNMENT = 16
 
 
 class Peers:
@@ -28,7 +30,7 @@ class Peers:
     Args:
         rank: this rank.
         buffers: [2, max_tokens, E] of each rank: its input, and its sums of the first shot; each op overwrites the
-            own buffer.
+            own buffer. Each is aligned to BUFFER_ALIGNMENT.
         signals: [NUM_SIGNALS * ranks] int32 of each rank, all 0.
         owner: kept as long as this object; the tensors may be views that do not keep their memory.
 
@@ -42,6 +44,7 @@ class Peers:
         self, rank: int, buffers: Sequence[Tensor], signals: Sequence[Tensor], owner: object = None
     ) -> None:
         assert all(len(signal) >= NUM_SIGNALS * len(buffers) for signal in signals)
+        assert all(buffer.data_ptr() % BUFFER_ALIGNMENT == 0 for buffer in buffers)
         self.rank = rank
         self._owner = owner
         self.buffers, self.signals = tuple(buffers), tuple(signals)

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.timing import synchronize
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
 from quire.worker.graphs.graphs import CudaGraphs
@@ -106,17 +107,13 @@ def _check_shots(sizes: Sizes, two_shots_from: int) -> None:
     weight = torch.ones(hidden, dtype=dtype, device=device)
     total = torch.stack(parts).float().sum(dim=0)
     expected = total * (total.square().mean(dim=1, keepdim=True) + 1e-5).rsqrt()
+    residuals = [torch.zeros(4, hidden, dtype=dtype, device=device) for _ in range(num_ranks)]
+    streams = [torch.cuda.Stream() if device == "cuda" else None for _ in range(num_ranks)]
+    synchronize(device)  # the host prepares nothing while a kernel waits for the one of the other rank
     outs = []
-    for rank in range(num_ranks):
-        residual = torch.zeros(4, hidden, dtype=dtype, device=device)
-        if device == "cuda":
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                outs.append(all_reduce_add_rms_norm(parts[rank], residual, weight, 1e-5, peers[rank]))
-        else:
-            outs.append(all_reduce_add_rms_norm(parts[rank], residual, weight, 1e-5, peers[rank]))
-    if device == "cuda":
-        torch.cuda.synchronize()
+    for rank, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            outs.append(all_reduce_add_rms_norm(parts[rank], residuals[rank], weight, 1e-5, peers[rank]))
+    synchronize(device)
     for out in outs:
         torch.testing.assert_close(out.float(), expected, atol=5e-2, rtol=5e-2)

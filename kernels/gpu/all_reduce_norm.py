@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..all_reduce_norm import MAX_PROGRAMS, Peers
+from ..all_reduce_norm import BUFFER_ALIGNMENT, MAX_PROGRAMS, Peers
+
+ALIGNMENT = tl.constexpr(BUFFER_ALIGNMENT)
 
 
 @triton.jit
@@ -28,11 +30,17 @@ def _barrier(signal_addresses_ptr, signal, rank, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _find_buffer(buffer_addresses_ptr, rank, buffer_type):
+    """Return a rank's buffer. The compiler cannot know how it is aligned, and would load 2 bytes at a time."""
+    return tl.multiple_of(tl.load(buffer_addresses_ptr + rank).to(buffer_type), ALIGNMENT)
+
+
+@triton.jit
 def _load_sum(buffer_addresses_ptr, buffer_type, offsets, mask, SIZE: tl.constexpr, BLOCK_E: tl.constexpr):
     """Return the sum of a row of all ranks' inputs, [BLOCK_E] float32."""
     total = tl.zeros([BLOCK_E], tl.float32)
     for peer in tl.static_range(SIZE):
-        buffer = tl.load(buffer_addresses_ptr + peer).to(buffer_type)
+        buffer = _find_buffer(buffer_addresses_ptr, peer, buffer_type)
         total += tl.load(buffer + offsets, mask=mask, other=0.0).to(tl.float32)
     return total
 
@@ -43,7 +51,9 @@ def _find_owner(row, program, num_programs, SIZE: tl.constexpr):
     return (program + row // num_programs) % SIZE
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+# One variant for all ranks: two of them on one GPU would otherwise wait for each other, one in its kernel and one for
+# the compiler.
+@triton.jit(do_not_specialize=["num_rows", "rank"])
 def _all_reduce_add_rms_norm(
     x_ptr,  # [T, E]
     residual_ptr,  # [T, E]
@@ -67,7 +77,7 @@ def _all_reduce_add_rms_norm(
     offs_e = tl.arange(0, BLOCK_E)
     mask = offs_e < NUM_COLUMNS
     buffer_type = tl.pointer_type(x_ptr.dtype.element_ty)
-    own_buffer = tl.load(buffer_addresses_ptr + rank).to(buffer_type)
+    own_buffer = _find_buffer(buffer_addresses_ptr, rank, buffer_type)
     for row in range(program, num_rows, num_programs):
         x = tl.load(x_ptr + row * stride_x + offs_e, mask=mask, other=0.0)
         tl.store(own_buffer + row * NUM_COLUMNS + offs_e, x, mask=mask)
@@ -84,7 +94,7 @@ def _all_reduce_add_rms_norm(
     for row in range(program, num_rows, num_programs):
         if TWO_SHOTS:
             owner = _find_owner(row, program, num_programs, SIZE)
-            buffer = tl.load(buffer_addresses_ptr + owner).to(buffer_type)
+            buffer = _find_buffer(buffer_addresses_ptr, owner, buffer_type)
             total = tl.load(buffer + row * NUM_COLUMNS + offs_sums, mask=mask, other=0.0).to(tl.float32)
         else:
             offsets = row * NUM_COLUMNS + offs_e

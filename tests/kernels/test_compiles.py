@@ -32,6 +32,12 @@ def test_every_launched_kernel_is_compiled_by_some_case() -> None:
     run_script("90", "bind")
 
 
+def test_sum_over_ranks_has_one_variant_for_all_ranks_and_wide_loads(tmp_path: Path) -> None:
+    """A second variant would be compiled while the kernel of another rank waits for this one."""
+    _, *variants = run_script("90", "all_reduces", TRITON_CACHE_DIR=str(tmp_path))
+    assert len(variants) == 2 * 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("capability", ["80", "90", "100"])

@@ -3,8 +3,9 @@
 The wrappers run on CPU tensors with a stand-in for the GPU's driver. A launch binds and specializes its arguments and
 compiles the variant as on a GPU, and ends there. Prints the version of Triton, then one line per variant: module and
 kernel, bytes of shared memory, bytes of stack per thread. Fails if a kernel of kernels.gpu is launched by none of
-kernel_cases, if a variant needs more shared memory than the GPU has, or if one spills more registers to the stack
-than `max_stack_bytes` allows. ``bind`` as second argument compiles nothing and looks for kernels without a case only.
+kernel_cases, if a variant needs more shared memory than the GPU has, if one spills more registers to the stack than
+`max_stack_bytes` allows, or if one of WIDE_KERNELS accesses memory 2 bytes at a time. ``bind`` as second argument
+compiles nothing and looks for kernels without a case only; ``all_reduces`` compiles these only.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ MAX_CHOICE_STACK_BYTES = 1200
 MAX_FLOAT32_STACK_BYTES = 1024
 # With heads of more than 256 numbers.
 MAX_WIDE_FLOAT32_STACK_BYTES = 8192
+
+# Kernels that read the memory of other GPUs.
+WIDE_KERNELS = {"all_reduce_norm._all_reduce_add_rms_norm"}
 
 
 class StandInDriver:
@@ -101,6 +105,8 @@ class Compilations:
         overlaps = is_pipelined(name, args, int(compiled.metadata.num_stages), self._capability)
         if overlaps and not has_two_buffers(args, compiled.asm["ttgir"]):
             self.problems.append(f"{name} has one buffer for keys or values")
+        if name in WIDE_KERNELS and re.search(r"\b(ld|st)\.global\S*\.b16\b", compiled.asm["ptx"]):
+            self.problems.append(f"{name} accesses memory 2 bytes at a time")
         if stack > max_stack_bytes(name, args, self._capability):
             self.problems.append(f"{name} spills {stack} bytes")
 
@@ -154,15 +160,18 @@ def stack_bytes(cubin: bytes) -> int:
     return int(found[1])
 
 
-def main(capability: int, *, binds_only: bool) -> None:
-    compilations = Compilations(capability, binds_only=binds_only)
+def main(capability: int, mode: str = "") -> None:
+    compilations = Compilations(capability, binds_only=mode == "bind")
     compilations.install()
     print("triton", triton.__version__)
-    kernel_cases.launch_everything(capability)
-    for name in sorted(launched_kernels(capability) - compilations.kernels):
-        compilations.problems.append(f"{name} has no case in kernel_cases")
+    if mode == "all_reduces":
+        kernel_cases.launch_all_reduces()
+    else:
+        kernel_cases.launch_everything(capability)
+        for name in sorted(launched_kernels(capability) - compilations.kernels):
+            compilations.problems.append(f"{name} has no case in kernel_cases")
     assert compilations.problems == [], "\n".join(compilations.problems)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), binds_only=sys.argv[2:] == ["bind"])
+    main(int(sys.argv[1]), *sys.argv[2:])

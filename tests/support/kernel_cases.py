@@ -79,12 +79,7 @@ def launch_small_ops() -> None:
     x, weight = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
     norm.rms_norm(x, weight, 1e-5)
     norm.add_rms_norm(x, x, weight, 1e-5)
-    buffer = torch.zeros(2, 8, 4096, dtype=torch.bfloat16)
-    for size in (2, 4, 8):
-        peers = Peers(1, [buffer] * size, [torch.zeros(size * NUM_SIGNALS, dtype=torch.int32)] * size)
-        for two_shots_from in (1, 8):
-            peers.two_shots_from = two_shots_from
-            all_reduce_norm.all_reduce_add_rms_norm(x, x, weight, 1e-5, peers)
+    launch_all_reduces()
     activation.silu_and_mul(x)
     activation.gelu_tanh_and_mul(x)
     activation.clamped_silu_and_mul(x, 1.702, 7.0)
@@ -92,6 +87,19 @@ def launch_small_ops() -> None:
     paged_cache.copy_blocks(torch.zeros(2, 4, 2, 2, 16, 64), ids, ids)
     tables = torch.zeros(3, 64, dtype=torch.int32)
     block_tables.update_block_tables(tables, torch.zeros(5, 3, dtype=torch.int32))
+
+
+def launch_all_reduces() -> None:
+    """Launch sums of 2, 4 and 8 ranks, in one shot and in two, on two of the ranks: 6 variants."""
+    x, weight = torch.zeros(3, 4096, dtype=torch.bfloat16), torch.zeros(4096, dtype=torch.bfloat16)
+    buffer = torch.zeros(2, 8, 4096, dtype=torch.bfloat16)
+    for size in (2, 4, 8):
+        signals = [torch.zeros(size * NUM_SIGNALS, dtype=torch.int32)] * size
+        for rank in (0, 1):
+            peers = Peers(rank, [buffer] * size, signals)
+            for two_shots_from in (1, 8):
+                peers.two_shots_from = two_shots_from
+                all_reduce_norm.all_reduce_add_rms_norm(x, x, weight, 1e-5, peers)
 
 
 def launch_sampler() -> None:
