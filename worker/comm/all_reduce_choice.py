@@ -83,13 +83,21 @@ def _measure(peers: Peers, comm: Communicator, num_tokens: int) -> SumTimes:
 
 
 def _seconds(op: Callable[[], object]) -> float:
-    """Return the seconds of a call, of NUM_CALLS in a row on the current stream."""
-    for _ in range(NUM_CALLS):
-        op()
+    """Return the seconds of a call, of NUM_CALLS in a row in a graph, as in steps.
+
+    Launched one by one, small sums would cost their launches, whichever kernel they take.
+    """
+    op()  # compiles the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: as in CudaGraphs.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(NUM_CALLS):
+            op()
+    graph.replay()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
-    for _ in range(NUM_CALLS):
-        op()
+    graph.replay()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / NUM_CALLS

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +31,37 @@ def test_limits_hold_for_all_smaller_or_larger_sums(
 ) -> None:
     by_tokens = {1 << index: SumTimes(*each) for index, each in enumerate(times)}
     assert choose_limits(by_tokens) == (max_tokens, two_shots_from)
+
+
+def test_sums_are_timed_as_replays_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of launches, which steps do not pay, must not choose the kernel."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, **_: Any) -> None: ...
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None: ...
+
+        def elapsed_time(self, other: Event) -> float:
+            return 40.0
+
+    @contextmanager
+    def capture(graph: Any, **_: Any) -> Iterator[None]:
+        log.append("begin")
+        yield
+        log.append("end")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
+    seconds = all_reduce_choice._seconds(lambda: log.append("call"))
+    assert seconds == pytest.approx(0.040 / all_reduce_choice.NUM_CALLS)
+    recorded = ["begin", *["call"] * all_reduce_choice.NUM_CALLS, "end"]
+    assert log == ["call", *recorded, "replay", "event", "replay", "event"]
 
 
 def test_ranks_choose_by_the_slowest_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
