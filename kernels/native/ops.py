@@ -25,6 +25,7 @@ def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
         and head_dim in head_dims()
         and kv_cache.dtype in dtype_codes()
         and q.stride(1) == head_dim
+        and kv_cache.is_contiguous()
     )
     if q.is_cpu and not is_supported:
         sizes = f"a head_dim of {head_dim}, queries of {q.dtype} and a cache of {kv_cache.dtype}"

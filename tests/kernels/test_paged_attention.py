@@ -235,3 +235,13 @@ def test_short_and_long_sequences_are_grouped_separately() -> None:
 def close(actual: Tensor, expected: Tensor) -> None:
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_attention_reads_a_cache_whose_blocks_are_parts_of_larger_ones() -> None:
+    """The C++ ops read dense caches only."""
+    paged, q = Paged([33, 5], 4, 2, 16, torch.float32), torch.randn(2, 4, 16)
+    wide = torch.zeros(len(paged.cache), paged.cache[0].numel() + 16)
+    apart = wide[:, :-16].view(paged.cache.shape).copy_(paged.cache)
+    out = paged_decode_attention(q, apart, paged.tables, paged.lens, 0.25)
+    for row in range(2):
+        close(out[row : row + 1], paged.expected(row, q[row : row + 1], 0.25))
