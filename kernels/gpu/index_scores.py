@@ -16,8 +16,11 @@ from .tile_configs import INTERPRETED
 BLOCK_KEYS = 64
 
 
-# The width of block tables changes from step to step.
-@triton.jit(do_not_specialize=["top_k", "stride_table", "stride_scores"])
+# The width of block tables changes from step to step, and so does the alignment of parts of a step's tokens.
+@triton.jit(
+    do_not_specialize=["top_k", "stride_table", "stride_scores"],
+    do_not_specialize_on_alignment=["weights_ptr", "rows_ptr", "lens_ptr"],
+)
 def _index_scores(
     q_ptr,  # [T, Hi, I]
     weights_ptr,  # [T, Hi] float32

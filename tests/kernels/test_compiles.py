@@ -34,8 +34,13 @@ def test_every_launched_kernel_is_compiled_by_some_case() -> None:
 
 def test_sum_over_ranks_has_one_variant_for_all_ranks_and_wide_loads(tmp_path: Path) -> None:
     """A second variant would be compiled while the kernel of another rank waits for this one."""
-    _, *variants = run_script("90", "all_reduces", TRITON_CACHE_DIR=str(tmp_path))
+    _, *variants = run_script("90", "launch_all_reduces", TRITON_CACHE_DIR=str(tmp_path))
     assert len(variants) == 2 * 3
+
+
+def test_indexer_has_one_variant_for_all_parts_of_a_step(tmp_path: Path) -> None:
+    _, *variants = run_script("90", "launch_all_sparse_latents", TRITON_CACHE_DIR=str(tmp_path))
+    assert len([each for each in variants if each.startswith("index_scores.")]) == 2 * 2
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ compiles the variant as on a GPU, and ends there. Prints the version of Triton, 
 kernel, bytes of shared memory, bytes of stack per thread. Fails if a kernel of kernels.gpu is launched by none of
 kernel_cases, if a variant needs more shared memory than the GPU has, if one spills more registers to the stack than
 `max_stack_bytes` allows, or if one of WIDE_KERNELS accesses memory 2 bytes at a time. ``bind`` as second argument
-compiles nothing and looks for kernels without a case only; ``all_reduces`` compiles these only.
+compiles nothing and looks for kernels without a case only; the name of a function of kernel_cases launches that only.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def main(capability: int, mode: str = "") -> None:
     compilations = Compilations(capability, binds_only=mode == "bind")
     compilations.install()
     print("triton", triton.__version__)
-    if mode == "all_reduces":
-        kernel_cases.launch_all_reduces()
+    if mode.startswith("launch_"):
+        getattr(kernel_cases, mode)()
     else:
         kernel_cases.launch_everything(capability)
         for name in sorted(launched_kernels(capability) - compilations.kernels):

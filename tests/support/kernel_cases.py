@@ -69,6 +69,12 @@ def launch_all_attention() -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             launch_latent_attention(shape, 16, dtype)
         launch_latent_attention(shape, 16, torch.bfloat16, torch.float8_e4m3fn)
+    launch_all_sparse_latents()
+
+
+def launch_all_sparse_latents() -> None:
+    """Launch sparse latent attention with the sizes of every registered model that has it."""
+    for shape in latent_shapes():
         if shape.num_index_heads:
             launch_sparse_latent_attention(shape, torch.bfloat16)
             launch_sparse_latent_attention(shape, torch.bfloat16, torch.float8_e4m3fn)
@@ -270,7 +276,10 @@ def launch_sparse_latent_attention(
     weights = torch.zeros(num_tokens, shape.num_index_heads)
     tables, lens = torch.zeros(num_tokens, 200, dtype=torch.int32), torch.full((num_tokens,), 3000).int()
     sequences = torch.arange(num_tokens)
-    index_scores.index_scores(q, weights, rows[..., dim:], tables, sequences, lens, 2048, scales)
+    for own in (slice(None), slice(1, None)):  # one variant for any part of the tokens
+        index_scores.index_scores(
+            q[own], weights[own], rows[..., dim:], tables, sequences[own], lens[own], 2048, scales
+        )
     absorbed = torch.zeros(num_tokens, num_heads, dim, dtype=dtype)
     slots, counts = torch.zeros(num_tokens, 2048, dtype=torch.int32), lens.clamp(max=2048)
     sparse_latent.sparse_latent_attention(absorbed, rows[..., :dim], slots, counts, 0.1, rank, scales)
