@@ -140,7 +140,7 @@ class RankMemory:
     def _check_same_weights(self, digest: int) -> None:
         """Raise ConfigError on all ranks if one has read other weights: a rank that was replaced, from new files."""
         own = torch.tensor([digest], dtype=torch.int64, device=self._device)
-        digests = self._comm.all_gather(own).flatten().tolist()
+        digests = self._comm.all_gather(own).flatten().cpu().tolist()
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise ConfigError(
