@@ -15,8 +15,8 @@ from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .kv_tiers import KvTiers
 from .planned_moves import PendingFills, PlannedMoves
-from .prefix_cache import CacheKey, PrefixCache, make_caches
-from .prefix_lookup import MIN_PARTIAL_SHARE, Prefix, PrefixLookup
+from .prefix_cache import MIN_PARTIAL_SHARE, CacheKey, PrefixCache, make_caches
+from .prefix_lookup import Prefix, PrefixLookup
 
 
 class BlockManager:
@@ -353,7 +353,7 @@ class BlockManager:
         parent = digests[-1] if digests else sequence.root
         digest = child_digest(parent, tokens)
         digests.append(digest)
-        key = CacheKey(digest, parent, tokens)
+        key = digest, parent, tokens
         # The greatest is no placeholder of a released block, unless all are.
         caches = self._caches_of(self._pool.partition_of(max(block_ids)))
         for cache, block_id in zip(caches, block_ids, strict=True):
@@ -389,7 +389,7 @@ class BlockManager:
             return
         parent = sequence.block_digests[index - 1] if index else sequence.root
         tokens = last_tokens.tobytes()
-        key = CacheKey(child_digest(parent, tokens), parent, tokens)
+        key = child_digest(parent, tokens), parent, tokens
         for group, cache in enumerate(self._caches_of(self.partition_of(row))):
             table = self._table(row, group)
             if index >= self._first_live[table]:
@@ -547,7 +547,7 @@ class BlockManager:
         parent = sequence.block_digests[index - 1] if index else sequence.root
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + self.block_size].tobytes()
-        key = CacheKey(sequence.block_digests[index], parent, tokens)
+        key = sequence.block_digests[index], parent, tokens
         block_id = int(self.tables.ids[self._table(row, group), index])
         self._insert(self._caches_of(self.partition_of(row))[group], key, block_id)
         return block_id
@@ -576,7 +576,7 @@ class BlockManager:
         cache = self._caches[index]
         key = cache.key_of(block_id)
         cache.forget(block_id)
-        if self.host is None or len(key.tokens) < 4 * self.block_size:
+        if self.host is None or len(key[2]) < 4 * self.block_size:
             return
         host_block = self.host.insert(index, key)
         if host_block is not None:

@@ -59,7 +59,7 @@ class HostTier:
         The caller holds the block until the plan that fills it is made, and then calls `release`.
         """
         partition = cache // self._num_groups
-        if self._pool.num_free_in(partition) == 0 or self._caches[cache].find(key.digest) is not None:
+        if self._pool.num_free_in(partition) == 0 or self._caches[cache].find(key[0]) is not None:
             return None
         (block_id,) = self._pool.allocate(1, partition)
         self._caches[cache].insert(key, block_id)

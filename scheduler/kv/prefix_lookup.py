@@ -10,9 +10,6 @@ from ...proto.cache_groups import CacheLayout
 from .host_tier import HostTier
 from .prefix_cache import PrefixCache
 
-# A partial match is copied if it covers at least this share of a block.
-MIN_PARTIAL_SHARE = 0.25
-
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
@@ -122,7 +119,7 @@ class PrefixLookup:
         found = []
         for cache in self._caches:
             child = cache.closest_child(parent, tokens)
-            if child is None or child[1] < MIN_PARTIAL_SHARE * self._block_size or child[0] in excluded:
+            if child is None or child[0] in excluded:
                 return None
             found.append(child)
         return tuple(block_id for block_id, _ in found), min(count for _, count in found)

@@ -1,4 +1,8 @@
+import gc
+import tracemalloc
 from array import array
+
+import pytest
 
 from quire.proto.digests import child_digest, make_root
 from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache
@@ -14,7 +18,7 @@ def chain(cache: PrefixCache, tokens: list[int], num_blocks: int, root: bytes = 
 
 def key(parent: bytes, tokens: list[int]) -> CacheKey:
     raw = array("i", tokens).tobytes()
-    return CacheKey(child_digest(parent, raw), parent, raw)
+    return child_digest(parent, raw), parent, raw
 
 
 def test_block_is_found_by_its_whole_prefix() -> None:
@@ -63,9 +67,9 @@ def test_insert_keeps_the_first_block_until_it_is_forgotten() -> None:
     entry = key(ROOT, [1, 2])
     assert cache.insert(entry, 5)
     assert not cache.insert(entry, 6)
-    assert cache.find(entry.digest) == 5
+    assert cache.find(entry[0]) == 5
     cache.forget(5)
-    assert cache.find(entry.digest) is None
+    assert cache.find(entry[0]) is None
     assert cache.closest_child(ROOT, array("i", [1, 2])) is None
     assert len(cache) == 0
     cache.check_integrity()
@@ -80,3 +84,46 @@ def test_closest_child_shares_the_most_first_tokens() -> None:
     assert cache.closest_child(ROOT, array("i", [1, 2, 9, 4])) == (5, 3)
     assert cache.closest_child(ROOT, array("i", [1])) == (5, 1)
     assert cache.closest_child(ROOT, array("i", [8, 8])) is None
+
+
+def test_closest_child_has_a_quarter_of_a_block_in_common() -> None:
+    cache = PrefixCache(8)
+    cache.insert(key(ROOT, [1, 2, 3, 4, 5, 6, 7, 8]), 5)
+    cache.insert(key(ROOT, [1]), 6)
+    assert cache.closest_child(ROOT, array("i", [1, 2, 9])) == (5, 2)
+    assert cache.closest_child(ROOT, array("i", [1, 9, 9])) is None
+    assert cache.closest_child(ROOT, array("i", [1])) is None
+
+
+@pytest.mark.parametrize("num_common", [1, 9], ids=["first token", "system prompt"])
+def test_block_with_many_siblings_is_added_and_removed_without_a_copy_of_their_list(num_common: int) -> None:
+    def sibling(index: int) -> CacheKey:
+        return key(ROOT, [*range(num_common), *[100 + index] * (16 - num_common)])
+
+    cache = PrefixCache(16)
+    for index in range(5000):
+        cache.insert(sibling(index), index)
+    peaks = []
+    tracemalloc.start()
+    try:
+        for index in range(9):
+            entry = sibling(5000 + index)
+            before, _ = tracemalloc.get_traced_memory()
+            tracemalloc.reset_peak()
+            cache.insert(entry, 5000 + index)
+            cache.forget(index)
+            peaks.append(tracemalloc.get_traced_memory()[1] - before)
+    finally:
+        tracemalloc.stop()
+    assert sorted(peaks)[4] < 1000  # a list of 5,000 blocks takes 40,000 bytes
+    cache.check_integrity()
+
+
+def test_cached_blocks_are_not_visited_by_the_garbage_collector() -> None:
+    cache = PrefixCache(16)
+    gc.collect()
+    before = len(gc.get_objects())
+    for index in range(2000):
+        cache.insert(key(ROOT, [index] * 16), index)
+    gc.collect()
+    assert len(gc.get_objects()) - before < 20
