@@ -255,7 +255,10 @@ class SimulatedFleet:
         if not loads:
             self._buffer.append(request)
             return
-        replica = self._replicas[self._router.choose((), b"", loads)]
+        self._router.set_loads(loads)
+        chosen = self._router.choose((), b"")
+        assert chosen is not None
+        replica = self._replicas[chosen]
         replica.submit(request)
         self._keep_stepping(replica, now)
 

@@ -8,8 +8,9 @@ every REPORT_S, and the Router. Arrivals are compressed so that any number of re
 
 - ``fleet.hit_rate.<trace>.<n>.<policy>``: share of the prompt tokens that were found cached;
 - ``fleet.imbalance.<trace>.<n>.<policy>``: prompt tokens that the busiest replica computed, over the mean;
-- ``fleet.choice_us.<blocks>``: time in which the Router chooses for a prompt of that many blocks among 8 replicas,
-  each with 64 k cached blocks, one of them with the prompt's.
+- ``fleet.choice_us.<blocks>``: processor time in which the Router chooses for a prompt of that many blocks among
+  8 replicas, each with 64 k cached blocks, one of them with the prompt's;
+- ``fleet.choice_us.replicas.<n>``: the same for a prompt of 64 blocks that all replicas have cached.
 """
 
 from __future__ import annotations
@@ -146,7 +147,13 @@ def _hit_rate_and_imbalance(finishes: list[list[Finish]]) -> tuple[float, float]
 
 
 def _cache_aware(router: Router) -> Choose:
-    return lambda hashes, loads: router.choose(hashes, b"", loads)
+    def choose(hashes: Sequence[bytes], loads: Mapping[str, ReplicaLoad]) -> str:
+        router.set_loads(loads)
+        chosen = router.choose(hashes, b"")
+        assert chosen is not None
+        return chosen
+
+    return choose
 
 
 def _at_random(router: Router) -> Choose:
@@ -168,22 +175,34 @@ POLICIES: Mapping[str, Callable[[Router], Choose]] = {
 
 def time_choices() -> dict[str, Figure]:
     """Return microseconds per choice."""
-    router, caches = Router(BLOCK_SIZE, random.Random(0)), {}
-    for number in range(8):
-        caches[f"replica-{number}"] = os.urandom(65_536 * CACHE_HASH_BYTES)
-        router.apply_report(f"replica-{number}", CacheReport(1, 0, caches[f"replica-{number}"], b""))
-    loads = {name: ReplicaLoad(0, 0.0) for name in caches}
+    caches = {f"replica-{number}": os.urandom(65_536 * CACHE_HASH_BYTES) for number in range(8)}
     figures = {}
     for num_blocks in (0, 64, 512):
-        hashes = _first_hashes(caches["replica-3"], num_blocks)
-        seconds = []
-        for _ in range(NUM_CHOICES):
-            begin = time.perf_counter()
-            router.choose(hashes, b"", loads)
-            seconds.append(time.perf_counter() - begin)
         note = f"8 replicas of 64 k blocks; {num_blocks * BLOCK_SIZE} tokens found at one"
-        figures[f"fleet.choice_us.{num_blocks}"] = Figure(1e6 * median(seconds), "us", note)
+        hashes = _first_hashes(caches["replica-3"], num_blocks)
+        figures[f"fleet.choice_us.{num_blocks}"] = Figure(_choice_us(caches, hashes), "us", note)
+    for num_replicas in (10, 100, 1000):
+        shared = os.urandom(64 * CACHE_HASH_BYTES)
+        caches = {f"replica-{number}": shared for number in range(num_replicas)}
+        note = "64 blocks of a system prompt that all replicas have cached"
+        figures[f"fleet.choice_us.replicas.{num_replicas}"] = Figure(
+            _choice_us(caches, _first_hashes(shared, 64)), "us", note
+        )
     return figures
+
+
+def _choice_us(caches: Mapping[str, bytes], hashes: Sequence[bytes]) -> float:
+    """Return the median processor time of a choice, in microseconds, among idle replicas with these hashes."""
+    router = Router(BLOCK_SIZE, random.Random(0))
+    for replica_id, hashes_of_replica in caches.items():
+        router.apply_report(replica_id, CacheReport(1, 0, hashes_of_replica, b""))
+        router.set_load(replica_id, ReplicaLoad(0, 0.0))
+    times = []
+    for _ in range(NUM_CHOICES):
+        begin = time.thread_time_ns()
+        router.choose(hashes, b"")
+        times.append((time.thread_time_ns() - begin) / 1000)
+    return median(times)
 
 
 def _first_hashes(cache: bytes, num_blocks: int) -> list[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -130,6 +130,7 @@ class ReplicaPool:
         self._on_change = on_change
         self._explain_unavailable = explain_unavailable
         self._members: dict[str, _Member] = {}
+        self._clients: dict[str, ReplicaClient] = {}  # replaced, not changed: it is read across awaits
         self._router = Router(block_size)
         self.adapters = LoraRegistry(model)
         self.weights = WeightsRegistry()
@@ -161,7 +162,7 @@ class ReplicaPool:
     @property
     def clients(self) -> Mapping[str, ReplicaClient]:
         """replica_id |-> its client."""
-        return {replica_id: member.client for replica_id, member in self._members.items()}
+        return self._clients
 
     @property
     def statuses(self) -> list[ReplicaStatus]:
@@ -184,6 +185,7 @@ class ReplicaPool:
         """Add a replica whose client has been started. It gets requests after its first canary token."""
         member = _Member(client, self.weights)
         self._members[client.replica_id] = member
+        self._clients = {**self._clients, client.replica_id: client}
         client.add_listener(lambda message: self._on_message(member, message))
         member.tasks = [
             run_in_background(self._maintain_readiness(member), f"checking {client.replica_id}"),
@@ -195,6 +197,7 @@ class ReplicaPool:
         member = self._members.get(replica_id)
         if member is not None and not member.is_draining:
             member.is_draining = True
+            self._update_load(member)
             self._notify_change()
 
     def retire(self) -> None:
@@ -205,6 +208,7 @@ class ReplicaPool:
     def remove(self, replica_id: str, reason: str) -> None:
         """Close the client of a replica that has ended or will end; its running requests move to other replicas."""
         member = self._members.pop(replica_id)
+        self._clients = {name: client for name, client in self._clients.items() if name != replica_id}
         self._router.remove_replica(replica_id)
         self.weights.forget(member.client)
         closing = run_in_background(self._close_member(member, reason), f"closing the client of {replica_id}")
@@ -260,20 +264,39 @@ class ReplicaPool:
         return demand
 
     def choose(self, request: Request) -> ReplicaClient | None:
-        candidates = {name: member for name, member in self._members.items() if member.takes_requests}
-        if not candidates:
+        if not self.is_ready:
             return None
-        num_cached_tokens = 0
-        if len(candidates) == 1:  # no hashing for a choice of one
-            (replica_id,) = candidates
-        else:
-            hashes = self._hashes(request)
-            loads = {name: member.load for name, member in candidates.items()}
-            replica_id = self._router.choose(hashes, request.salt, loads)
-            num_cached_tokens = self._block_size * self._router.num_cached_blocks(replica_id, hashes)
-            self._router.record_submit(replica_id, hashes)
-        candidates[replica_id].num_sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
-        return candidates[replica_id].client
+        hashes = self._hashes(request) if len(self._members) > 1 else []  # no hashing for a choice of one
+        member = self._choose_member(hashes, request.salt)
+        if member is None:  # some take requests again since their last status
+            for each in self._members.values():
+                self._update_load(each)
+            member = self._choose_member(hashes, request.salt)
+        assert member is not None, "the pool is ready, and no replica takes requests"
+        replica_id = member.client.replica_id
+        num_cached_tokens = self._block_size * self._router.num_cached_blocks(replica_id, hashes)
+        self._router.record_submit(replica_id, hashes)
+        member.num_sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
+        self._update_load(member)
+        return member.client
+
+    def _choose_member(self, hashes: Sequence[bytes], salt: bytes) -> _Member | None:
+        """Return the router's choice; None if it knows of no replica that takes requests."""
+        while (replica_id := self._router.choose(hashes, salt)) is not None:
+            member = self._members[replica_id]
+            if member.takes_requests:
+                return member
+            self._update_load(member)  # it has failed since its last status
+        return None
+
+    def _update_load(self, member: _Member) -> None:
+        """Tell the router a replica's load, or that it takes no requests.
+
+        Not called at each event after which a replica takes requests or does not: `choose` looks at its choice.
+        """
+        if member.client.replica_id in self._members:
+            load = member.load if member.takes_requests else None
+            self._router.set_load(member.client.replica_id, load)
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
         """See `ReplicaPicker`. Requests that have begun wait even if `max_waiting` requests wait already."""
@@ -333,6 +356,7 @@ class ReplicaPool:
         """Reset the load estimate, and query the replica's cache unless it is the only replica."""
         member.num_sent_tokens = 0
         self.weights.on_status(member.client, status)
+        self._update_load(member)
         if member.held_by != member.was_held_by:
             member.was_held_by = member.held_by
             self._notify_change()
@@ -362,12 +386,14 @@ class ReplicaPool:
                 await asyncio.sleep(CANARY_RETRY_S)
                 continue
             member.is_ready = True
+            self._update_load(member)
             self._notify_change()
             try:
                 await self._until_unhealthy(member)
             except QuireError as error:
                 _log.warning("the canary request of an idle replica failed: %s", error)
             member.is_ready = False
+            self._update_load(member)
             self._notify_change()
 
     async def _until_unhealthy(self, member: _Member) -> None:
