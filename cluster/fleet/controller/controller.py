@@ -188,7 +188,12 @@ class FleetController:
         return self._keys
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
+        """See `Fleet.watch`; for gateways of earlier releases."""
         return await self._call(lambda fleet: fleet.watch(since, timeout_s))
+
+    async def changes(self, since: str, timeout_s: float) -> bytes | None:
+        """See `Fleet.changes`."""
+        return await self._call(lambda fleet: fleet.changes(since, timeout_s))
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         fleet = await asyncio.wrap_future(self._fleet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,7 +14,7 @@ from ray.exceptions import RayError
 from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.transport.network import CurveKeys
 from ..ray.errors import unwrap
-from .fleet_state import Demand, Deploy, FleetCommand, FleetState
+from .fleet_state import Demand, Deploy, FleetChanges, FleetCommand, FleetState
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -51,13 +52,25 @@ class ControllerClient:
 
     def __init__(self, actor: ActorHandle) -> None:
         self._actor = actor
+        self._state = FleetState("")  # the last one that was received
 
     async def keys(self) -> CurveKeys:
         return await self._call("keys", self._actor.keys.remote)
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
-        submit = partial(self._actor.watch.remote, since, timeout_s)
-        return await self._call("watch", submit, timeout_s + _CALL_TIMEOUT_S)
+        ask = getattr(self._actor, "changes", None)
+        if ask is None:  # a controller of an earlier release
+            submit = partial(self._actor.watch.remote, since, timeout_s)
+            return await self._call("watch", submit, timeout_s + _CALL_TIMEOUT_S)
+        known = since if since == self._state.version else ""
+        encoded = await self._call(
+            "watch", partial(ask.remote, known, timeout_s), timeout_s + _CALL_TIMEOUT_S
+        )
+        if encoded is None:
+            return None
+        changes: FleetChanges = pickle.loads(encoded)  # noqa: S301  of the actor, as what Ray itself decodes
+        self._state = changes.applied_to(self._state)
+        return self._state
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         await self._call("report", partial(self._actor.report.remote, gateway_id, dict(demand)))

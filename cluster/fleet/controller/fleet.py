@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import pickle
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from ...os_utils.backoff import Backoff
 from ...os_utils.change_notifier import ChangeNotifier
 from .autoscaler import Decision, DemandCounter, ScalingState, decide, take_snapshot
 from .fleet_state import (
+    ChangeLog,
     Delete,
     Demand,
     Deploy,
@@ -39,6 +41,10 @@ from .replica_lifecycle import LifecycleContext, ReplicaLifecycle
 
 TICK_S = 1.0
 NODES_INTERVAL_S = 3.0
+# Gateways learn of the changes of this time together, and at once of a change after such a time without any.
+CHANGES_INTERVAL_S = 0.5
+# A target's reason has numbers that change each second: gateways wait this long for one that only explains.
+REASON_INTERVAL_S = 10.0
 CANARY_TIMEOUT_S = 120.0
 # Delays between launches after replicas failed to start.
 FIRST_LAUNCH_RETRY_S = 1.0
@@ -62,11 +68,13 @@ class _Model:
     Attributes:
         backoff: delays the next launch after a replica of the deployed version failed to start.
         problem: why the last start failed; empty after one succeeded.
+        told_at: when gateways were last woken for the target or its reason.
     """
 
     deployment: Deployment
     scaling: ScalingState
     decision: Decision
+    told_at: float = -math.inf
     backoff: Backoff = field(default_factory=_launch_backoff)
     demand: DemandCounter = field(default_factory=DemandCounter)
     problem: str = ""
@@ -112,6 +120,9 @@ class Fleet:
         )
         self._nodes_read_at = -math.inf
         self._epoch, self._version = secrets.token_hex(4), 0
+        self._log, self._logged_version = ChangeLog(), 0
+        self._encoded: dict[str, bytes] = {}  # since |-> changes to the version in the log
+        self._told_at = -math.inf
         self._changes = ChangeNotifier()
         self._step_due = asyncio.Event()
         # Serializes deploy and delete, so that the store and the deployments agree.
@@ -288,12 +299,32 @@ class Fleet:
 
     async def watch(self, since: str, timeout_s: float) -> FleetState | None:
         """Return the state once its version differs from `since`, or None after `timeout_s` without a change."""
+        return self.state() if await self._has_changed(since, timeout_s) else None
+
+    async def changes(self, since: str, timeout_s: float) -> bytes | None:
+        """Return the pickled FleetChanges once there are some, or None after `timeout_s` without a change.
+
+        They are made and encoded once for all gateways that know the same version.
+        """
+        if not await self._has_changed(since, timeout_s):
+            return None
+        await asyncio.sleep(self._told_at + CHANGES_INTERVAL_S - self._clock())
+        if self._logged_version != self._version:
+            self._log.update(self._version, self.state())
+            self._logged_version, self._encoded, self._told_at = self._version, {}, self._clock()
+        if since not in self._encoded:
+            epoch, _, number = since.partition("-")
+            known = int(number) if epoch == self._epoch else 0
+            self._encoded[since] = pickle.dumps(self._log.since(known, since))
+        return self._encoded[since]
+
+    async def _has_changed(self, since: str, timeout_s: float) -> bool:
+        """Wait until the version differs from `since`; return False after `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while since == self._state_version():
                     await self._changes.wait()
-                return self.state()
-        return None
+        return since != self._state_version()
 
     async def close(self) -> None:
         """Stop managing; replicas keep running."""
@@ -347,14 +378,18 @@ class Fleet:
         snapshot = take_snapshot(now, replicas, model.demand)
         decision = decide(snapshot, model.deployment.limits, model.scaling)
         model.scaling = decision.state
-        if (decision.target, decision.reason) != (model.decision.target, model.decision.reason):
-            if decision.target != model.decision.target:
-                _log.info(
-                    "%s: the target is %d replicas: %s",
-                    model.deployment.name, decision.target, decision.reason,
-                )  # fmt: skip
+        before, model.decision = model.decision, decision
+        if decision.target != before.target:
+            _log.info(
+                "%s: the target is %d replicas: %s", model.deployment.name, decision.target, decision.reason
+            )
+        elif decision.reason == before.reason:
+            return
+        if decision.target != before.target or now - model.told_at >= REASON_INTERVAL_S:
+            model.told_at = now
             self._notify_change()
-        model.decision = decision
+        else:
+            self._version += 1  # gateways learn of the reason with the next change
 
     def _reconcile(self, model: _Model) -> None:
         """Start, drain and stop replicas towards the target."""

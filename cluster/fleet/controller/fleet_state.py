@@ -1,7 +1,8 @@
-"""What gateways and the controller tell each other: the FleetState, and the Demand of a gateway. Plain data."""
+"""What gateways and the controller tell each other: the FleetState or its changes, and the Demand of a gateway."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -86,6 +87,92 @@ class FleetState:
     def replicas_of(self, model: str) -> list[ReplicaEntry]:
         """Return the replicas of a model."""
         return [entry for entry in self.replicas if entry.model == model]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChanges:
+    """Difference of two states of one controller, or a whole state.
+
+    Attributes:
+        since: version of the state that has changed; empty for a whole state.
+        version: of the new state.
+        deployments: all of them.
+        replicas: that are new or have changed.
+        removed: ids of replicas that are gone.
+        nodes: all of them; None if they are as before.
+    """
+
+    since: str
+    version: str
+    deployments: tuple[DeploymentEntry, ...]
+    replicas: tuple[ReplicaEntry, ...]
+    removed: tuple[str, ...] = ()
+    nodes: tuple[NodeEntry, ...] | None = None
+
+    def applied_to(self, state: FleetState) -> FleetState:
+        """Return the new state; `state` must have the version `since`, or be any if this is a whole state."""
+        assert self.since in ("", state.version), f"changes since {self.since}, the state is {state.version}"
+        replicas = {} if not self.since else {entry.replica_id: entry for entry in state.replicas}
+        replicas |= {entry.replica_id: entry for entry in self.replicas}
+        for replica_id in self.removed:
+            replicas.pop(replica_id, None)
+        nodes = state.nodes if self.nodes is None else self.nodes
+        return FleetState(self.version, self.deployments, tuple(replicas.values()), nodes)
+
+
+class ChangeLog:
+    """The latest state, with the number of the update in which each of its replicas last changed.
+
+    Args:
+        max_removed: replicas that are gone and are remembered. Who knows an earlier state gets a whole state.
+    """
+
+    def __init__(self, max_removed: int = 1000) -> None:
+        self._max_removed = max_removed
+        self._state = FleetState("")
+        self._replicas: OrderedDict[str, tuple[int, ReplicaEntry]] = OrderedDict()  # the latest change last
+        self._removed: OrderedDict[str, int] = (
+            OrderedDict()
+        )  # replica_id |-> number of the update, the latest last
+        self._nodes_changed = 0
+        self._oldest = 0  # changes since an earlier update are not known
+
+    def update(self, number: int, state: FleetState) -> None:
+        """Record the state of update `number`; numbers grow, and begin with 1."""
+        for entry in state.replicas:
+            known = self._replicas.get(entry.replica_id)
+            if known is None or known[1] != entry:
+                self._replicas[entry.replica_id] = number, entry
+                self._replicas.move_to_end(entry.replica_id)
+                self._removed.pop(entry.replica_id, None)
+        if len(self._replicas) > len(state.replicas):
+            for replica_id in self._replicas.keys() - {entry.replica_id for entry in state.replicas}:
+                del self._replicas[replica_id]
+                self._removed[replica_id] = number
+        while len(self._removed) > self._max_removed:
+            _, self._oldest = self._removed.popitem(last=False)
+        if state.nodes != self._state.nodes:
+            self._nodes_changed = number
+        self._state = state
+
+    def since(self, number: int, version: str) -> FleetChanges:
+        """Return the changes since update `number`, whose state had that version, or the whole state."""
+        state = self._state
+        if number < max(1, self._oldest):
+            return FleetChanges("", state.version, state.deployments, state.replicas, (), state.nodes)
+        changed, removed = list[ReplicaEntry](), list[str]()
+        for changed_at, entry in reversed(self._replicas.values()):
+            if changed_at <= number:
+                break
+            changed.append(entry)
+        for replica_id, removed_at in reversed(self._removed.items()):
+            if removed_at <= number:
+                break
+            removed.append(replica_id)
+        nodes = state.nodes if self._nodes_changed > number else None
+        return FleetChanges(
+            version, state.version, state.deployments, tuple(reversed(changed)), tuple(removed), nodes
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,8 +61,9 @@ def plan(target: int, version: str, replicas: Sequence[ReplicaView], now: float)
     they are ready.
     """
     live = [each for each in replicas if each.state in (ReplicaState.STARTING, ReplicaState.READY)]
-    staying = [each for each in live if each.version == version and each.drain_by is None]
-    outgoing = [each for each in live if each not in staying]
+    staying, outgoing = list[ReplicaView](), list[ReplicaView]()
+    for each in live:
+        (staying if each.version == version and each.drain_by is None else outgoing).append(each)
     departing = [each for each in outgoing if each.drain_by is not None]
     surplus = max(0, len(staying) - target)
     stop = [each for each in outgoing if _is_launching(each)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
@@ -12,7 +13,15 @@ import pytest
 
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.fleet.controller.controller_client import ControllerClient
-from quire.cluster.fleet.controller.fleet_state import Delete, Deploy
+from quire.cluster.fleet.controller.fleet_state import (
+    ChangeLog,
+    Delete,
+    Deploy,
+    FleetState,
+    NodeEntry,
+    ReplicaEntry,
+    ReplicaState,
+)
 from quire.proto.errors import ReplicaUnavailable
 from tests.simulation.event_loop import Clock, run_simulated
 
@@ -56,3 +65,102 @@ def test_deployment_may_take_minutes() -> None:
 def test_other_calls_name_the_controller_that_does_not_answer() -> None:
     with pytest.raises(ReplicaUnavailable, match="did not answer 'delete' in 30 s"):
         call(300.0, lambda controller: controller.apply(Delete("demo")))
+
+
+class Actor:
+    """A controller's actor with a state that tests change.
+
+    Attributes:
+        sent: bytes of each answer to a call for changes.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.log, self.sent = 0, ChangeLog(), list[int]()
+        self.replicas = {f"replica-{number}": entry(number) for number in range(200)}
+        self.changes = self
+        self.set()
+
+    @property
+    def state(self) -> FleetState:
+        return FleetState(f"e-{self.number}", (), tuple(self.replicas.values()), (NodeEntry("node", "host"),))
+
+    def set(self, *changed: ReplicaEntry, removed: str = "") -> None:
+        self.replicas |= {each.replica_id: each for each in changed}
+        self.replicas.pop(removed, None)
+        self.number += 1
+        self.log.update(self.number, self.state)
+
+    async def remote(self, since: str, timeout_s: float) -> bytes:
+        epoch, _, number = since.partition("-")
+        encoded = pickle.dumps(self.log.since(int(number) if epoch == "e" else 0, since))
+        self.sent.append(len(encoded))
+        return encoded
+
+
+def entry(number: int, reason: str = "") -> ReplicaEntry:
+    return ReplicaEntry(f"replica-{number}", "demo", "1", ReplicaState.READY, reason)
+
+
+def test_only_what_changed_is_sent() -> None:
+    actor = Actor()
+    client = ControllerClient(cast(Any, actor))
+
+    async def follow() -> None:
+        state = await client.watch("", 1.0)
+        assert state == actor.state
+        for changed, removed in (
+            (entry(3, "slow"), ""),
+            (entry(200), "replica-7"),
+            (entry(7), "replica-200"),
+        ):
+            actor.set(changed, removed=removed)
+            state = await client.watch(state.version, 1.0)
+            assert state == actor.state
+
+    asyncio.run(follow())
+    whole, *changes = actor.sent
+    assert max(changes) < whole / 20
+
+
+def test_whole_state_is_sent_to_who_knows_another() -> None:
+    """A gateway that could not apply the last state, or has that of another controller."""
+    actor = Actor()
+    client = ControllerClient(cast(Any, actor))
+
+    async def follow() -> None:
+        first = await client.watch("", 1.0)
+        assert first is not None
+        actor.set(entry(3, "slow"))
+        assert await client.watch(first.version, 1.0) == actor.state
+        actor.set(entry(4, "slow"))
+        assert await client.watch(first.version, 1.0) == actor.state
+        client._state = FleetState("other-1")
+        assert await client.watch("other-1", 1.0) == actor.state
+
+    asyncio.run(follow())
+
+
+def test_removals_that_are_forgotten_are_told_by_a_whole_state() -> None:
+    log, states = ChangeLog(max_removed=2), list[FleetState]()
+    for number in range(1, 7):
+        states.append(FleetState(f"e-{number}", (), tuple(entry(each) for each in range(number, 9))))
+        log.update(number, states[-1])
+    for number, known in enumerate(states[:-1], start=1):
+        changes = log.since(number, known.version)
+        assert changes.applied_to(known) == states[-1]
+        assert bool(changes.since) == (number >= 4)
+
+
+def test_controller_of_an_earlier_release_is_asked_for_its_whole_state() -> None:
+    actor = Actor()
+
+    class Earlier:
+        """An actor without the call for changes."""
+
+        class watch:  # noqa: N801
+            @staticmethod
+            async def remote(since: str, timeout_s: float) -> FleetState:
+                return actor.state
+
+    client = ControllerClient(cast(Any, Earlier()))
+    assert asyncio.run(client.watch("", 1.0)) == actor.state

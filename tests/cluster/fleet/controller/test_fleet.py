@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 
 import pytest
-from fake_fleet import FakeLauncher
-from running_fleet import deployment, run, running
+from fake_fleet import FakeLauncher, MemoryStore
+from running_fleet import DEADLINE_S, deployment, run, running
 
+from quire.cluster.config.deployment import ScalingLimits
+from quire.cluster.fleet.controller.autoscaler import Decision, FleetSnapshot, ScalingState
+from quire.cluster.fleet.controller.fleet import REASON_INTERVAL_S, Fleet
 from quire.cluster.fleet.controller.fleet_state import Demand, ReplicaState
 from quire.cluster.fleet.controller.interfaces import MAX_CALLS
 from quire.proto.errors import ModelNotFound, ReplicaUnavailable
@@ -177,5 +181,48 @@ def test_waiting_requests_scale_a_model_from_zero() -> None:
                 fleet.fleet.report("gateway", {"demo": Demand()})
                 await fleet.until(lambda: not launcher.known())
             assert len(launcher.launched) == 2
+
+    run(scenario)
+
+
+def test_changes_are_encoded_once_for_all_gateways() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        async with running(launcher) as fleet:
+            await fleet.serve(2)
+            first, second = await asyncio.gather(*(fleet.fleet.changes("", DEADLINE_S) for _ in range(2)))
+            assert first is second
+            assert first is not None
+            assert len(pickle.loads(first).replicas) == 2
+
+    run(scenario)
+
+
+def test_reason_with_another_number_wakes_gateways_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter(range(100))
+
+    def decide(snapshot: FleetSnapshot, limits: ScalingLimits, state: ScalingState) -> Decision:
+        return Decision(0, f"{next(rates)} requests per second", state)
+
+    monkeypatch.setattr("quire.cluster.fleet.controller.fleet.decide", decide)
+
+    async def scenario(launcher: FakeLauncher) -> None:
+        now = 0.0
+        fleet = Fleet(launcher, MemoryStore(), clock=lambda: now)
+        await fleet.deploy(deployment())
+        await fleet.step()
+        num_woken = 0
+        for _ in range(20):
+            watching = asyncio.ensure_future(fleet.watch(fleet.state().version, DEADLINE_S))
+            await asyncio.sleep(0)
+            now += REASON_INTERVAL_S / 10
+            before = fleet.state()
+            await fleet.step()
+            assert fleet.state().deployments != before.deployments
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            num_woken += watching.done()
+            watching.cancel()
+        assert num_woken in (1, 2)
+        await fleet.close()
 
     run(scenario)

@@ -128,3 +128,17 @@ def test_rolling_update_keeps_target_replicas_ready(target: int, num_new: int) -
     fleet = [ready(f"old-{i}", OLD) for i in range(target)] + [ready(f"new-{i}") for i in range(num_new)]
     actions = plan(target, NEW, fleet, NOW)
     assert len(fleet) - len(actions.drain) >= target
+
+
+def test_plan_compares_no_replica_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_compared = 0
+
+    def equal(left: object, right: object) -> bool:
+        nonlocal num_compared
+        num_compared += 1
+        return left is right
+
+    monkeypatch.setattr(ReplicaView, "__eq__", equal)
+    views = [ReplicaView(f"replica-{number}", "1", ReplicaState.READY, 0.0) for number in range(100)]
+    assert plan(100, "1", views, 0.0) == Plan()
+    assert num_compared == 0
