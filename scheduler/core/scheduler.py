@@ -100,7 +100,7 @@ class Scheduler:
 
     @property
     def gateways(self) -> tuple[bytes, ...]:
-        """Return the gateways that have or had requests."""
+        """Return the gateways that have requests."""
         return tuple(self._state.requests.gateways)
 
     @property
@@ -125,11 +125,8 @@ class Scheduler:
     def num_queued_tokens(self) -> int:
         """Return the known tokens that are not planned yet, of waiting sequences and of running prefills."""
         num_scheduled = self._state.rows.num_scheduled
-        waiting = sum(
-            len(s.token_ids) for s in self._state.alive.values() if s.row is None and s.parent is None
-        )
         running = sum(len(s.token_ids) - int(num_scheduled[row_of(s)]) for s in self._state.prefilling)
-        return waiting + running
+        return self._state.waiting.backlog.num_tokens + running
 
     @property
     def throughput(self) -> Throughput:
@@ -142,8 +139,9 @@ class Scheduler:
 
     def oldest_wait_s(self, now: float) -> float:
         """Return the longest time that a sequence has waited for its first row."""
-        arrivals = [s.arrived_at for s in self._state.alive.values() if s.first_run_at is None]
-        return now - min(arrivals) if arrivals else 0.0
+        # `alive` is in the order of arrival, so that the search ends at the first that has not run.
+        arrivals = (s.arrived_at for s in self._state.alive.values() if s.first_run_at is None)
+        return now - next(arrivals, now)
 
     @property
     def lora(self) -> LoraAdapters | None:
@@ -194,7 +192,7 @@ class Scheduler:
         handles = self._state.requests.handles_of(gateway)
         for handle in handles:
             self.abort(gateway, handle, now)
-        self._state.requests.forget_gateway(gateway)
+        self._state.requests.forget_idle()
         return handles
 
     def recall(self, recall: Recall, now: float) -> Recalled:
@@ -202,11 +200,10 @@ class Scheduler:
         state = self._state
         state.retained.drop_expired(now)
         found = state.retained.find(recall)
-        for sequence in state.alive.values():
-            if sequence.request_id == recall.request_id:
-                output = KnownOutput.of(sequence, *self._interrupted(sequence, now))
-                answer = None if output is None else output.answer(recall)
-                found += [] if answer is None else [answer]
+        for sequence in state.outputs_of(recall.request_id):
+            output = KnownOutput.of(sequence, *self._interrupted(sequence, now))
+            answer = None if output is None else output.answer(recall)
+            found += [] if answer is None else [answer]
         return Recalled(recall.query_id, tuple(found))
 
     def _interrupted(self, sequence: Sequence, now: float) -> tuple[array[int], Finish]:
@@ -270,6 +267,7 @@ class Scheduler:
 
     def wait(self, now: float) -> None:
         """End sequences whose deadline has passed, and hand off those of a draining replica, without a plan."""
+        self._state.requests.forget_idle()
         self._drainer.hand_off(now)
         self._state.fail_expired(now)
 

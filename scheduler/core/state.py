@@ -81,6 +81,7 @@ class SchedulerState:
         limits = config.scheduler
         self._running: dict[int, Sequence] = {}
         self._alive: dict[int, Sequence] = {}
+        self._of_request: dict[str, list[Sequence]] = {}  # request_id |-> those of `alive`
         self._parents: list[Sequence] = []
         self.detectors: Final[dict[int, RepetitionDetector]] = {}
         self._num_sequences_made = 0
@@ -125,6 +126,10 @@ class SchedulerState:
     def parents(self) -> tuple[Sequence, ...]:
         """Return the running sequences with children attached."""
         return tuple(self._parents)
+
+    def outputs_of(self, request_id: str) -> list[Sequence]:
+        """Return the sequences that are alive of all requests with that id."""
+        return self._of_request.get(request_id, [])
 
     def next_seq_id(self) -> int:
         self._num_sequences_made += 1
@@ -341,6 +346,10 @@ class SchedulerState:
         """End a sequence, wherever it is, and free its row and blocks."""
         self.own_prefixes.add(sequence)
         del self._alive[sequence.seq_id]
+        others = self._of_request[sequence.request_id]
+        others.remove(sequence)
+        if not others:
+            del self._of_request[sequence.request_id]
         if sequence.row is not None:
             self._release_row(sequence)
             self._discard_lora(sequence)
@@ -360,6 +369,7 @@ class SchedulerState:
         """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""
         if self.lora is not None:
             self.lora.check_integrity(self.alive.values())
+        assert sum(map(len, self._of_request.values())) == len(self.alive), "requests have other sequences"
         self.blocks.check_integrity([b for sequence in self.alive.values() for b in sequence.host_blocks])
         rows, tables = self.rows, self.blocks.tables
         rows.check_integrity()
@@ -383,6 +393,7 @@ class SchedulerState:
 
     def _add(self, sequence: Sequence) -> None:
         self._alive[sequence.seq_id] = sequence
+        self._of_request.setdefault(sequence.request_id, []).append(sequence)
         if self.lora is not None:
             self.lora.add(sequence)
         self._deadlines.add(sequence)

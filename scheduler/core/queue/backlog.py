@@ -76,6 +76,9 @@ class Backlog:
         policy: the order of admission.
         pace: predicts the lengths of outputs.
         counters: of the fair policy; None for the others.
+
+    Attributes:
+        num_tokens: known tokens of all waiting sequences.
     """
 
     def __init__(self, policy: str, pace: Pace, counters: Counters | None = None) -> None:
@@ -83,6 +86,7 @@ class Backlog:
         self._class_of = _CLASSES[policy]
         self._classes: dict[float | str, Work] = {}
         self._jobs: dict[int, tuple[Job, float | str]] = {}  # seq_id |-> its job, and the class that has it
+        self.num_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
         """Add a waiting sequence."""
@@ -95,6 +99,7 @@ class Backlog:
         key = _RESUMED if sequence.has_run else self._class_of(job)
         self._classes[key] = self._classes.get(key, Work()).plus(job)
         self._jobs[sequence.seq_id] = job, key
+        self.num_tokens += num_tokens
 
     def job_of(self, sequence: Sequence) -> Job:
         """Return the job of a sequence that was added."""
@@ -103,6 +108,7 @@ class Backlog:
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that was added."""
         job, key = self._jobs.pop(sequence.seq_id)
+        self.num_tokens -= int(job.num_prompt_tokens)
         left = self._classes.pop(key).plus(job, -1)
         if left.num_sequences > 0.5:  # a class without jobs goes, with what rounding left
             self._classes[key] = left

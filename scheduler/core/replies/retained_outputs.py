@@ -90,6 +90,8 @@ class RetainedOutputs:
         self._retention_s = retention_s
         # (expiry, output), the oldest first
         self._kept: deque[tuple[float, KnownOutput]] = deque()
+        # (tenant, request_id) |-> its outputs, the oldest first
+        self._of_request: dict[tuple[str, str], deque[KnownOutput]] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -107,6 +109,7 @@ class RetainedOutputs:
             return
         self.num_bytes += _num_bytes(output)
         self._kept.append((now + self._retention_s, output))
+        self._of_request.setdefault((output.tenant, output.request_id), deque()).append(output)
         while self.num_bytes > self._max_bytes:
             self._drop_oldest()
         self.drop_expired(now)
@@ -118,12 +121,17 @@ class RetainedOutputs:
 
     def find(self, recall: Recall) -> list[RecalledOutput]:
         """Return the outputs of a request, as far as they are kept."""
-        answers = (output.answer(recall) for _, output in self._kept)
+        outputs = self._of_request.get((recall.tenant, recall.request_id), ())
+        answers = (output.answer(recall) for output in outputs)
         return [answer for answer in answers if answer is not None]
 
     def _drop_oldest(self) -> None:
         _, output = self._kept.popleft()
         self.num_bytes -= _num_bytes(output)
+        key = output.tenant, output.request_id
+        self._of_request[key].popleft()
+        if not self._of_request[key]:
+            del self._of_request[key]
 
 
 def _num_bytes(output: KnownOutput) -> int:

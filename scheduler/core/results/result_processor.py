@@ -140,8 +140,10 @@ class ResultProcessor:
         for row, count in zip(*np.unique(rows[alive], return_counts=True), strict=True):
             state.running[int(row)].num_scored_tokens += int(count)
         outgoing = []
-        for gateway, number in state.requests.gateways.items():
-            mask = alive & (state.rows.gateway[rows] == number)
+        of_living = np.flatnonzero(alive)
+        for gateway, indices in state.requests.by_gateway(state.rows.gateway[rows[of_living]]):
+            mask = np.zeros(rows.size, np.bool_)
+            mask[of_living[indices]] = True
             selected = scores.select(mask, state.rows.handle[rows[mask]])
             if selected is not None:
                 outgoing.append((gateway, TokenBatch(step.step_id, prompt_logprobs=selected)))
@@ -156,11 +158,13 @@ class ResultProcessor:
         # A row keeps its handle and gateway after its sequence has ended.
         ends = [(row, self._finish_pooled(row, now)) for row in rows[alive].tolist()]
         outgoing = []
-        for gateway, number in state.requests.gateways.items():
-            mask = alive & (state.rows.gateway[rows] == number)
+        of_living = np.flatnonzero(alive)
+        for gateway, indices in state.requests.by_gateway(state.rows.gateway[rows[of_living]]):
+            mask = np.zeros(rows.size, np.bool_)
+            mask[of_living[indices]] = True
             selected = pooled.select(mask, state.rows.handle[rows[mask]])
             if selected is not None:
-                finished = tuple(finish for row, finish in ends if state.rows.gateway[row] == number)
+                finished = tuple(ends[index][1] for index in indices.tolist())
                 outgoing.append((gateway, TokenBatch(step.step_id, finished=finished, pooled=selected)))
         state.stats.count_finished(len(ends))
         return outgoing
@@ -421,13 +425,16 @@ class ResultProcessor:
         if len(numbers) == 1:
             ends = tuple(finish for _, finish in finished)
             return [(next(iter(numbers)), TokenBatch(step_id, handles, token_ids, logprobs, ends))]
-        outgoing, gateways = [], self._state.rows.gateway[rows]
-        for gateway, number in numbers.items():
-            mask = gateways == number
-            if mask.any():
-                ends = tuple(finish for owner, finish in finished if owner == gateway)
-                own_handles, own_ids, own_logprobs = _select(mask, handles, token_ids, logprobs)
-                outgoing.append((gateway, TokenBatch(step_id, own_handles, own_ids, own_logprobs, ends)))
+        ends_of: dict[bytes, list[Finish]] = {}
+        for gateway, finish in finished:
+            ends_of.setdefault(gateway, []).append(finish)
+        outgoing = []
+        for gateway, indices in self._state.requests.by_gateway(self._state.rows.gateway[rows]):
+            own_logprobs = None if logprobs is None else logprobs.select(indices)
+            batch = TokenBatch(
+                step_id, handles[indices], token_ids[indices], own_logprobs, tuple(ends_of.get(gateway, ()))
+            )
+            outgoing.append((gateway, batch))
         return outgoing
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import FrameType
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from quire.scheduler.core.replies.outbox import Outbox
 from quire.scheduler.core.replies.requests import RequestTable
 from quire.scheduler.core.steps.in_flight import InFlightStep, InFlightSteps
 from quire.scheduler.core.steps.plan_deltas import PlanDeltas
+from quire.scheduler.sequences.sequence import Sequence
 
 NO_ROWS = np.zeros(0, np.intp)
 
@@ -104,3 +107,53 @@ def test_gateway_numbers_are_not_reused() -> None:
     driver.add(1, [5], gateway=b"b", max_tokens=3)
     assert dict(requests.gateways) == {b"b": 1}
     assert len(requests) == 1
+
+
+def test_gateways_without_requests_are_forgotten() -> None:
+    driver = Driver(small_config())
+    for number in range(19):
+        driver.add(number, [5], gateway=b"%d" % number, max_tokens=1)
+        driver.run()
+    driver.add(19, [5], gateway=b"beams", max_tokens=2, n=2, beam_width=2)
+    driver.run()
+    driver.add(30, [5], gateway=b"last", max_tokens=3)
+    driver.step()
+    assert driver.scheduler.gateways == (b"last",)
+
+
+def test_tokens_are_split_by_gateway_in_one_pass() -> None:
+    requests, numbers = RequestTable(), np.array([2, 0, 2, 1, 0], np.int32)
+    for handle, gateway in enumerate((b"a", b"b", b"c", b"gone")):
+        requests.add((gateway, handle), cast(Sequence, None))
+    requests.remove((b"gone", 3))
+    split = {gateway: indices.tolist() for gateway, indices in requests.by_gateway(numbers)}
+    assert split == {b"a": [1, 4], b"b": [3], b"c": [0, 2]}
+    assert list(requests.by_gateway(numbers[:0])) == []
+    requests.forget_idle()
+    assert list(requests.gateways) == [b"a", b"b", b"c"]
+    requests.remove((b"a", 0))
+    requests.add((b"a", 4), cast(Sequence, None))
+    requests.forget_idle()
+    assert list(requests.gateways) == [b"a", b"b", b"c"]
+
+
+def test_queue_is_measured_without_a_look_at_each_waiting_request() -> None:
+    counts = []
+    for num_waiting in (5, 50):
+        driver = Driver(small_config())
+        for handle in range(num_waiting):
+            driver.add(handle, [5, 6, 7], max_tokens=3)
+        num_calls = 0
+
+        def on_event(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += 1
+
+        sys.setprofile(on_event)
+        try:
+            num_tokens, wait_s = driver.scheduler.num_queued_tokens, driver.scheduler.oldest_wait_s(1.0)
+        finally:
+            sys.setprofile(None)
+        assert (num_tokens, wait_s) == (3 * num_waiting, 1.0)
+        counts.append(num_calls)
+    assert counts[0] == counts[1]

@@ -157,7 +157,7 @@ def test_controller_of_an_earlier_release_is_asked_for_its_whole_state() -> None
     class Earlier:
         """An actor without the call for changes."""
 
-        class watch:  # noqa: N801
+        class watch:
             @staticmethod
             async def remote(since: str, timeout_s: float) -> FleetState:
                 return actor.state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from driver import Driver
 from fakes import oracle, random_prompt, small_config, submit
 
@@ -20,7 +21,7 @@ from quire.proto.stream import (
     decode,
     encode,
 )
-from quire.scheduler.core.replies.retained_outputs import RETENTION_S, RetainedOutputs
+from quire.scheduler.core.replies.retained_outputs import RETENTION_S, KnownOutput, RetainedOutputs
 
 PROMPT = random_prompt(6)
 
@@ -143,3 +144,24 @@ def test_content_is_the_same_on_both_sides_of_the_wire() -> None:
     digest = content_digest(message.prompt_token_ids, sampling, None)
     assert digest == content_digest(received.prompt_token_ids, received.sampling, None)
     assert digest != content_digest(message.prompt_token_ids, SamplingParams(temperature=0.5), None)
+
+
+def test_recall_looks_at_no_other_requests_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(small_config())
+    for handle in range(30):
+        driver.add(handle, PROMPT, max_tokens=2, ignore_eos=True)
+        driver.run()
+    for handle in range(30, 40):
+        driver.add(handle, PROMPT, max_tokens=2, ignore_eos=True)
+    num_asked, answer = 0, KnownOutput.answer
+
+    def count(output: KnownOutput, recall: Recall) -> RecalledOutput | None:
+        nonlocal num_asked
+        num_asked += 1
+        return answer(output, recall)
+
+    monkeypatch.setattr(KnownOutput, "answer", count)
+    for handle in (7, 33):
+        name = submit(handle, PROMPT, max_tokens=2, ignore_eos=True).request_id
+        recall(driver, request_id=name, num_outputs=1, seed=0)
+    assert num_asked == 2
