@@ -287,6 +287,8 @@ class SimulatedCalls(BlockingCalls):
         await asyncio.sleep(self._rng.uniform(0.001, 0.05))
         return function(*arguments)
 
+    remove = call
+
     def launch(self, function: Callable[[], T]) -> Future[T]:
         launched: Future[T] = Future()
         asyncio.get_running_loop().call_later(self._rng.uniform(*LAUNCH_S), self._run, function, launched)

@@ -125,11 +125,13 @@ class FleetStore:
 class BlockingCalls:
     """Threads for calls that would block the fleet's event loop, with a deadline.
 
-    Two pools: launches may wait for machines for a long time and must not delay other calls.
+    Three pools: launches may wait for machines for a long time, and removals of many replicas for lost nodes. Neither
+    may delay the other calls, without which no reconciliation step ends.
     """
 
     def __init__(self) -> None:
         self._calls = ThreadPoolExecutor(MAX_CALLS, "fleet")
+        self._removals = ThreadPoolExecutor(MAX_CALLS, "remove")
         self._launches = ThreadPoolExecutor(MAX_LAUNCHES, "launch")
 
     async def call(self, what: str, function: Callable[..., T], *arguments: object) -> T:
@@ -141,7 +143,14 @@ class BlockingCalls:
         Raises:
             ReplicaUnavailable: the call took more than CALL_TIMEOUT_S.
         """
-        result = asyncio.wrap_future(self._calls.submit(function, *arguments))
+        return await self._wait(what, self._calls.submit(function, *arguments))
+
+    async def remove(self, what: str, function: Callable[..., T], *arguments: object) -> T:
+        """Call a function that ends processes; see `call`."""
+        return await self._wait(what, self._removals.submit(function, *arguments))
+
+    async def _wait(self, what: str, called: Future[T]) -> T:
+        result = asyncio.wrap_future(called)
         await asyncio.wait((result,), timeout=CALL_TIMEOUT_S)
         if not result.done():
             result.cancel()
@@ -154,5 +163,5 @@ class BlockingCalls:
 
     def close(self) -> None:
         """Cancel calls that have not begun, without waiting for the others."""
-        for pool in (self._calls, self._launches):
+        for pool in (self._calls, self._removals, self._launches):
             pool.shutdown(wait=False, cancel_futures=True)

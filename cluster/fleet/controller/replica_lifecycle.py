@@ -293,13 +293,14 @@ class ReplicaLifecycle:
             await asyncio.sleep(retry_s)
 
     async def _remove(self) -> None:
-        call, context, name = self._context.blocking.call, self._context, self.replica_id
+        context, name = self._context, self.replica_id
+        remove = context.blocking.remove
         if self._replica is not None:
             await self._replica.close()
-            await call(f"closing {name}", self._replica.live.close)
-        await call(f"removing {name}", context.launcher.remove, name)
+            await remove(f"closing {name}", self._replica.live.close)
+        await remove(f"removing {name}", context.launcher.remove, name)
         await self._wait_for_launch_end()
-        await call(f"deleting the record of {name}", context.store.delete_replica, name)
+        await context.blocking.call(f"deleting the record of {name}", context.store.delete_replica, name)
 
     async def _wait_for_launch_end(self) -> None:
         """Wait until a canceled launch has ended; it fails as soon as its processes have been removed."""

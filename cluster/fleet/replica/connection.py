@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Protocol
 
 import zmq
@@ -40,6 +41,41 @@ class Connection(Protocol):
         ...
 
 
+# Sockets of all connections of a process: ZeroMQ's own limit of 1,023 is reached at 340 replicas.
+MAX_SOCKETS = 65_000
+
+
+class _SharedContext:
+    """The ZeroMQ context of all connections of this process: two threads, which a context each would multiply."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.asyncio.Context | None = None
+        self._num_users = 0
+
+    def acquire(self) -> zmq.asyncio.Context:
+        """Return the context, which is made for its first user."""
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.asyncio.Context()
+                self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+            self._num_users += 1
+            return self._context
+
+    def release(self) -> None:
+        """End a use. The last user waits until what any of them sent has left, or its linger has passed."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users:
+                return
+            context, self._context = self._context, None
+        assert context is not None, "a context is released more often than it was acquired"
+        context.term()
+
+
+_shared_context = _SharedContext()
+
+
 class ZmqConnection:
     """Connection over a ZeroMQ DEALER.
 
@@ -53,8 +89,7 @@ class ZmqConnection:
         self._keys = keys
 
     def open(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _shared_context.acquire().socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         # Sending never blocks: the heartbeat fails a silent replica, which bounds the unsent messages.
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -87,5 +122,4 @@ class ZmqConnection:
         self._socket.disable_monitor()
         self._events.close(linger=0)
         self._socket.close(linger=linger_ms)
-        # Blocks until what was sent has left.
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(_shared_context.release)

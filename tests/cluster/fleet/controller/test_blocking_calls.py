@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from quire.cluster.fleet.controller import interfaces
-from quire.cluster.fleet.controller.interfaces import BlockingCalls
+from quire.cluster.fleet.controller.interfaces import MAX_CALLS, BlockingCalls
 from quire.proto.errors import ReplicaUnavailable
 
 
@@ -25,6 +25,27 @@ def test_hanging_call_times_out_by_name_and_blocks_no_other(monkeypatch: pytest.
             assert await blocking.call("counting", len, "abc") == 3
             with pytest.raises(ValueError, match="invalid literal"):
                 await blocking.call("reading", int, "abc")
+        finally:
+            may_end.set()
+            blocking.close()
+
+    asyncio.run(scenario())
+
+
+def test_removals_that_hang_block_no_other_call() -> None:
+    may_end = threading.Event()
+
+    async def scenario() -> None:
+        blocking = BlockingCalls()
+        try:
+            removals = [
+                asyncio.ensure_future(blocking.remove("removing a replica", may_end.wait, 60))
+                for _ in range(2 * MAX_CALLS)
+            ]
+            assert await blocking.call("reading the nodes", len, "abc") == 3
+            assert not any(removal.done() for removal in removals)
+            may_end.set()
+            assert all(await asyncio.gather(*removals))
         finally:
             may_end.set()
             blocking.close()
