@@ -6,8 +6,9 @@ Times schedule(), the plan's encoding and apply() in steady decode: sequences of
 lengths, so that in each step the same share of them crosses a block boundary. Sampled tokens are random.
 
 With ``--scaling`` also costs that must not grow: a request from submission to its one token, with pools of up to a
-million blocks, all in use or cached, and queues of up to 100,000 requests; and steps per second of the whole loop
-with ranks that take no time. These are in CPU time, because other work on the machine would hide the differences.
+million blocks, all in use or cached, also with prompts that begin with the same token or system prompt, and queues
+of up to 100,000 requests; steps for 100 gateways; and steps per second of the whole loop with ranks that take no
+time. These are in CPU time, because other work on the machine would hide the differences.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ STEPS = 320
 
 POOL_BLOCKS = (1_000, 10_000, 100_000, 1_000_000)
 QUEUED = (1_000, 10_000, 100_000)
+SIBLINGS_BLOCKS = (1_000, 10_000, 100_000)
+# First tokens that all prompts share |-> name: the token that begins each text, or a system prompt of 1.5 blocks.
+SHARED = {1: "bos", 24: "system"}
+GATEWAYS = (1, 100)
+ROWS_OF_GATEWAYS = 960
 FILLER_TOKENS = 4_000
 ADMITTED_TOKENS = 65
 ROWS = 64
@@ -63,13 +69,14 @@ def make_model() -> ModelConfig:
     )  # fmt: skip
 
 
-def fill(scheduler: Scheduler, running: int) -> None:
-    """Submit the sequences and run their prefill as one step."""
+def fill(scheduler: Scheduler, running: int, num_gateways: int = 1) -> None:
+    """Submit the sequences, in turns from each gateway, and run their prefill as one step."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 64)
     for handle in range(running):
         prompt = rng.integers(100, 30000, CONTEXT + handle % BLOCK_SIZE).astype(np.int32)
-        scheduler.add(b"gateway", Submit(handle, f"request-{handle}", prompt, params), 0.0)
+        gateway = b"gateway %d" % (handle % num_gateways)
+        scheduler.add(gateway, Submit(handle, f"request-{handle}", prompt, params), 0.0)
     plan = scheduler.schedule(0.0)
     assert plan is not None
     assert len(plan.new) == running, f"{len(plan.new)} of {running} were admitted"
@@ -92,12 +99,14 @@ def decode(scheduler: Scheduler, running: int) -> tuple[list[float], list[int]]:
     return seconds, sizes
 
 
-def measure(running: int, prefix_caching: bool, repetitions: int) -> tuple[float, float]:
+def measure(
+    running: int, prefix_caching: bool, repetitions: int, num_gateways: int = 1
+) -> tuple[float, float]:
     """Return the median microseconds per step and the median plan bytes."""
     times, sizes = [], []
     for _ in range(repetitions):
         scheduler = make_scheduler(running, prefix_caching)
-        fill(scheduler, running)
+        fill(scheduler, running, num_gateways)
         gc.collect()
         gc.freeze()  # as a server does after its start
         seconds, plan_sizes = decode(scheduler, running)
@@ -119,12 +128,15 @@ def make_admitting(num_blocks: int) -> Scheduler:
     return Scheduler(engine_config(options, make_model()))
 
 
-def submit(scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKENS) -> None:
-    """Submit requests for one token each, with unique prompts."""
+def submit(
+    scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKENS, num_shared: int = 0
+) -> None:
+    """Submit requests for one token each, with prompts that are unique after their first `num_shared` tokens."""
     rng = np.random.default_rng(handles.start)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     for handle in handles:
         prompt = rng.integers(100, 30000, num_tokens).astype(np.int32)
+        prompt[:num_shared] = 1
         scheduler.add(b"gateway", Submit(handle, f"request-{handle}", prompt, params), 0.0)
 
 
@@ -139,7 +151,7 @@ def serve(scheduler: Scheduler, num_requests: int) -> None:
         scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, tokens), 0.0)
 
 
-def admit_us(scheduler: Scheduler, first_handle: int) -> float:
+def admit_us(scheduler: Scheduler, first_handle: int, num_shared: int = 0) -> float:
     """Return the CPU microseconds per request to submit REQUESTS and serve as many from the head of the queue."""
     gc.collect()
     gc.freeze()
@@ -147,7 +159,7 @@ def admit_us(scheduler: Scheduler, first_handle: int) -> float:
     for batch in range(BATCHES):
         handles = range(first_handle + batch * REQUESTS, first_handle + (batch + 1) * REQUESTS)
         start = time.process_time()
-        submit(scheduler, handles)
+        submit(scheduler, handles, num_shared=num_shared)
         serve(scheduler, REQUESTS)
         costs.append(1e6 * (time.process_time() - start) / REQUESTS)
     return median(costs)
@@ -162,6 +174,16 @@ def measure_pool(num_blocks: int) -> float:
         serve(scheduler, 1)
     assert scheduler.blocks.num_cached_blocks > 0.9 * num_blocks
     return admit_us(scheduler, num_fillers)
+
+
+def measure_siblings(num_blocks: int, num_shared: int) -> float:
+    """Return `admit_us` with a pool full of prompts whose blocks follow the same tokens."""
+    scheduler, first_handle = make_admitting(num_blocks), 0
+    while scheduler.blocks.num_cached_blocks < 0.9 * num_blocks:
+        submit(scheduler, range(first_handle, first_handle + ROWS), num_shared=num_shared)
+        serve(scheduler, ROWS)
+        first_handle += ROWS
+    return admit_us(scheduler, first_handle, num_shared)
 
 
 def measure_queue(num_queued: int) -> float:
@@ -243,6 +265,15 @@ def measure_scaling(running: list[int], repetitions: int) -> dict[str, Figure]:
     for num_blocks in POOL_BLOCKS:
         note = f"{request}, each block evicting a cached one"
         figures[f"scheduler.admit_us.blocks.{num_blocks}"] = Figure(measure_pool(num_blocks), "us", note)
+    for num_shared, name in SHARED.items():
+        for num_blocks in SIBLINGS_BLOCKS:
+            note = f"{request}, of which all prompts share {num_shared}"
+            admitted_us = measure_siblings(num_blocks, num_shared)
+            figures[f"scheduler.admit_us.{name}.{num_blocks}"] = Figure(admitted_us, "us", note)
+    for num_gateways in GATEWAYS:
+        step_us, _ = measure(ROWS_OF_GATEWAYS, True, repetitions, num_gateways)
+        note = f"steady decode of {ROWS_OF_GATEWAYS} sequences from so many gateways"
+        figures[f"scheduler.step_us.gateways.{num_gateways}"] = Figure(step_us, "us", note)
     for num_queued in QUEUED:
         note = f"{request}, so many waiting"
         figures[f"scheduler.admit_us.queued.{num_queued}"] = Figure(measure_queue(num_queued), "us", note)

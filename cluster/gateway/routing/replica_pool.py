@@ -294,9 +294,9 @@ class ReplicaPool:
 
         Not called at each event after which a replica takes requests or does not: `choose` looks at its choice.
         """
-        if member.client.replica_id in self._members:
-            load = member.load if member.takes_requests else None
-            self._router.set_load(member.client.replica_id, load)
+        replica_id = member.client.replica_id
+        if self._members.get(replica_id) is member:  # not one that was removed
+            self._router.set_load(replica_id, member.load if member.takes_requests else None)
 
     async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
         """See `ReplicaPicker`. Requests that have begun wait even if `max_waiting` requests wait already."""

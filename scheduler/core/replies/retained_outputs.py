@@ -90,8 +90,8 @@ class RetainedOutputs:
         self._retention_s = retention_s
         # (expiry, output), the oldest first
         self._kept: deque[tuple[float, KnownOutput]] = deque()
-        # (tenant, request_id) |-> its outputs, the oldest first
-        self._of_request: dict[tuple[str, str], deque[KnownOutput]] = {}
+        # (tenant, request_id) |-> its output, or its outputs, the oldest first
+        self._of_request: dict[tuple[str, str], KnownOutput | list[KnownOutput]] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -109,7 +109,12 @@ class RetainedOutputs:
             return
         self.num_bytes += _num_bytes(output)
         self._kept.append((now + self._retention_s, output))
-        self._of_request.setdefault((output.tenant, output.request_id), deque()).append(output)
+        key = output.tenant, output.request_id
+        others = self._of_request.setdefault(key, output)
+        if isinstance(others, list):
+            others.append(output)
+        elif others is not output:
+            self._of_request[key] = [others, output]
         while self.num_bytes > self._max_bytes:
             self._drop_oldest()
         self.drop_expired(now)
@@ -121,7 +126,9 @@ class RetainedOutputs:
 
     def find(self, recall: Recall) -> list[RecalledOutput]:
         """Return the outputs of a request, as far as they are kept."""
-        outputs = self._of_request.get((recall.tenant, recall.request_id), ())
+        outputs = self._of_request.get((recall.tenant, recall.request_id), [])
+        if isinstance(outputs, KnownOutput):
+            outputs = [outputs]
         answers = (output.answer(recall) for output in outputs)
         return [answer for answer in answers if answer is not None]
 
@@ -129,8 +136,10 @@ class RetainedOutputs:
         _, output = self._kept.popleft()
         self.num_bytes -= _num_bytes(output)
         key = output.tenant, output.request_id
-        self._of_request[key].popleft()
-        if not self._of_request[key]:
+        outputs = self._of_request[key]
+        if isinstance(outputs, list) and len(outputs) > 1:
+            del outputs[0]
+        else:
             del self._of_request[key]
 
 
