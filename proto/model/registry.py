@@ -9,38 +9,38 @@ from typing import Any
 from ..config import ModelConfig
 from ..errors import ConfigError, in_one_line
 from . import transformers_spec
+from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
-from .family import Family, gemma3n_fields, gemma4_fields, gptj_fields, llama4_fields
+from .experts import ExpertFields, Experts
+from .families import gemma, gemma3n, gemma4, gptj, llama4
+from .family import Family, FieldNames
+from .mla import MlaSpec
 from .quantization import read_quantization
-from .read_spec import read_layers, read_spec
-from .spec import DecoderSpec, Experts, Names, Norms
+from .read_spec import read_spec
+from .spec import DecoderSpec, Norms
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
-# Norms before and after attention and feed-forward network, and norms after them only.
-_SANDWICH = Norms(
-    after_attention="post_attention_layernorm",
-    before_mlp="pre_feedforward_layernorm",
-    after_mlp="post_feedforward_layernorm",
-)
+# Norms after attention and feed-forward network only.
 _AFTER_ONLY = Norms(
     before_attention=None,
     after_attention="post_attention_layernorm",
     before_mlp=None,
     after_mlp="post_feedforward_layernorm",
 )
-_GLM = Family(output_bias_field=None, fused_gate_up=True, interleaved_rope=True)
+_GLM = Family(fields=FieldNames(output_bias=None), fused_gate_up=True, interleaved_rope=True)
 _COHERE = Family(
-    norms=Norms(before_mlp=None),
-    norm_kind="layer_without_bias",
-    eps_field="layer_norm_eps",
+    fields=FieldNames(eps="layer_norm_eps"),
+    norms=Norms(before_mlp=None, kind="layer_without_bias"),
     interleaved_rope=True,
     parallel_residual=True,
 )
-_GEMMA = Family(norms=_SANDWICH, activation_field="hidden_activation", is_gemma=True)
-
-_DEEPSEEK = Family(
-    qkv_bias=False, is_latent=True, expert_fields=("n_routed_experts", "moe_intermediate_size")
+_ERNIE = Family(
+    fields=FieldNames(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias"), interleaved_rope=True
 )
+_DEEPSEEK_EXPERTS = ExpertFields("n_routed_experts", "moe_intermediate_size", routing="corrected_sigmoid")
+_DEEPSEEK = Family(qkv_bias=False, is_latent=True, experts=_DEEPSEEK_EXPERTS)
+_LOCAL_EXPERTS = ExpertFields("num_local_experts", "intermediate_size", normalized=True)
+_HUNYUAN = Family(qk_norm=QkNorm("rotated_head", ("query_layernorm", "key_layernorm")))
 
 # Architectures that quire defines itself; TransformersSpec covers others.
 FAMILIES = {
@@ -48,56 +48,31 @@ FAMILIES = {
     "MistralForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
     "MinistralForCausalLM": Family(qkv_bias=False),
     "Ministral3ForCausalLM": Family(qkv_bias=False, all_layers_windowed=True),
-    "MixtralForCausalLM": Family(
-        qkv_bias=False,
-        all_layers_windowed=True,
-        expert_fields=("num_local_experts", "intermediate_size"),
-        experts_normalized=True,
-    ),
+    "MixtralForCausalLM": Family(qkv_bias=False, all_layers_windowed=True, experts=_LOCAL_EXPERTS),
     "PhimoeForCausalLM": Family(
-        norm_kind="layer",
+        fields=FieldNames(head_bias="lm_head_bias"),
+        norms=Norms(kind="layer"),
         all_layers_windowed=True,
-        expert_fields=("num_local_experts", "intermediate_size"),
-        experts_normalized=False,
-        routing="sparsemixer",
-        head_bias_field="lm_head_bias",
+        experts=replace(_LOCAL_EXPERTS, normalized=False, routing="sparsemixer"),
     ),
     "GptOssForCausalLM": Family(
-        attention_sinks=True,
-        expert_fields=("num_local_experts", "intermediate_size"),
-        experts_normalized=False,
-        routing="gpt_oss",
+        has_sinks=True, experts=replace(_LOCAL_EXPERTS, normalized=False, routing="gpt_oss")
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "MiMoForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm="head"),
+    "Qwen3ForCausalLM": Family(qk_norm=QkNorm("head")),
     "Qwen3MoeForCausalLM": Family(
-        qk_norm="head", all_layers_windowed=True, expert_fields=("num_experts", "moe_intermediate_size")
+        qk_norm=QkNorm("head"),
+        all_layers_windowed=True,
+        experts=ExpertFields("num_experts", "moe_intermediate_size"),
     ),
-    "Gemma2ForCausalLM": _GEMMA,
-    "Gemma3ForCausalLM": replace(_GEMMA, qk_norm="head"),
-    "Gemma3nForCausalLM": Family(
-        qk_norm="head",
-        activation_field="hidden_activation",
-        adapt=gemma3n_fields,
-        value_norm=True,
-    ),
-    "Gemma4ForCausalLM": Family(
-        qk_norm="head",
-        norms=_SANDWICH,
-        activation_field="hidden_activation",
-        expert_fields=("num_experts", "moe_intermediate_size"),
-        experts_flag="enable_moe_block",
-        top_k_field="top_k_experts",
-        experts_normalized=True,
-        routing="beside_dense",
-        adapt=gemma4_fields,
-        value_norm=True,
-        layer_scalars=True,
-    ),
+    "Gemma2ForCausalLM": gemma.GEMMA_2,
+    "Gemma3ForCausalLM": gemma.GEMMA_3,
+    "Gemma3nForCausalLM": gemma3n.FAMILY,
+    "Gemma4ForCausalLM": gemma4.FAMILY,
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
-    "Olmo2ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
-    "Olmo3ForCausalLM": Family(qk_norm="projection", norms=_AFTER_ONLY),
+    "Olmo2ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),
+    "Olmo3ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),
     "GraniteForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(),
     "GlmForCausalLM": _GLM,
@@ -110,114 +85,82 @@ FAMILIES = {
         ),
     ),
     "Glm4MoeForCausalLM": Family(
-        output_bias_field=None,
-        qk_norm="head",
-        qk_norm_field="use_qk_norm",
-        expert_fields=("n_routed_experts", "moe_intermediate_size"),
-        routing="corrected_sigmoid",
+        fields=FieldNames(output_bias=None, qk_norm="use_qk_norm"),
+        qk_norm=QkNorm("head"),
+        experts=_DEEPSEEK_EXPERTS,
     ),
     "MiniMaxM2ForCausalLM": Family(
         qkv_bias=False,
-        qk_norm="projection",
-        expert_fields=("num_local_experts", "intermediate_size"),
-        experts_normalized=True,
-        routing="corrected_sigmoid",
+        qk_norm=QkNorm("projection"),
+        experts=replace(_LOCAL_EXPERTS, routing="corrected_sigmoid"),
     ),
     "Exaone4ForCausalLM": Family(
-        qkv_bias=False, qk_norm="head", norms=_AFTER_ONLY, full_layers_unrotated=True
+        qkv_bias=False, qk_norm=QkNorm("head"), norms=_AFTER_ONLY, full_layers_unrotated=True
     ),
-    "Ernie4_5ForCausalLM": Family(
-        qkv_bias_field="use_bias",
-        output_bias_field="use_bias",
-        mlp_bias_field="use_bias",
-        interleaved_rope=True,
-    ),
-    "Ernie4_5_MoeForCausalLM": Family(
-        qkv_bias_field="use_bias",
-        output_bias_field="use_bias",
-        mlp_bias_field="use_bias",
-        head_bias_field="use_bias",
-        interleaved_rope=True,
-        expert_fields=("moe_num_experts", "moe_intermediate_size"),
-        top_k_field="moe_k",
-        shared_count_field="moe_num_shared_experts",
-        experts_normalized=True,
-        routing="corrected_softmax",
+    "Ernie4_5ForCausalLM": _ERNIE,
+    "Ernie4_5_MoeForCausalLM": replace(
+        _ERNIE,
+        fields=replace(_ERNIE.fields, head_bias="use_bias"),
+        experts=ExpertFields(
+            "moe_num_experts",
+            "moe_intermediate_size",
+            "moe_k",
+            shared_count="moe_num_shared_experts",
+            normalized=True,
+            routing="corrected_softmax",
+        ),
     ),
     "Qwen2MoeForCausalLM": Family(
-        qkv_bias_field="qkv_bias",
-        output_bias_field=None,
-        expert_fields=("num_experts", "moe_intermediate_size"),
-        shared_size_field="shared_expert_intermediate_size",
-        routing="gated_sharing",
+        fields=FieldNames(qkv_bias="qkv_bias", output_bias=None),
+        experts=ExpertFields(
+            "num_experts",
+            "moe_intermediate_size",
+            shared_size="shared_expert_intermediate_size",
+            routing="gated_sharing",
+        ),
     ),
-    "HunYuanMoEV1ForCausalLM": Family(
-        qk_norm="rotated_head",
-        qk_norm_names=("query_layernorm", "key_layernorm"),
-        expert_fields=("num_experts", "intermediate_size"),
-        top_k_field="moe_topk",
-        shared_size_field="intermediate_size",
-        experts_normalized=True,
+    "HunYuanMoEV1ForCausalLM": replace(
+        _HUNYUAN,
+        experts=ExpertFields(
+            "num_experts", "intermediate_size", "moe_topk", shared_size="intermediate_size", normalized=True
+        ),
     ),
-    "OlmoeForCausalLM": Family(qk_norm="projection", expert_fields=("num_experts", "intermediate_size")),
-    "SeedOssForCausalLM": Family(output_bias_field="attention_out_bias"),
-    "HunYuanDenseV1ForCausalLM": Family(
-        qk_norm="rotated_head", qk_norm_names=("query_layernorm", "key_layernorm")
+    "OlmoeForCausalLM": Family(
+        qk_norm=QkNorm("projection"), experts=ExpertFields("num_experts", "intermediate_size")
     ),
-    "CohereForCausalLM": replace(_COHERE, qk_norm="layer_norm", qk_norm_field="use_qk_norm"),
+    "SeedOssForCausalLM": Family(fields=FieldNames(output_bias="attention_out_bias")),
+    "HunYuanDenseV1ForCausalLM": _HUNYUAN,
+    "CohereForCausalLM": replace(
+        _COHERE, fields=replace(_COHERE.fields, qk_norm="use_qk_norm"), qk_norm=QkNorm("layer")
+    ),
     "Cohere2ForCausalLM": replace(_COHERE, full_layers_unrotated=True),
     "NemotronForCausalLM": Family(
-        eps_field="norm_eps", norm_kind="layer", norm_offset=1.0, mlp_names=("up_proj", "down_proj")
+        fields=FieldNames(eps="norm_eps"),
+        norms=Norms(kind="layer", offset=1.0),
+        mlp_names=("up_proj", "down_proj"),
     ),
     "Starcoder2ForCausalLM": Family(
-        qkv_bias_field="use_bias",
-        output_bias_field="use_bias",
-        mlp_bias_field="use_bias",
-        eps_field="norm_epsilon",
-        norm_kind="layer",
+        fields=FieldNames("norm_epsilon", qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias"),
+        norms=Norms(kind="layer"),
         mlp_names=("c_fc", "c_proj"),
         all_layers_windowed=True,
     ),
     "StableLmForCausalLM": Family(
-        qkv_bias_field="use_qkv_bias",
-        output_bias_field=None,
-        eps_field="layer_norm_eps",
-        norm_kind="layer",
-        qk_norm="layer_norm",
-        qk_norm_field="qk_layernorm",
-        qk_norm_names=("q_layernorm.norms.{}", "k_layernorm.norms.{}"),
+        fields=FieldNames(
+            "layer_norm_eps", qkv_bias="use_qkv_bias", output_bias=None, qk_norm="qk_layernorm"
+        ),
+        norms=Norms(kind="layer"),
+        qk_norm=QkNorm("layer", ("q_layernorm.norms.{}", "k_layernorm.norms.{}")),
     ),
-    "GPTJForCausalLM": Family(
-        qkv_bias=False,
-        eps_field="layer_norm_epsilon",
-        norms=Norms("ln_1", before_mlp=None),
-        norm_kind="layer",
-        activation_field="activation_function",
-        mlp_names=("fc_in", "fc_out"),
-        interleaved_rope=True,
-        parallel_residual=True,
-        adapt=gptj_fields,
-        names=Names("transformer.wte", "transformer.h", "attn", "out_proj", last_norm="transformer.ln_f"),
-        head_bias=True,
+    "GPTJForCausalLM": gptj.FAMILY,
+    "Llama4ForCausalLM": llama4.FAMILY,
+    "DeepseekV2ForCausalLM": replace(
+        _DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, normalized=False, routing="group_limited")
     ),
-    "Llama4ForCausalLM": Family(
-        qk_norm="rotated_unweighted",
-        qk_norm_field="use_qk_norm",
-        interleaved_rope=True,
-        expert_fields=("num_local_experts", "moe_intermediate_size"),
-        shared_size_field="moe_intermediate_size",
-        experts_normalized=False,
-        routing="llama4",
-        adapt=llama4_fields,
-        names=Names(mlp="feed_forward"),
-    ),
-    "DeepseekV2ForCausalLM": replace(_DEEPSEEK, experts_normalized=False, routing="group_limited"),
-    "DeepseekV3ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
-    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid"),
-    "DeepseekV32ForCausalLM": replace(_DEEPSEEK, routing="corrected_sigmoid", has_indexers=True),
-    "GlmMoeDsaForCausalLM": replace(
-        _DEEPSEEK, routing="corrected_sigmoid", has_indexers=True, indexer_interleaved=True
-    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "DeepseekV32ForCausalLM": replace(_DEEPSEEK, indexer_interleaved=False),
+    "GlmMoeDsaForCausalLM": replace(_DEEPSEEK, indexer_interleaved=True),
 }
 
 
@@ -254,7 +197,7 @@ def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
     if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
         return 0
     parts = ["kv_lora_rank", "qk_rope_head_dim"]
-    if FAMILIES[architecture].has_indexers:
+    if FAMILIES[architecture].indexer_interleaved is not None:
         parts.append("index_head_dim")
     for part in parts:
         if not isinstance(hf.get(part) or 0, int):
@@ -270,32 +213,27 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
     family = FAMILIES.get(model.architecture)
     if family is None:
         return transformers_spec.layer_windows(model)
-    if family.is_latent:
-        return ()
-    try:
-        layers = read_layers(model, family)
-    except (ConfigError, *_MALFORMED):
-        return ()  # `check_supported` states the reason
-    windows = tuple(layer.window or layer.chunk for layer in layers if layer.kv_source is None)
+    windows = tuple(mixer.window or mixer.chunk for mixer in _own_attention(model, family))
     return windows if any(windows) else ()
 
 
 def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Return KV heads and head dim of each layer with keys and values of its own, as ModelConfig has them."""
     family = FAMILIES.get(model.architecture)
-    if family is None or family.is_latent:
-        return ()
+    sizes = (
+        [] if family is None else [(own.num_kv_heads, own.head_dim) for own in _own_attention(model, family)]
+    )
+    return () if sizes == [(model.num_kv_heads, model.head_dim)] * model.num_layers else tuple(sizes)
+
+
+def _own_attention(model: ModelConfig, family: Family) -> list[AttentionSpec]:
+    """Return the attention of the layers with keys and values of their own; none if they have latents."""
     try:
-        layers = read_layers(model, family)
+        layers = read_spec(model, family).layers
     except (ConfigError, *_MALFORMED):
-        return ()  # `check_supported` states the reason
-    uniform = model.num_kv_heads, model.head_dim
-    sizes = [
-        (layer.num_kv_heads or model.num_kv_heads, layer.head_dim or model.head_dim)
-        for layer in layers
-        if layer.kv_source is None
-    ]
-    return () if sizes == [uniform] * model.num_layers else tuple(sizes)
+        return []  # `check_supported` states the reason
+    own = (layer.mixer for layer in layers if layer.kv_source is None)
+    return [mixer for mixer in own if isinstance(mixer, AttentionSpec)]
 
 
 def check_supported(
@@ -352,7 +290,7 @@ def check_dp_attention(model: ModelConfig) -> None:
 def check_batch_invariant(model: ModelConfig) -> None:
     """Raise ConfigError if attention of a model depends on the other sequences of a batch on a GPU."""
     family = FAMILIES.get(model.architecture)
-    if family is not None and family.has_indexers:
+    if family is not None and family.indexer_interleaved is not None:
         raise ConfigError(
             f"{model.name}: batch_invariant does not support sparse attention ({model.architecture}), whose short "
             "sequences attend to all tokens unless a longer one is in the batch; leave it out"
@@ -366,9 +304,10 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int
         multiple: the ranks' parts of experts are multiples of this length; None if the ranks hold whole experts.
     """
     # The heads of latent attention have keys and values of their own, computed from latents on each rank.
-    num_kv_heads = spec.num_kv_heads if spec.latent is None else spec.num_heads
-    for count in {num_kv_heads, *(layer.num_kv_heads or num_kv_heads for layer in spec.layers)}:
-        check_heads(model.name, spec.num_heads, count, size)
+    mixers = [layer.mixer for layer in spec.layers]
+    counts = {mixer.num_heads if isinstance(mixer, MlaSpec) else mixer.num_kv_heads for mixer in mixers}
+    for count in counts:
+        check_heads(model.name, model.num_heads, count, size)
     lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
     if spec.experts is not None and multiple is None and spec.experts.count < size:
         raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..errors import ConfigError
-from .spec import FULL, SLIDING
+from .attention import FULL, SLIDING
 
 # Architectures without the attention interface; `attention_adapters` replaces their attention modules.
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")

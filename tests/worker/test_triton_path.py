@@ -14,7 +14,7 @@ from triton_device import DEVICE
 from quire.kernels import decode_splits, dispatch
 from quire.kernels.latent_attention import latent_prefill_attention
 from quire.proto.codec import NO_INTS
-from quire.proto.model.spec import MlaSpec
+from quire.proto.model.mla import MlaSpec
 from quire.proto.step import NewSequence, RowLogitsProcessors, RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
@@ -111,7 +111,7 @@ def test_batch_invariant_chunks_of_latents_are_always_expanded(
         expanded.append(len(q))
         return latent_prefill_attention(q, *arguments)
 
-    monkeypatch.setattr("quire.worker.models.mla.latent_layer.latent_prefill_attention", prefill)
+    monkeypatch.setattr("quire.worker.models.mixers.mla.latent_prefill_attention", prefill)
 
     def generate(device: str, **settings: Any) -> list[list[int]]:
         sequences = [planned(list(prompt), 3, SAMPLING[0]) for prompt in PROMPTS[:2]]

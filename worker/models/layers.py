@@ -18,16 +18,14 @@ from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.rope import Rope
-from ...proto.model.spec import QueryTemperature
 from ..comm.shard import Shard
 from ..weights.linear_weight import Float8Weight, PlainWeight
 from ..weights.weight_slice import Interleaving, WeightSlice
 from .load_context import LoadContext
 
-# Rope key |-> cosines and sines of a step's tokens. The key None is for layers without positions; TEMPERATURE has the
-# factors of their queries, [T, 1, 1], if there are some.
+# Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions. Further keys have
+# other numbers of the tokens, which some layers read.
 Rotations = Mapping[str | None, tuple[Tensor | None, Tensor | None]]
-TEMPERATURE = "temperature"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,25 +165,6 @@ class RowParallelLinear:
         return y if self.bias is None else y.add_(self.bias)
 
 
-class WholeProjectionNorm:
-    """RMSNorm over all outputs of a projection that is sharded over the ranks.
-
-    Args:
-        shard: this rank's part of the outputs; ranks that hold the same part all count in the mean.
-    """
-
-    def __init__(self, load: LoadContext, name: str, shard: Shard, eps: float) -> None:
-        self.comm, self.eps = load.comm, eps
-        self.length = len(shard)
-        self.weight = load.part(f"{name}.weight", shard)
-
-    def apply(self, x: Tensor) -> None:
-        """Normalize this rank's part, [T, length], in place."""
-        squares = self.comm.all_reduce(x.float().square().sum(dim=-1, keepdim=True))
-        scale = torch.rsqrt(squares / (self.length * self.comm.size) + self.eps)
-        x.copy_(x.float().mul_(scale).mul_(self.weight))
-
-
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
     """LayerNorm over the last dimension (Ba et al., 2016).
@@ -230,16 +209,3 @@ def _rotary_table(rope: Rope, num_positions: int) -> Tensor:
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-
-
-class TemperatureTable:
-    """The factor of queries for every position, [P] float32; see QueryTemperature."""
-
-    def __init__(self, load: LoadContext, temperature: QueryTemperature, num_positions: int) -> None:
-        positions = torch.arange(num_positions, dtype=torch.float32) + temperature.offset
-        steps = torch.floor(positions / temperature.interval)
-        self._table = (1 + temperature.scale * torch.log1p(steps)).to(load.device)
-
-    def at(self, positions: Tensor) -> Tensor:
-        """[T] -> [T, 1, 1]."""
-        return self._table.index_select(0, positions).view(-1, 1, 1)

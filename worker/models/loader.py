@@ -10,11 +10,14 @@ from ...kernels.draft_chain import DraftNetwork
 from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
+from ...proto.model.families.gemma3n import Gemma3n
+from ...proto.model.families.gemma4 import Gemma4
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
 from ..attention import AttentionInputs, LayerCache
 from .aux_states import AuxStates
-from .llama.altup_decoder import AltUpDecoder
+from .gemma.gemma3n import Gemma3nDecoder
+from .gemma.gemma4 import Gemma4Decoder
 from .llama.decoder import Decoder
 from .load_context import LoadContext
 from .output_tokens import OutputTokens
@@ -23,6 +26,9 @@ from .vocab_parallel import NoHead, VocabParallelHead
 # Of the tensors of a text model within a model that also reads images, in published checkpoints and in those of
 # transformers 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+
+# Class of DecoderSpec.variant |-> decoder.
+_DECODERS: dict[type, type[Decoder]] = {Gemma3n: Gemma3nDecoder, Gemma4: Gemma4Decoder}
 
 
 class Model(Protocol):
@@ -96,10 +102,10 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
         _name_as_text_model(load)
         if not model.generates:
             _name_as_causal(load)
-        if spec.altup is None:
-            return Decoder(load, spec, model.max_model_len, has_head=model.generates)
-        _refuse_fused_all_reduce(load, model)
-        return AltUpDecoder(load, spec, spec.altup, model.max_model_len, has_head=model.generates)
+        decoder = _DECODERS.get(type(spec.variant), Decoder)
+        if decoder is Gemma3nDecoder:
+            _refuse_fused_all_reduce(load, model)
+        return decoder(load, spec, model.max_model_len, has_head=model.generates)
     _refuse_fused_all_reduce(load, model)
     # transformers is slow to import, and models that quire defines itself do not need it.
     from .transformers.transformers_model import TransformersModel

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
-from ...proto.model.spec import DecoderSpec
+from ...proto.model.spec import DecoderSpec, MlpSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
 from .load_context import LoadContext
 
@@ -23,16 +23,18 @@ UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class Mlp:
     """Gated feed-forward network."""
 
-    def __init__(self, load: LoadContext, spec: DecoderSpec, name: str, peers: Peers | None) -> None:
-        inner, shard = spec.intermediate_size, load.shard(spec.intermediate_size)
-        if spec.fused_gate_up:
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str, peers: Peers | None = None
+    ) -> None:
+        inner, shard = own.intermediate_size, load.shard(own.intermediate_size)
+        if own.fused_gate_up:
             fused = f"{name}.gate_up_proj"
             projections = [Projection(fused, shard, start, 2 * inner) for start in (0, inner)]
         else:
             projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
-        self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=spec.mlp_bias)
+        self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=own.bias)
         self.down = RowParallelLinear(
-            load, f"{name}.down_proj", inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers
+            load, f"{name}.down_proj", inner, spec.hidden_size, bias=own.bias, peers=peers
         )
         self.activation = spec.activation
 
@@ -42,20 +44,17 @@ class Mlp:
 
 
 class UngatedMlp:
-    """Feed-forward network of two layers.
-
-    Args:
-        names: of the two layers in the checkpoint.
-    """
+    """Feed-forward network of two layers."""
 
     def __init__(
-        self, load: LoadContext, spec: DecoderSpec, names: tuple[str, str], name: str, peers: Peers | None
+        self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str, peers: Peers | None = None
     ) -> None:
-        up, down = (f"{name}.{own}" for own in names)
-        inner = spec.intermediate_size
+        assert own.names is not None
+        up, down = (f"{name}.{part}" for part in own.names)
+        inner = own.intermediate_size
         projections = [Projection(up, load.shard(inner))]
-        self.up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=spec.mlp_bias)
-        self.down = RowParallelLinear(load, down, inner, spec.hidden_size, bias=spec.mlp_bias, peers=peers)
+        self.up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=own.bias)
+        self.down = RowParallelLinear(load, down, inner, spec.hidden_size, bias=own.bias, peers=peers)
         self.activation = UNGATED_ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor | PartialSum:

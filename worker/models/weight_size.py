@@ -136,4 +136,5 @@ def _num_bytes(layer_format: LayerFormat, shape: tuple[int, ...], model: ModelCo
 
 def _has_transposed_stacks(model: ModelConfig) -> bool:
     """Return whether transformers' stacks of experts have matrices of [inputs, outputs]."""
-    return FAMILIES[model.architecture].routing in ("gpt_oss", "llama4")
+    experts = FAMILIES[model.architecture].experts
+    return experts is not None and experts.routing in ("gpt_oss", "llama4")

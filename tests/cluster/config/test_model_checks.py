@@ -83,6 +83,12 @@ def test_absurd_count_is_refused_also_in_lists(tmp_path: Path, name: str, value:
     )
 
 
+GEMMA_3N = {
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+    "layer_types": ["full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+}
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -101,8 +107,8 @@ DEEPSEEK = {
         {"model_type": "x" * 100_000},
         {"hidden_act": "x" * 100_000},
         {"rope_parameters": {"rope_type": "default", "rope_theta": "x" * 100_000}},
-        {"hidden_size_per_layer_input": {"a": 1}},
-        {"altup_num_inputs": [3]},
+        GEMMA_3N | {"hidden_size_per_layer_input": {"a": 1}},
+        GEMMA_3N | {"altup_num_inputs": [3]},
         {"num_key_value_heads": [1]},
         {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "num_key_value_heads": 0},
         {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "head_dim": {"a": 1}},

@@ -29,7 +29,7 @@ from quire.worker.graphs.graph_shapes import NUM_CHUNKS
 from quire.worker.graphs.graphs import Recording
 from quire.worker.lora import embedding_adapters, layers
 from quire.worker.lora.step_adapters import make_step_adapters
-from quire.worker.models.mla import latent_layer
+from quire.worker.models.mixers import mla as latent_layer
 from quire.worker.rank import rank_memory
 
 GREEDY = RowSampling(temperature=0.0)

@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from narrowing import instance_of
+from narrowing import instance_of, not_none
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.errors import ConfigError
+from quire.proto.model.attention import AttentionSpec
+from quire.proto.model.mla import MlaSpec
 from quire.proto.model.registry import check_supported
 from quire.proto.model.spec import DecoderSpec
 
@@ -141,7 +143,7 @@ def test_invalid_settings_raise(model: Any, settings: dict[str, Any]) -> None:
 
 def test_more_ranks_than_kv_heads_replicate_heads(model: Any) -> None:
     config = engine_config(EngineOptions("many-ranks", tensor_parallel_size=8), model)
-    assert spec_of(model, 8).num_kv_heads == 4
+    assert instance_of(AttentionSpec, spec_of(model, 8).layers[0].mixer).num_kv_heads == 4
     assert config.model.kv_shape(config.parallel.tensor_parallel_size)[1] == 1
 
 
@@ -173,7 +175,8 @@ def test_unsupported_feature_raises_and_is_named(model: Any, settings: dict[str,
 
 
 def windows(model: Any, **settings: Any) -> list[int]:
-    return [layer.window for layer in spec_of(changed(model, **settings)).layers]
+    layers = spec_of(changed(model, **settings)).layers
+    return [instance_of(AttentionSpec, layer.mixer).window for layer in layers]
 
 
 def test_read_spec_gives_window_to_sliding_layers_only(make_model: Any, engine_config: Any) -> None:
@@ -228,10 +231,8 @@ def test_rotation_of_indexer_is_that_of_the_configuration(make_model: Any, engin
             ({}, is_interleaved),
             ({"indexer_rope_interleave": not is_interleaved}, not is_interleaved),
         ):
-            latent = spec_of(changed(sparse, **settings)).latent
-            assert latent is not None
-            assert latent.indexer is not None
-            assert latent.indexer.interleaved == expected
+            mla = instance_of(MlaSpec, spec_of(changed(sparse, **settings)).layers[0].mixer)
+            assert not_none(mla.indexer).interleaved == expected
 
 
 def test_rope_scaling_and_rope_parameters_give_same_ropes(model: Any) -> None:

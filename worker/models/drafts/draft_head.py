@@ -11,6 +11,7 @@ from ....kernels.draft_chain import DraftNetwork
 from ....proto.config import ModelConfig, SpeculativeConfig
 from ....proto.errors import ConfigError
 from ...attention import AttentionInputs, LayerCache
+from ..gemma.gemma3n import Gemma3nDecoder
 from ..llama.decoder import Decoder
 from ..load_context import LoadContext
 from ..loader import Model
@@ -74,7 +75,7 @@ def load_draft_head(load: LoadContext, speculative: SpeculativeConfig, target: M
     """
     config = speculative.draft
     assert config is not None
-    if not isinstance(target, Decoder):
+    if not isinstance(target, Decoder) or isinstance(target, Gemma3nDecoder):
         raise ConfigError(
             f"speculative_config: method {speculative.method!r} is for models that quire defines itself, "
             f"{config.name} is served with the modules of transformers"

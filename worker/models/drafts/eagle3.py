@@ -10,6 +10,7 @@ from ....kernels.linear import PackedWeight, pack
 from ....kernels.norm import add_rms_norm, rms_norm
 from ....proto.config import ModelConfig
 from ....proto.errors import ConfigError, ModelLoadError
+from ....proto.model.attention import AttentionSpec
 from ....proto.model.eagle3_config import aux_layers
 from ....proto.model.read_spec import read_spec
 from ....proto.model.registry import FAMILIES
@@ -19,8 +20,8 @@ from ...weights.weight_slice import WeightSlice
 from ..layers import PartialSum, RotaryTable, Rotations
 from ..llama.decoder import Decoder
 from ..llama.decoder_layer import make_dense_layer
-from ..llama.self_attention import Attention
 from ..load_context import LoadContext
+from ..mixers.attention import Attention
 from ..mlp import Mlp
 from ..vocab_parallel import VocabParallelEmbedding, VocabParallelHead
 
@@ -68,10 +69,10 @@ class Eagle3Head:
             load.norm(f"{name}.{own}", size)
             for own in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         )
-        self.attention = Attention(
-            load, spec, spec.layers[0], f"{name}.self_attn", peers=None, in_features=2 * size
-        )
-        self.mlp = Mlp(load, spec, f"{name}.mlp", peers=None)
+        mixer = spec.layers[0].mixer
+        assert isinstance(mixer, AttentionSpec)
+        self.attention = Attention(load, spec, mixer, f"{name}.self_attn", peers=None, in_features=2 * size)
+        self.mlp = Mlp(load, spec, spec.layers[0].mlp, f"{name}.mlp")
         self.norm = load.norm(f"{root}norm", size)
         self.output = _read_output(load, config, size, target)
         load.checkpoint.check_all_read(ignoring=["t2d"])

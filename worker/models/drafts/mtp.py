@@ -10,6 +10,7 @@ from torch import Tensor
 from ....kernels.draft_chain import DraftNetwork, HiddenInput
 from ....kernels.norm import rms_norm
 from ....proto.config import ModelConfig
+from ....proto.model.mla import MlaSpec
 from ....proto.model.mtp_layouts import mtp_layout
 from ....proto.model.read_spec import read_spec
 from ....proto.model.registry import FAMILIES
@@ -48,15 +49,13 @@ class MtpHead:
         self.is_hidden_first, self.feeds_normed = layout.hidden_first, layout.feeds_normed
         self.reads_first = layout.reads_first
         self.embedding_norm, self.hidden_norm, self.norm = (
-            load.norm(named(name), size, spec.norm_offset)
+            load.norm(named(name), size, spec.norms.offset)
             for name in (layout.embedding_norm, layout.hidden_norm, layout.final_norm)
         )
         self.projection = load.linear([WeightSlice(named(layout.projection), (size, 2 * size), 0, 0, size)])
-        layer = replace(
-            spec.layers[-1],
-            has_experts=spec.layers[-1].has_experts and not layout.is_dense,
-            has_indexer=spec.latent is not None and spec.latent.indexer is not None,
-        )
+        layer = replace(spec.layers[-1], has_experts=spec.layers[-1].has_experts and not layout.is_dense)
+        if isinstance(layer.mixer, MlaSpec):
+            layer = replace(layer, mixer=replace(layer.mixer, has_indexer=layer.mixer.indexer is not None))
         self.layer = DecoderLayer(load, spec, layer, named(layout.layer), None)
 
     def combine(self, features: Tensor) -> Tensor:

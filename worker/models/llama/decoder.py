@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -11,31 +12,35 @@ from ....kernels.draft_chain import DraftNetwork
 from ....kernels.latent_attention import EXPANDED_BYTES
 from ....kernels.lora import LoraGroups
 from ....kernels.sparse_latent import SELECTION_BYTES
+from ....proto.model.attention import AttentionSpec
+from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache
 from ...comm.all_reduce_choice import choose_all_reduce
 from ...comm.symmetric_memory import open_symmetric_memory
 from ..aux_states import AuxStates
 from ..fused_decode import FusedDecode, log_op_by_op, plan_fused_decode
-from ..layers import TEMPERATURE, PartialSum, RotaryTable, TemperatureTable
+from ..layers import PartialSum, RotaryTable, Rotations
 from ..load_context import LoadContext
+from ..mixers.head_steps import TEMPERATURE, TemperatureTable
 from ..moe.expert_layout import other_experts
-from ..moe.moe import MixtureOfExperts
+from ..moe.moe import MixtureOfExperts, WithExperts
 from ..output_tokens import OutputTokens
 from ..vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
 from .decoder_layer import DecoderLayer, read_norm
-from .per_layer_inputs import LayerEnd, PerLayerEmbedding
 
 _log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """A decoder-only model; implements `loader.Model`.
+    """A decoder-only model; implements `loader.Model`. Families that differ much override its parts.
 
     Args:
         num_positions: length of the rotary tables.
         has_head: the model generates; otherwise it has hidden states only.
     """
+
+    layer_class: type[DecoderLayer] = DecoderLayer
 
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
@@ -47,8 +52,9 @@ class Decoder:
             choose_all_reduce(peers, load.comm)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.temperature: TemperatureTable | None = None
-        if spec.query_temperature is not None:
-            self.temperature = TemperatureTable(load, spec.query_temperature, num_positions)
+        mixers = [layer.mixer for layer in spec.layers]
+        for temperature in {own.temperature for own in mixers if isinstance(own, AttentionSpec)} - {None}:
+            self.temperature = TemperatureTable(load, temperature, num_positions)
         self.embedding = VocabParallelEmbedding(
             load,
             spec.names.embedding,
@@ -58,32 +64,36 @@ class Decoder:
             tied=spec.tied_embeddings and has_head,
         )
         self.layers = [
-            DecoderLayer(load, spec.of_layer(layer), layer, f"{spec.names.layers}.{index}", peers)
+            self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}", peers)
             for index, layer in enumerate(spec.layers)
         ]
         # Index of the layer whose cache each layer reads.
         self.cached_by = [
             index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(spec.layers)
         ]
-        self.per_layer_embedding: PerLayerEmbedding | None = None
-        if spec.per_layer_inputs is not None:
-            self.per_layer_embedding = PerLayerEmbedding(load, spec, spec.per_layer_inputs)
-        self.layer_ends: list[LayerEnd] = []
-        if spec.per_layer_inputs is not None or spec.layer_scalars:
-            names = (f"{spec.names.layers}.{index}" for index in range(len(spec.layers)))
-            self.layer_ends = [LayerEnd(load, spec, name) for name in names]
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
-        self.reserved_bytes = _reserved_bytes(spec)
-        self.supports_graphs = not any(layer.reads_back for layer in self.layers)
+        self.reserved_bytes = _reserved_bytes(mixers)
+        self.supports_graphs = not any(mlp.reads_back for mlp in self._mixtures())
         self.supports_outputs = self.layers[-1].supports_outputs
         self.norm = read_norm(load, spec, spec.names.last_norm)
         self.fused_decode = self._plan_fused_decode(load)
-        if any(layer.has_separate_experts for layer in self.layers):
+        if any(mlp.is_separate for mlp in self._mixtures()):
             _log.warning(
                 "experts are multiplied one by one, which is slower: no op takes their weights together"
             )
-        self.head = make_head(load, spec, self.embedding) if has_head else NoHead(load, spec.vocab_size)
+        self.head: VocabParallelHead | NoHead = NoHead(load, spec.vocab_size)
+        if has_head:
+            self.head = VocabParallelHead(
+                load,
+                "lm_head",
+                spec.hidden_size,
+                spec.vocab_size,
+                tied=self.embedding if spec.tied_embeddings else None,
+                bias=spec.head_bias,
+                scale=spec.logits_scale,
+                soft_cap=spec.logits_soft_cap,
+            )
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
         if spec.tied_embeddings or not has_head:
@@ -91,6 +101,9 @@ class Decoder:
         if spec.experts is not None:
             unused += other_experts(load, spec.experts)
         load.checkpoint.check_all_read(ignoring=unused)
+
+    def _mixtures(self) -> list[WithExperts]:
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, WithExperts)]
 
     def _plan_fused_decode(self, load: LoadContext) -> FusedDecode | None:
         if not isinstance(self.norm, Tensor):
@@ -119,14 +132,8 @@ class Decoder:
             return fused.forward(
                 hidden, list(rotated.values()), kv_caches, inputs, aux, self.lora.step.groups
             )
-        rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
-        rotations.update(rotated.items())
-        if self.temperature is not None:
-            rotations[TEMPERATURE] = self.temperature.at(positions), None
+        rotations = {None: (None, None), **rotated, **self.other_inputs(token_ids, positions, hidden)}
         x: Tensor | PartialSum | None = None
-        layer_inputs = None
-        if self.per_layer_embedding is not None:
-            layer_inputs = self.per_layer_embedding.forward(token_ids, hidden)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             kv_cache = kv_caches[self.cached_by[index]]
@@ -134,16 +141,15 @@ class Decoder:
                 aux.states.append(layer.input_of(x, hidden))
             if outputs is not None and index == last:
                 x, hidden = layer.forward_outputs(x, hidden, rotations, kv_cache, outputs)
-                layer_inputs = None if layer_inputs is None else layer_inputs.index_select(0, outputs.index)
             else:
                 x = layer.forward(x, hidden, rotations, kv_cache, inputs)
-            if self.layer_ends:
-                assert isinstance(x, Tensor)  # a norm follows the feed-forward network
-                own = None if layer_inputs is None else layer_inputs[:, index]
-                x = self.layer_ends[index].forward(x, hidden, own)
         if aux is not None and len(self.layers) in aux.layers:
             aux.states.append(self.layers[-1].input_of(x, hidden))
         return self.layers[-1].add(x, hidden, self.norm)
+
+    def other_inputs(self, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> Rotations:
+        """Return what layers read of a step's tokens besides cosines and sines; `hidden` are the embedded tokens."""
+        return {} if self.temperature is None else {TEMPERATURE: (self.temperature.at(positions), None)}
 
     def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
@@ -172,30 +178,15 @@ class Decoder:
 
     def _dense_layers(self) -> list[DenseLayer | None]:
         """Return the layers for kernels.decode_layers, and None for those that a DenseLayer cannot represent."""
-        if self.layer_ends:
-            return [None] * len(self.layers)
         return [layer.to_dense_layer(list(self.rotary)) for layer in self.layers]
 
     def selfcheck(self) -> None:
         """Do nothing: the decoder is written for paged caches."""
 
 
-def make_head(load: LoadContext, spec: DecoderSpec, embedding: VocabParallelEmbedding) -> VocabParallelHead:
-    """Return the head of a model that generates."""
-    return VocabParallelHead(
-        load,
-        "lm_head",
-        spec.hidden_size,
-        spec.vocab_size,
-        tied=embedding if spec.tied_embeddings else None,
-        bias=spec.head_bias,
-        scale=spec.logits_scale,
-        soft_cap=spec.logits_soft_cap,
-    )
-
-
-def _reserved_bytes(spec: DecoderSpec) -> int:
+def _reserved_bytes(mixers: Sequence[AttentionSpec | MlaSpec]) -> int:
     """Return the memory of steps with long sequences beyond that of the largest steps with short ones."""
-    if spec.latent is None:
+    latent = [mixer for mixer in mixers if isinstance(mixer, MlaSpec)]
+    if not latent:
         return 0
-    return EXPANDED_BYTES if spec.latent.indexer is None else EXPANDED_BYTES + SELECTION_BYTES
+    return EXPANDED_BYTES if latent[0].indexer is None else EXPANDED_BYTES + SELECTION_BYTES

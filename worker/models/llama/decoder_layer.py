@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,21 +11,41 @@ from ....kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
 from ....kernels.decode_layers import DenseLayer, LayerAdapters
 from ....kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ....kernels.quantized_linear import Float8Tokens
+from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
 from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Rotations
 from ..load_context import LoadContext
-from ..mla.latent_layer import MlaAttention
+from ..mixers.attention import Attention
+from ..mixers.mla import MlaAttention
 from ..mlp import Mlp, UngatedMlp
-from ..moe.experts_beside_dense import ExpertsBesideDense
-from ..moe.moe import MixtureOfExperts, are_separate
+from ..moe.moe import MixtureOfExperts
 from ..output_tokens import OutputTokens
-from .self_attention import Attention
-from .shared_attention import SharedAttention
 
 # The weight of an RMSNorm, or a LayerNorm.
 Norm = Tensor | LayerNorm
+
+
+class Mixer(Protocol):
+    """The part of a layer that reads other tokens: attention of one of the kinds in `mixers`."""
+
+    qkv: ColumnParallelLinear
+    rope: str | None
+
+    def forward(
+        self, x: Tensor | Float8Tokens, rotations: Rotations, kv_cache: LayerCache, inputs: AttentionInputs
+    ) -> Tensor | PartialSum:
+        """[T, E] -> [T, E]; writes the tokens to the cache before it reads them."""
+        ...
+
+
+class FeedForward(Protocol):
+    """The part of a layer that computes each token by itself."""
+
+    def forward(self, x: Tensor) -> Tensor | PartialSum:
+        """[T, E] -> [T, E]."""
+        ...
 
 
 class DecoderLayer:
@@ -40,41 +61,37 @@ class DecoderLayer:
         def norm(own_name: str | None) -> Norm | None:
             return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
 
-        is_plain = spec.residual_scale == 1.0 and spec.norm_kind == "rms" and not spec.parallel_residual
+        is_plain = spec.residual_scale == 1.0 and spec.norms.kind == "rms" and not spec.parallel_residual
         if not is_plain or spec.norms.after_attention or spec.norms.after_mlp:
             peers = None
         self.comm, self.peers = load.comm, peers
         self.norm_eps = spec.norm_eps
         self.residual_scale = spec.residual_scale
         self.before_attention = norm(spec.norms.before_attention)
-        make_attention = _attention_of(spec, layer)
-        self.attention = make_attention(load, spec, layer, f"{name}.{spec.names.attention}", peers)
+        self.attention = self.make_mixer(load, spec, layer, f"{name}.{spec.names.attention}", peers)
         self.after_attention = norm(spec.norms.after_attention)
-        is_beside_dense = layer.has_experts and spec.experts is not None and spec.experts.beside_dense
-        self.before_mlp = None if is_beside_dense else norm(spec.norms.before_mlp)
+        self.before_mlp = norm(spec.norms.before_mlp)
         self.is_parallel = spec.parallel_residual
-        self.mlp: Mlp | UngatedMlp | MixtureOfExperts | ExpertsBesideDense
-        if layer.has_experts:
-            assert spec.experts is not None
-            if is_beside_dense:
-                self.mlp = ExpertsBesideDense(load, spec, spec.experts, name)
-            else:
-                self.mlp = MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
-        elif spec.mlp_names is not None:
-            self.mlp = UngatedMlp(load, spec, spec.mlp_names, f"{name}.{spec.names.mlp}", peers)
-        else:
-            self.mlp = Mlp(load, spec, f"{name}.{spec.names.mlp}", peers)
+        self.mlp = self.make_mlp(load, spec, layer, name, peers)
         self.after_mlp = norm(spec.norms.after_mlp)
 
-    @property
-    def reads_back(self) -> bool:
-        """True if `forward` reads values back from the device."""
-        return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and self.mlp.reads_back
+    def make_mixer(
+        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+    ) -> Mixer:
+        """Return the part of the layer that reads other tokens."""
+        if isinstance(layer.mixer, MlaSpec):
+            return MlaAttention(load, spec, layer.mixer, name, peers)
+        return Attention(load, spec, layer.mixer, name, peers)
 
-    @property
-    def has_separate_experts(self) -> bool:
-        """True if the experts of tokens without an adapter are multiplied one by one."""
-        return isinstance(self.mlp, MixtureOfExperts | ExpertsBesideDense) and are_separate(self.mlp.experts)
+    def make_mlp(
+        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+    ) -> FeedForward:
+        """Return the feed-forward network of the layer `name`."""
+        if layer.has_experts:
+            assert spec.experts is not None
+            return MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
+        kind = Mlp if layer.mlp.names is None else UngatedMlp
+        return kind(load, spec, layer.mlp, f"{name}.{spec.names.mlp}", peers)
 
     def forward(
         self,
@@ -237,11 +254,7 @@ def make_dense_layer(
     if isinstance(after_attention, LayerNorm) or isinstance(after_mlp, LayerNorm):
         return None
     has_more = (
-        bool(attention.projection_norms)
-        or bool(attention.layer_norms)
-        or attention.rotates_first
-        or attention.value_norm is not None
-        or attention.has_temperature
+        bool(attention.steps)
         or attention.variant.chunk > 0
         or attention.variant.sinks is not None
         or attention.output.bias is not None
@@ -271,8 +284,8 @@ def make_dense_layer(
         residual_scale=residual_scale,
         rope=None if attention.rope is None else ropes.index(attention.rope),
         gate="silu" if mlp is None else mlp.activation,
-        head_dim=attention.head_dim,
-        scale=attention.scale,
+        head_dim=attention.spec.head_dim,
+        scale=attention.spec.scale,
         variant=attention.variant,
         adapters=None if mlp is None else _layer_adapters(attention, mlp),
     )
@@ -284,17 +297,9 @@ def _layer_adapters(attention: Attention, mlp: Mlp) -> LayerAdapters | None:
     return LayerAdapters(*factors) if any(factors) else None
 
 
-def _attention_of(
-    spec: DecoderSpec, layer: LayerSpec
-) -> type[Attention] | type[MlaAttention] | type[SharedAttention]:
-    if layer.kv_source is not None:
-        return SharedAttention
-    return Attention if spec.latent is None else MlaAttention
-
-
 def read_norm(load: LoadContext, spec: DecoderSpec, name: str) -> Norm:
-    weight = load.norm(name, spec.hidden_size, spec.norm_offset)
-    if spec.norm_kind == "rms":
+    weight = load.norm(name, spec.hidden_size, spec.norms.offset)
+    if spec.norms.kind == "rms":
         return weight
-    bias = load.replicated(f"{name}.bias", spec.hidden_size) if spec.norm_kind == "layer" else None
+    bias = load.replicated(f"{name}.bias", spec.hidden_size) if spec.norms.kind == "layer" else None
     return LayerNorm(weight, bias, spec.norm_eps)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....proto.errors import ConfigError, ModelLoadError
+from ....proto.model.experts import Experts
 from ....proto.model.quantization import MXFP4_GROUP_LEN
-from ....proto.model.spec import Experts
 from ...comm.shard import Shard
 from ...weights.checkpoint import Checkpoint
 from ...weights.weight_slice import Interleaving, WeightSlice

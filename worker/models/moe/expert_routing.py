@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.routing import Routing
-from ....proto.model.spec import Experts
+from ....proto.model.experts import Experts
 from ...weights.weight_slice import WeightSlice
 from ..load_context import LoadContext
 

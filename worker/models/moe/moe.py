@@ -12,14 +12,14 @@ from ....kernels.activation import GatedActivation
 from ....kernels.dispatch import has_kernels
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from ....kernels.panel_experts import PanelExperts, supports
-from ....proto.model.spec import Experts
+from ....proto.model.experts import Experts
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.expert_weights import stack_experts
 from ...weights.linear_weight import panel_weight, without_codes
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, Projection
 from ..load_context import LoadContext
-from .expert_layers import AdaptedExperts, ExpertLayers, ExpertsForward
+from .expert_layers import AdaptedExperts, ExpertLayers
 from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
 from .expert_routing import ExpertRouter
 
@@ -153,15 +153,29 @@ class TokenGate:
         return y.sigmoid()
 
 
-class MixtureOfExperts:
+class WithExperts:
+    """Feed-forward network with experts."""
+
+    experts: ExpertLayers | GroupedExperts | PanelExperts | AdaptedExperts
+
+    @property
+    def reads_back(self) -> bool:
+        """True if `forward` reads values back from the device, which a recording cannot do."""
+        return isinstance(self.experts, ExpertLayers | AdaptedExperts)
+
+    @property
+    def is_separate(self) -> bool:
+        """True if the experts of tokens without an adapter are multiplied one by one."""
+        plain = self.experts.plain if isinstance(self.experts, AdaptedExperts) else self.experts
+        return isinstance(plain, ExpertLayers)
+
+
+class MixtureOfExperts(WithExperts):
     """Gated feed-forward experts, sharded over the ranks: each expert's intermediate dimension, or whole experts.
 
     Args:
         gate: activation of the experts (kernels.activation), unless theirs is clamped.
         name: of the decoder layer.
-
-    Attributes:
-        reads_back: `forward` reads values back from the device, which a recording cannot do.
     """
 
     def __init__(
@@ -182,10 +196,6 @@ class MixtureOfExperts:
         if experts.shared_intermediate_size:
             name = find_shared(load.checkpoint, block)
             self.shared = SharedExperts(load, experts, hidden_size, gate, name)
-
-    @property
-    def reads_back(self) -> bool:
-        return isinstance(self.experts, ExpertLayers | AdaptedExperts)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
@@ -231,8 +241,3 @@ def read_experts(
             return grouped
     plain = panel_experts(layers, load.dtype) or dequantize_experts(layers)
     return plain if adapters is None else AdaptedExperts(plain, adapters, layers)
-
-
-def are_separate(experts: ExpertsForward) -> bool:
-    """Return whether the experts of tokens without an adapter are multiplied one by one."""
-    return isinstance(experts.plain if isinstance(experts, AdaptedExperts) else experts, ExpertLayers)

@@ -20,7 +20,7 @@ from quire.proto.config import LoraConfig
 from quire.proto.errors import RankFailed
 from quire.proto.lora import LoraReference
 from quire.scheduler.kv.kv_tiers import KvTiers
-from quire.worker.models.mla.latent_layer import MlaAttention
+from quire.worker.models.mixers.mla import MlaAttention
 from quire.worker.rank.warm_up import warm_up_plans
 
 BLOCK_SIZE, MAX_TOKENS = 4, 24

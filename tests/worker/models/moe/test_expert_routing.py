@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.proto.errors import ConfigError
-from quire.proto.model.read_experts import ROUTINGS
-from quire.proto.model.spec import Experts
+from quire.proto.model.experts import ROUTINGS, Experts
 from quire.worker.models.moe.expert_routing import ExpertChoice
 
 EXPERTS = Experts(count=24, top_k=4, intermediate_size=8, normalized=False)

@@ -17,7 +17,8 @@ from ....kernels.latent_attention import (
 from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
 from ....kernels.sparse_latent import SelectedTokens, sparse_latent_attention
-from ....proto.model.spec import DecoderSpec, LayerSpec
+from ....proto.model.mla import MlaSpec
+from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache, TokenChoice, chunk_tokens
 from ...comm.shard import Shard
 from ...weights.weight_slice import WeightSlice
@@ -38,18 +39,14 @@ class MlaAttention:
     """
 
     def __init__(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
+        self, load: LoadContext, spec: DecoderSpec, sizes: MlaSpec, name: str, peers: Peers | None
     ) -> None:
-        assert spec.latent is not None
-        assert layer.rope is not None
         self.comm, self._batch_invariant = load.comm, load.batch_invariant
         self.max_partial_tokens = 0 if peers is None else peers.max_tokens
         if load.dp_attention:
             load, peers = load.for_own_tokens(), None
-        sizes = self._sizes = spec.latent
-        self.scale = spec.attention_scale
-        self.rope = layer.rope
-        hidden, heads = spec.hidden_size, spec.num_heads
+        self._sizes, self.rope = sizes, sizes.rope
+        hidden, heads = spec.hidden_size, sizes.num_heads
         self.hidden_size = hidden
         queries = load.head_shard(heads, sizes.qk_dim)
         latents = Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, sizes.attended_dim))
@@ -64,12 +61,11 @@ class MlaAttention:
             )
         # The queries, or their latents, then the latents of keys and values.
         self.qkv = ColumnParallelLinear(
-            load, [first, latents], hidden, bias=False, shares_input=layer.has_indexer
+            load, [first, latents], hidden, bias=False, shares_input=sizes.has_indexer
         )
         self.indexer: Indexer | None = None
-        if layer.has_indexer:
-            assert sizes.indexer is not None
-            self.indexer = Indexer(load, spec, sizes.indexer, f"{name}.indexer")
+        if sizes.has_indexer:
+            self.indexer = Indexer(load, spec.hidden_size, sizes, f"{name}.indexer")
         self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank)
         rows = load.head_shard(heads, sizes.qk_nope_head_dim + sizes.v_head_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
@@ -179,7 +175,7 @@ class MlaAttention:
             own = slice(start, start + num_tile)
             sums = sparse_latent_attention(
                 self._absorb(q[own]), self._latents(kv_cache), selected.slots[own], selected.counts[own],
-                self.scale, sizes.rank, kv_cache.scales,
+                self._sizes.scale, sizes.rank, kv_cache.scales,
             )  # fmt: skip
             out[own] = self._expand(sums)
         return out
@@ -222,8 +218,8 @@ class MlaAttention:
     ) -> Tensor:
         """Return the attention of one token per sequence, [S, Hq, V]."""
         sums = latent_decode_attention(
-            self._absorb(q), self._latents(kv_cache), block_tables, seq_lens, self.scale, self._sizes.rank, splits,
-            kv_cache.scales,
+            self._absorb(q), self._latents(kv_cache), block_tables, seq_lens, self._sizes.scale, self._sizes.rank,
+            splits, kv_cache.scales,
         )  # fmt: skip
         return self._expand(sums)
 
@@ -252,7 +248,7 @@ class MlaAttention:
         split = inputs.num_decodes
         return latent_prefill_attention(
             q, self._latents(kv_cache), inputs.block_tables[split:], inputs.query_start, inputs.seq_lens[split:],
-            bounds, self.scale, self.expansion, kv_cache.scales, visible,
+            bounds, self._sizes.scale, self.expansion, kv_cache.scales, visible,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from ....kernels.sparse_latent import (
     index_scores,
     select_top_tokens,
 )
-from ....proto.model.spec import DecoderSpec, IndexerSpec, MlaSpec
+from ....proto.model.mla import MlaSpec
 from ...attention import TokenChoice
 from ...comm.shard import Shard
 from ..layers import ColumnParallelLinear, LayerNorm, Projection
@@ -29,20 +29,20 @@ _EPS = 1e-6
 class Indexer:
     """The indexer of a layer; every rank computes all of its heads, and so chooses the same tokens."""
 
-    def __init__(self, load: LoadContext, spec: DecoderSpec, sizes: IndexerSpec, name: str) -> None:
-        assert spec.latent is not None
-        assert spec.latent.query_rank is not None
-        self._sizes = sizes
+    def __init__(self, load: LoadContext, hidden_size: int, mla: MlaSpec, name: str) -> None:
+        assert mla.indexer is not None
+        assert mla.query_rank is not None
+        sizes = self._sizes = mla.indexer
         queries = Projection(f"{name}.wq_b", Shard(0, 1, sizes.num_heads * sizes.head_dim))
-        self._queries = ColumnParallelLinear(load, [queries], spec.latent.query_rank, bias=False)
+        self._queries = ColumnParallelLinear(load, [queries], mla.query_rank, bias=False)
         keys = Projection(f"{name}.wk", Shard(0, 1, sizes.head_dim))
-        self._keys = ColumnParallelLinear(load, [keys], spec.hidden_size, bias=False)
+        self._keys = ColumnParallelLinear(load, [keys], hidden_size, bias=False)
         self._norm = LayerNorm(
             load.norm(f"{name}.k_norm", sizes.head_dim),
             load.replicated(f"{name}.k_norm.bias", sizes.head_dim),
             _EPS,
         )
-        shape = sizes.num_heads, spec.hidden_size
+        shape = sizes.num_heads, hidden_size
         self._weights = torch.empty(shape, dtype=torch.float32, device=load.device)
         load.checkpoint.read_into(self._weights, f"{name}.weights_proj.weight", shape)
         # Of the mean over heads, and of the products.

@@ -1,0 +1,69 @@
+"""AttentionSpec: attention to keys and values of heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Factors of queries, which grow with the position (Nakanishi, 2025).
+
+    The factor of position p is ``1 + scale * log(1 + floor((p + offset) / interval))``.
+    """
+
+    scale: float
+    interval: float
+    offset: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """Norms of queries and keys.
+
+    Attributes:
+        kind: RMSNorm before the rotation over each ``head`` or the whole ``projection``, or after it over each
+            ``rotated_head``, or ``rotated_unweighted`` in layers with positions only; or LayerNorm with weights per
+            head, ``layer``.
+        names: of both norms in the checkpoint; with a ``{}``, each head has its own.
+    """
+
+    kind: str
+    names: tuple[str, str] = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of a layer to keys and values of heads.
+
+    Attributes:
+        scale: multiplies the products of queries and keys.
+        rope: key of the rotary embedding in DecoderSpec.ropes; None for layers without positions.
+        window: tokens that a token attends to, itself included; 0 for all.
+        chunk: a token attends to those from the last multiple of `chunk` on, itself included; 0 for all.
+        soft_cap: ``soft_cap * tanh(x / soft_cap)`` bounds the scores; 0 for unbounded.
+        has_sinks: each head has one more key, whose value is 0 (kernels.attention_variant).
+        fused_qkv: checkpoints store q, k and v as one ``qkv_proj``.
+        interleaved: numbers 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
+        temperature: of the layer's queries; None for none.
+        values_are_keys: the projected keys are the values too, before norm and rotation.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: str | None = FULL
+    window: int = 0
+    chunk: int = 0
+    soft_cap: float = 0.0
+    qkv_bias: bool = False
+    output_bias: bool = False
+    has_sinks: bool = False
+    qk_norm: QkNorm | None = None
+    fused_qkv: bool = False
+    interleaved: bool = False
+    temperature: QueryTemperature | None = None
+    values_are_keys: bool = False

@@ -1,0 +1,1 @@
+"""Decoders of Gemma 3n and 4."""

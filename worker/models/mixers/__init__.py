@@ -1,0 +1,1 @@
+"""Attention and other layers that read earlier tokens, one file per kind."""

@@ -1,0 +1,170 @@
+"""Attention: self-attention over the paged cache, in the variants that an AttentionSpec names."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....kernels.all_reduce_norm import Peers
+from ....kernels.attention_variant import AttentionVariant
+from ....kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
+from ....kernels.quantized_linear import Float8Tokens
+from ....proto.model.attention import AttentionSpec
+from ....proto.model.spec import DecoderSpec
+from ...attention import AttentionInputs, LayerCache, paged_attention
+from ...weights.weight_slice import Interleaving
+from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Projection, Rotations, RowParallelLinear
+from ..load_context import LoadContext
+from .head_steps import HeadLayerNorm, HeadStep, QueryFactors, Rotation, WholeProjectionNorm
+
+
+class Attention:
+    """Self-attention over the paged cache; each rank computes its part of the heads.
+
+    Args:
+        in_features: of the input; None for the hidden size.
+
+    Attributes:
+        steps: change queries, keys and values before the fused op that writes these; most models have none.
+    """
+
+    def __init__(
+        self,
+        load: LoadContext,
+        spec: DecoderSpec,
+        own: AttentionSpec,
+        name: str,
+        peers: Peers | None,
+        in_features: int | None = None,
+    ) -> None:
+        self.spec, self.rope = own, own.rope
+        self.norm_eps = spec.norm_eps
+        sinks = (
+            load.part(f"{name}.sinks", load.head_shard(own.num_heads, 1)).float() if own.has_sinks else None
+        )
+        self.variant = AttentionVariant(
+            window=own.window, chunk=own.chunk, soft_cap=own.soft_cap, sinks=sinks
+        )
+        self.qkv = ColumnParallelLinear(
+            load,
+            _qkv_projections(load, spec, own, name),
+            in_features or spec.hidden_size,
+            bias=own.qkv_bias,
+        )
+        output = f"{name}.{spec.names.attention_output}"
+        self.output = RowParallelLinear(
+            load, output, own.num_heads * own.head_dim, spec.hidden_size, own.output_bias, peers
+        )
+        kind = None if own.qk_norm is None else own.qk_norm.kind
+        self.q_norm = self.k_norm = None
+        if own.qk_norm is not None and kind in ("head", "rotated_head"):
+            self.q_norm, self.k_norm = (
+                load.norm(f"{name}.{norm}", own.head_dim, spec.norms.offset) for norm in own.qk_norm.names
+            )
+        if kind == "rotated_unweighted" and own.rope is not None:
+            self.q_norm = self.k_norm = load.empty(own.head_dim).fill_(1)
+        self._rotates_first = kind in ("rotated_head", "rotated_unweighted")
+        self.steps = _head_steps(load, spec, own, name, kind)
+
+    def forward(
+        self,
+        x: Tensor | Float8Tokens,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        queries: Tensor | None = None,
+    ) -> Tensor | PartialSum:
+        """[T, E] -> [T, E]; writes the tokens' keys and values to the cache before attention reads them.
+
+        Args:
+            queries: [N] int64, the tokens that `inputs` has as queries; the result is [N, E]. None for all.
+        """
+        inputs = inputs.of_group(kv_cache.group)
+        projected = self.qkv.forward(x)
+        heads = projected.view(projected.shape[0], -1, self.spec.head_dim)
+        for step in self.steps:
+            step.apply(heads, rotations)
+        cos, sin = (None, None) if self._rotates_first else rotations[self.rope]
+        q = fused_qk_norm_rope_kv_write(
+            heads,
+            kv_cache.blocks,
+            inputs.slot_mapping,
+            cos,
+            sin,
+            self.q_norm,
+            self.k_norm,
+            self.norm_eps,
+            kv_cache.scales,
+        )
+        if queries is not None:
+            q = q.index_select(0, queries)
+        attended = paged_attention(q, kv_cache, inputs, self.spec.scale, self.variant)
+        return self.output.forward_partial(attended.view(len(q), -1))
+
+
+def _interleaving(spec: DecoderSpec, own: AttentionSpec) -> Interleaving | None:
+    """Return the order of the rows of a head's queries and keys in the checkpoint."""
+    if not own.interleaved or own.rope is None:
+        return None
+    return Interleaving(own.head_dim, 2 * len(spec.ropes[own.rope].frequencies))
+
+
+def _qkv_projections(load: LoadContext, spec: DecoderSpec, own: AttentionSpec, name: str) -> list[Projection]:
+    counts = own.num_heads, own.num_kv_heads, own.num_kv_heads
+    shards = [load.head_shard(count, own.head_dim) for count in counts]
+    if not own.fused_qkv:
+        interleaving = _interleaving(spec, own)
+        parts = "qkk" if own.values_are_keys else "qkv"
+        return [
+            Projection(f"{name}.{part}_proj", shard, interleaving=None if place == 2 else interleaving)
+            for place, (part, shard) in enumerate(zip(parts, shards, strict=True))
+        ]
+    stored_len = sum(counts) * own.head_dim
+    starts = [sum(counts[:index]) * own.head_dim for index in range(3)]
+    return [
+        Projection(f"{name}.qkv_proj", shard, start, stored_len)
+        for shard, start in zip(shards, starts, strict=True)
+    ]
+
+
+def _head_steps(
+    load: LoadContext, spec: DecoderSpec, own: AttentionSpec, name: str, norm_kind: str | None
+) -> list[HeadStep]:
+    num_q, num_kv = (len(load.head_shard(count, 1)) for count in (own.num_heads, own.num_kv_heads))
+    steps: list[HeadStep] = []
+    if norm_kind == "projection":
+        for part, count, start in (("q", own.num_heads, 0), ("k", own.num_kv_heads, num_q)):
+            shard = load.head_shard(count, own.head_dim)
+            steps.append(
+                WholeProjectionNorm(load, f"{name}.{part}_norm", shard, start * own.head_dim, spec.norm_eps)
+            )
+    if norm_kind == "layer":
+        steps += _head_layer_norms(load, spec, own, name)
+    if own.temperature is not None:
+        steps.append(QueryFactors(num_q))
+    if norm_kind in ("rotated_head", "rotated_unweighted"):
+        steps.append(Rotation(own.rope, num_q + num_kv))
+    return steps
+
+
+def _head_layer_norms(
+    load: LoadContext, spec: DecoderSpec, own: AttentionSpec, name: str
+) -> list[HeadLayerNorm]:
+    """Return the norms of queries and of keys, with weights for each of this rank's heads."""
+    assert own.qk_norm is not None
+    interleaving, head_dim, start = _interleaving(spec, own), own.head_dim, 0
+    norms = []
+    for norm, count in zip(own.qk_norm.names, (own.num_heads, own.num_kv_heads), strict=True):
+        heads = load.head_shard(count, 1)
+        weight = load.empty(len(heads), head_dim)
+        if "{}" in norm:
+            for row, head in zip(weight, range(heads.start, heads.end), strict=True):
+                load.checkpoint.read_into(row, f"{name}.{norm.format(head)}.weight", (head_dim,))
+            for head in range(count):
+                load.checkpoint.ignore(f"{name}.{norm.format(head)}.weight")
+        else:
+            load.checkpoint.read_into(weight, f"{name}.{norm}.weight", (count, head_dim), 0, heads.start)
+        if interleaving is not None:
+            weight = interleaving.reorder(weight, dim=1)
+        norms.append(HeadLayerNorm(LayerNorm(weight, None, spec.norm_eps), start))
+        start += len(heads)
+    return norms

@@ -1,0 +1,96 @@
+"""HeadStep: a change of the heads of queries, keys and values before attention, which few models have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ....kernels.rope import apply_rope
+from ....proto.model.attention import QueryTemperature
+from ...comm.shard import Shard
+from ..layers import LayerNorm, Rotations
+from ..load_context import LoadContext
+
+# Key of Rotations |-> factors of queries, [T, 1, 1].
+TEMPERATURE = "temperature"
+
+
+class HeadStep(Protocol):
+    """A change of this rank's heads."""
+
+    def apply(self, heads: Tensor, rotations: Rotations) -> None:
+        """Change the heads of queries, keys and values, [T, Hq + 2 Hkv, D], in place."""
+        ...
+
+
+class WholeProjectionNorm:
+    """RMSNorm over all outputs of a projection that is sharded over the ranks.
+
+    Args:
+        shard: this rank's part of the outputs; ranks that hold the same part all count in the mean.
+        start: of the part among the numbers of all heads.
+    """
+
+    def __init__(self, load: LoadContext, name: str, shard: Shard, start: int, eps: float) -> None:
+        self._comm, self._eps, self._length = load.comm, eps, len(shard)
+        self._place = slice(start, start + len(shard))
+        self._weight = load.part(f"{name}.weight", shard)
+
+    def apply(self, heads: Tensor, rotations: Rotations) -> None:
+        x = heads.flatten(1)[:, self._place]
+        squares = self._comm.all_reduce(x.float().square().sum(dim=-1, keepdim=True))
+        scale = torch.rsqrt(squares / (self._length * self._comm.size) + self._eps)
+        x.copy_(x.float().mul_(scale).mul_(self._weight))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayerNorm:
+    """LayerNorm of the heads from `start` on, with weights for each."""
+
+    norm: LayerNorm
+    start: int
+
+    def apply(self, heads: Tensor, rotations: Rotations) -> None:
+        own = heads[:, self.start : self.start + len(self.norm.weight)]
+        own.copy_(self.norm.apply(own))
+
+
+@dataclass(frozen=True, slots=True)
+class QueryFactors:
+    """Multiplies the first heads, the queries, by the factors of their tokens."""
+
+    num_heads: int
+
+    def apply(self, heads: Tensor, rotations: Rotations) -> None:
+        factors, _ = rotations[TEMPERATURE]
+        assert factors is not None
+        heads[:, : self.num_heads] *= factors
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Rotates the first heads, queries and keys, before they are normalized."""
+
+    rope: str | None
+    num_heads: int
+
+    def apply(self, heads: Tensor, rotations: Rotations) -> None:
+        cos, sin = rotations[self.rope]
+        if cos is not None and sin is not None:
+            apply_rope(heads[:, : self.num_heads], cos, sin)
+
+
+class TemperatureTable:
+    """The factor of queries for every position, [P] float32; see QueryTemperature."""
+
+    def __init__(self, load: LoadContext, temperature: QueryTemperature, num_positions: int) -> None:
+        positions = torch.arange(num_positions, dtype=torch.float32) + temperature.offset
+        steps = torch.floor(positions / temperature.interval)
+        self._table = (1 + temperature.scale * torch.log1p(steps)).to(load.device)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """[T] -> [T, 1, 1]."""
+        return self._table.index_select(0, positions).view(-1, 1, 1)
