@@ -310,7 +310,7 @@ class ConstraintState:
         """End the requests whose matchers take too long.
 
         Rank 0 alone decides: another rank that leaves out a mask, whose request then goes on, would sample tokens
-        that the form does not allow.
+        that the constraint does not allow.
         """
         if self._shard.rank != 0:
             return

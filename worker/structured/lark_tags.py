@@ -54,29 +54,29 @@ class _Writer:
         self._vocabulary = vocabulary
         self._rules: list[str] = []
 
-    def write(self, form: Mapping[str, Any]) -> str:
-        start = self._expression(form)
+    def write(self, constraint: Mapping[str, Any]) -> str:
+        start = self._expression(constraint)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules]) + "\n"
 
-    def _expression(self, form: Mapping[str, Any]) -> str:
+    def _expression(self, constraint: Mapping[str, Any]) -> str:
         """Return the part of a rule that matches a format."""
-        kind = form.get("type")
+        kind = constraint.get("type")
         write = _WRITERS.get(str(kind))
         if write is None:
             raise UnsupportedConstraint(f"the format {str(kind)[:64]!r} of a structural tag")
-        return write(self, form)
+        return write(self, constraint)
 
-    def const_string(self, form: Mapping[str, Any]) -> str:
-        return self._text(form["value"])
+    def const_string(self, constraint: Mapping[str, Any]) -> str:
+        return self._text(constraint["value"])
 
-    def token(self, form: Mapping[str, Any]) -> str:
-        return self._token(form["token"])
+    def token(self, constraint: Mapping[str, Any]) -> str:
+        return self._token(constraint["token"])
 
-    def json_schema(self, form: Mapping[str, Any]) -> str:
-        style, schema = form.get("style", "json"), form["json_schema"]
-        if form.get("any_order") or form.get("excludes"):
+    def json_schema(self, constraint: Mapping[str, Any]) -> str:
+        style, schema = constraint.get("style", "json"), constraint["json_schema"]
+        if constraint.get("any_order") or constraint.get("excludes"):
             raise UnsupportedConstraint("any_order and excludes of a JSON schema")
-        is_lenient = bool(form.get(LENIENT))
+        is_lenient = bool(constraint.get(LENIENT))
         if style in _ARGUMENT_TAGS:
             return self._arguments(schema, is_lenient, *_ARGUMENT_TAGS[style])
         if style != "json":
@@ -104,58 +104,60 @@ class _Writer:
             raise UnsupportedConstraint(f"{min(others)} of an argument that is written as it is")
         return self._item(end, "")
 
-    def regex(self, form: Mapping[str, Any]) -> str:
-        pattern = with_python_classes(form["pattern"]).replace("/", r"\/").replace("\n", r"\n")
+    def regex(self, constraint: Mapping[str, Any]) -> str:
+        pattern = with_python_classes(constraint["pattern"]).replace("/", r"\/").replace("\n", r"\n")
         return f"/{pattern}/"
 
-    def any_text(self, form: Mapping[str, Any]) -> str:
-        if form.get("excludes") or form.get("max_tokens") or form.get("max_chars"):
+    def any_text(self, constraint: Mapping[str, Any]) -> str:
+        if constraint.get("excludes") or constraint.get("max_tokens") or constraint.get("max_chars"):
             raise UnsupportedConstraint("limits of a text in a structural tag")
         return _TEXT
 
-    def sequence(self, form: Mapping[str, Any]) -> str:
-        return " ".join(self._expression(each) for each in form["elements"])
+    def sequence(self, constraint: Mapping[str, Any]) -> str:
+        return " ".join(self._expression(each) for each in constraint["elements"])
 
-    def either(self, form: Mapping[str, Any]) -> str:
-        return self._any([self._expression(each) for each in form["elements"]])
+    def either(self, constraint: Mapping[str, Any]) -> str:
+        return self._any([self._expression(each) for each in constraint["elements"]])
 
-    def repeated(self, form: Mapping[str, Any]) -> str:
-        inner = self._expression(form["content"])
-        if form["type"] != "repeat":
-            return f"({inner}){_SUFFIXES[form['type']]}"
-        least, most = int(form["min"]), int(form["max"])
+    def repeated(self, constraint: Mapping[str, Any]) -> str:
+        inner = self._expression(constraint["content"])
+        if constraint["type"] != "repeat":
+            return f"({inner}){_SUFFIXES[constraint['type']]}"
+        least, most = int(constraint["min"]), int(constraint["max"])
         return f"({inner}){{{least},{'' if most < 0 else most}}}"
 
-    def tag(self, form: Mapping[str, Any]) -> str:
-        return f"{self._text(form['begin'])} {self._content_and_end(form)}"
+    def tag(self, constraint: Mapping[str, Any]) -> str:
+        return f"{self._text(constraint['begin'])} {self._content_and_end(constraint)}"
 
-    def tags_with_separator(self, form: Mapping[str, Any]) -> str:
-        tag = self._any([self.tag(each) for each in form["tags"]])
-        more = "" if form.get("stop_after_first") else f" ({self._text(form['separator'])} {tag})*"
-        return f"{tag}{more}" if form.get("at_least_one") else f"({tag}{more})?"
+    def tags_with_separator(self, constraint: Mapping[str, Any]) -> str:
+        tag = self._any([self.tag(each) for each in constraint["tags"]])
+        more = (
+            "" if constraint.get("stop_after_first") else f" ({self._text(constraint['separator'])} {tag})*"
+        )
+        return f"{tag}{more}" if constraint.get("at_least_one") else f"({tag}{more})?"
 
-    def triggered_tags(self, form: Mapping[str, Any]) -> str:
-        if form.get("excludes"):
+    def triggered_tags(self, constraint: Mapping[str, Any]) -> str:
+        if constraint.get("excludes"):
             raise UnsupportedConstraint("excluded texts in a structural tag")
         after: list[tuple[str, str]] = []
-        for tag in form["tags"]:
-            trigger = next((text for text in form["triggers"] if tag["begin"].startswith(text)), None)
+        for tag in constraint["tags"]:
+            trigger = next((text for text in constraint["triggers"] if tag["begin"].startswith(text)), None)
             if not trigger:
                 raise UnsupportedConstraint(f"no trigger begins the tag {str(tag['begin'])[:64]!r}")
             after.append(
                 (trigger, f"{self._text(tag['begin'].removeprefix(trigger))} {self._content_and_end(tag)}")
             )
-        in_text = self._in_text(after, loop=not form.get("stop_after_first"))
-        if not form.get("at_least_one"):
+        in_text = self._in_text(after, loop=not constraint.get("stop_after_first"))
+        if not constraint.get("at_least_one"):
             return in_text
-        first = self._any([self.tag(each) for each in form["tags"]])
-        return first if form.get("stop_after_first") else f"{first} {in_text}"
+        first = self._any([self.tag(each) for each in constraint["tags"]])
+        return first if constraint.get("stop_after_first") else f"{first} {in_text}"
 
-    def dispatch(self, form: Mapping[str, Any]) -> str:
-        if form.get("excludes"):
+    def dispatch(self, constraint: Mapping[str, Any]) -> str:
+        if constraint.get("excludes"):
             raise UnsupportedConstraint("excluded texts in a structural tag")
-        after = [(pattern, self._expression(content)) for pattern, content in form["rules"]]
-        return self._in_text(after, loop=form.get("loop", True))
+        after = [(pattern, self._expression(content)) for pattern, content in constraint["rules"]]
+        return self._in_text(after, loop=constraint.get("loop", True))
 
     def _in_text(self, after: Sequence[tuple[str, str]], *, loop: bool) -> str:
         """Return free text in which each pattern is followed by its expression."""

@@ -1,4 +1,4 @@
-"""MatchTime: finds the rows whose matchers take more processor time than a form may take from all rows.
+"""MatchTime: finds the rows whose matchers take more processor time than a constraint may take from all rows.
 
 The libraries limit the work of one mask, but not that of a token: matching ``s ::= s s s | s s | "a"`` takes 60 ms
 per token after 300 tokens, and all rows of a step wait for it. A matcher of JSON schemas takes 0.05 ms per token, and

@@ -20,7 +20,7 @@ def prepare_tag(tag: Any, vocabulary: Vocabulary) -> Mapping[str, Any]:
     Constant strings may contain special tokens, which no text matches.
 
     Raises:
-        UnsupportedConstraint: a JSON schema in the tag is not applied exactly, or the tag has another form.
+        UnsupportedConstraint: a JSON schema in the tag is not applied exactly, or the tag has another layout.
     """
     if not isinstance(tag, Mapping):
         raise UnsupportedConstraint("a structural tag must be an object")
@@ -39,19 +39,19 @@ def split_special_tokens(text: str, vocabulary: Vocabulary) -> list[str | int]:
     return [ids.get(part, part) for part in parts if part]
 
 
-def _prepare(form: Any, vocabulary: Vocabulary) -> Any:
-    if isinstance(form, list):
-        return [_prepare(each, vocabulary) for each in form]
-    if not isinstance(form, Mapping):
-        return form
-    if form.get("type") == "const_string" and isinstance(form.get("value"), str):
-        parts = _formats(form["value"], vocabulary)
+def _prepare(constraint: Any, vocabulary: Vocabulary) -> Any:
+    if isinstance(constraint, list):
+        return [_prepare(each, vocabulary) for each in constraint]
+    if not isinstance(constraint, Mapping):
+        return constraint
+    if constraint.get("type") == "const_string" and isinstance(constraint.get("value"), str):
+        parts = _formats(constraint["value"], vocabulary)
         return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": parts}
-    if form.get("type") == "json_schema":
-        return _prepare_schema(form)
-    if form.get("type") == "dispatch":
-        return _prepare_dispatch(form, vocabulary)
-    return {name: _prepare(value, vocabulary) for name, value in form.items()}
+    if constraint.get("type") == "json_schema":
+        return _prepare_schema(constraint)
+    if constraint.get("type") == "dispatch":
+        return _prepare_dispatch(constraint, vocabulary)
+    return {name: _prepare(value, vocabulary) for name, value in constraint.items()}
 
 
 def _formats(text: str, vocabulary: Vocabulary) -> list[Mapping[str, Any]]:
@@ -61,25 +61,25 @@ def _formats(text: str, vocabulary: Vocabulary) -> list[Mapping[str, Any]]:
     ]
 
 
-def _prepare_schema(form: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not form.get(LENIENT) and form.get("style", "json") in _SCHEMA_STYLES:
-        check_exact_in_xgrammar(form.get("json_schema"))
-    prepared = {name: value for name, value in form.items() if name != LENIENT}
+def _prepare_schema(constraint: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not constraint.get(LENIENT) and constraint.get("style", "json") in _SCHEMA_STYLES:
+        check_exact_in_xgrammar(constraint.get("json_schema"))
+    prepared = {name: value for name, value in constraint.items() if name != LENIENT}
     return {"max_whitespace_cnt": MAX_WHITESPACE_CHARS, **prepared}
 
 
-def _prepare_dispatch(form: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
+def _prepare_dispatch(constraint: Mapping[str, Any], vocabulary: Vocabulary) -> Mapping[str, Any]:
     """Return free text with patterns; patterns that are special tokens become tokens."""
-    rules = [(pattern, _prepare(content, vocabulary)) for pattern, content in form.get("rules", ())]
+    rules = [(pattern, _prepare(content, vocabulary)) for pattern, content in constraint.get("rules", ())]
     tokens = [_formats(pattern, vocabulary) for pattern, _ in rules]
     if all(len(parts) == 1 and parts[0]["type"] == "token" for parts in tokens):
         by_token = [(parts[0]["token"], content) for parts, (_, content) in zip(tokens, rules, strict=True)]
-        return {"type": "token_dispatch", "rules": by_token, "loop": form.get("loop", True)}
-    return {**form, "rules": rules}
+        return {"type": "token_dispatch", "rules": by_token, "loop": constraint.get("loop", True)}
+    return {**constraint, "rules": rules}
 
 
 def from_structures(tag: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the present form of the older one, a list of structures with ``begin``, ``schema`` and ``end``."""
+    """Return the present layout of the older one, a list of structures with ``begin``, ``schema`` and ``end``."""
     try:
         tags = [
             {
