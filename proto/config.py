@@ -23,8 +23,8 @@ from .options.sections import (
 )
 from .sampling import SamplingDefaults
 
-# Most forced tokens (jump-forward) of a row in a step, and such tokens that have room beside all rows.
-MAX_FORCED_TOKENS = 16
+# Most jump-forward tokens of a row in a step, and such tokens that have room beside all rows.
+MAX_JUMP_FORWARD_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class EngineConfig:
         )
 
     @property
-    def drafts_forced_text(self) -> bool:
+    def drafts_jump_forward(self) -> bool:
         """Return whether steps draft the text that grammars force, and nothing else."""
         return self.model.generates and self.speculative is None
 
@@ -308,14 +308,14 @@ class EngineConfig:
     def max_decode_tokens(self) -> int:
         """Return the tokens of the largest step that only decodes, drafted ones included.
 
-        Forced text has room beside all rows, also if there is one. Drafts have up to half of what rows
+        Jump-forward tokens have room beside all rows, also if there is one. Drafts have up to half of what rows
         leave of a step.
         """
         num_rows, num_left = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
         num_left = max(0, num_left - num_rows)
         if self.speculative is not None:
             return num_rows + min(num_rows * self.speculative.num_speculative_tokens, num_left // 2)
-        return num_rows + (min(MAX_FORCED_TOKENS, num_left) if self.drafts_forced_text else 0)
+        return num_rows + (min(MAX_JUMP_FORWARD_TOKENS, num_left) if self.drafts_jump_forward else 0)
 
     @property
     def speculative_draft(self) -> ModelConfig | None:

@@ -76,7 +76,7 @@ class Scheduler:
         self._state = SchedulerState(config)
         self._forecast = Forecast(self._state)
         self._planner = Planner(self._state, self._forecast, epoch)
-        drafts = self._state.draft_switch or self._state.forced_text
+        drafts = self._state.draft_switch or self._state.jump_forward
         observers: tuple[StepObserver, ...] = (
             TimeObserver(self._state),
             CostObserver(self._state),

@@ -29,7 +29,7 @@ from ..sequences.beam_group import BeamGroup
 from ..sequences.repetition import RepetitionDetector
 from ..sequences.sequence import Sequence
 from ..speculation.draft_switch import MOST_ROWS_ON_CPU, DraftSwitch, min_repeated_len
-from ..speculation.forced_text import ForcedText
+from ..speculation.jump_forward import JumpForward
 from .queue.deadlines import DeadlineQueue
 from .queue.lora_adapters import LoraAdapters
 from .queue.pace import Pace
@@ -73,7 +73,7 @@ class SchedulerState:
         detectors: row |-> detector of repetitions, for running sequences that have one.
         draft_switch: None without speculative decoding.
         min_repeated_len: newest tokens of a sequence that occur before, where it may have drafts; 0 for none.
-        forced_text: of grammars, without speculative decoding; None with it, and where steps have no drafts.
+        jump_forward: of grammars, without speculative decoding; None with it, and where steps have no drafts.
         lora: None without adapters.
     """
 
@@ -111,7 +111,7 @@ class SchedulerState:
             else DraftSwitch(speculative.num_speculative_tokens, most_rows, needs_states=speculative.has_head)
         )
         self.min_repeated_len: Final = 0 if speculative is None else min_repeated_len(speculative)
-        self.forced_text: Final = ForcedText(limits.max_num_seqs) if config.drafts_forced_text else None
+        self.jump_forward: Final = JumpForward(limits.max_num_seqs) if config.drafts_jump_forward else None
         self.lora: Final = (
             None
             if config.lora is None
@@ -217,8 +217,8 @@ class SchedulerState:
             self.lora.on_start(sequence)
         if sequence.repetition is not None:
             self.detectors[row] = sequence.repetition
-        if self.forced_text is not None and sequence.has_grammar and sequence.may_draft:
-            self.forced_text.add(row)
+        if self.jump_forward is not None and sequence.has_grammar and sequence.may_draft:
+            self.jump_forward.add(row)
         if sequence.children:
             self._parents.append(sequence)
         return row
@@ -422,8 +422,8 @@ class SchedulerState:
         if self.lora is not None:
             self.lora.on_release(sequence)
         self.detectors.pop(row, None)
-        if self.forced_text is not None:
-            self.forced_text.discard(row)
+        if self.jump_forward is not None:
+            self.jump_forward.discard(row)
         sequence.row = None
         self.prefilling.discard(sequence)
         self.detach_children(sequence)

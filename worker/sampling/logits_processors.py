@@ -130,9 +130,9 @@ class LogitsProcessorState:
         """Replace the newest tokens of rows. Beams, whose tokens are replaced, have no penalties."""
         self._constraints.replace_newest(rows, token_ids)
 
-    def forced_ids(self, row: int, max_tokens: int) -> list[int]:
+    def jump_forward_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the next tokens that the constraint of a row leaves no choice of."""
-        return self._constraints.forced_ids(row, max_tokens)
+        return self._constraints.jump_forward_ids(row, max_tokens)
 
     def apply_custom(self, logits: Tensor, rows: IntArray | RowArray, lens: IntArray | RowArray) -> Tensor:
         """Return the logits after the custom processors of rows; see CustomProcessors.apply."""

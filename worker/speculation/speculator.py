@@ -44,13 +44,13 @@ class NoProposer:
 
 
 class Speculator:
-    """Drafts tokens behind the known ones of their rows: forced text (jump-forward), and for other rows proposals.
+    """Drafts tokens behind the known ones of their rows: jump-forward tokens, and for other rows proposals.
 
     A grammar may leave no choice of the next text, but of the tokens that spell it. The draft is the spelling of the
     tokenizer. It is verified like any other, so the model may still choose another one.
 
     Args:
-        proposer: drafts for rows without forced text.
+        proposer: drafts for rows without jump-forward tokens.
     """
 
     def __init__(self, rows: DeviceRows, proposer: DraftProposer) -> None:
@@ -85,7 +85,7 @@ class Speculator:
 
     def _propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         forced = [
-            self._rows.logits_processors.forced_ids(row, max_len)
+            self._rows.logits_processors.jump_forward_ids(row, max_len)
             for row, max_len in zip(rows.tolist(), max_lens.tolist(), strict=True)
         ]
         if not any(forced):

@@ -275,14 +275,14 @@ class ConstraintState:
     def _measured(self, constraint: RowConstraint) -> AbstractContextManager[None]:
         return self._match_time.row(constraint) if self._match_time.is_watching else nullcontext()
 
-    def forced_ids(self, row: int, max_tokens: int) -> list[int]:
+    def jump_forward_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the tokens that the constraint of a row leaves no choice of, as far as the tokenizer tells."""
         constraint = self._rows[row]
         if constraint is None:
             return []
         self._settle()
         try:
-            return constraint.forced_ids(max_tokens)
+            return constraint.jump_forward_ids(max_tokens)
         except Exception as error:
             constraint.failure = constraint.failure or first_line(error)
             self._layout = None

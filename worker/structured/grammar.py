@@ -64,7 +64,7 @@ class Matcher(Protocol):
         """
         ...
 
-    def forced_bytes(self) -> bytes:
+    def jump_forward_bytes(self) -> bytes:
         """Return the bytes with which every allowed continuation begins; empty if there are none."""
         ...
 

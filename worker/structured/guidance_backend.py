@@ -82,7 +82,7 @@ class GuidanceMatcher:
             if own.is_error():
                 raise MatcherFailed(_shown(own.get_error()))
 
-    def forced_bytes(self) -> bytes:
+    def jump_forward_bytes(self) -> bytes:
         return b"" if self._num_stops else bytes(self._matcher.compute_ff_bytes())
 
 

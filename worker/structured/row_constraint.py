@@ -172,14 +172,14 @@ class RowConstraint:
             num_accepted += 1
         self.rollback(num_accepted)
 
-    def forced_ids(self, max_tokens: int) -> list[int]:
+    def jump_forward_ids(self, max_tokens: int) -> list[int]:
         """Return the next tokens as far as the constraint leaves no choice of bytes, at most `max_tokens`."""
         phase, forced_end = self._state.phase, self._constraint.forced_end_ids
         if phase is _Phase.REASONING and self._is_over_budget:
             return list(forced_end[self._num_over_budget :][:max_tokens])
         if phase is not _Phase.GRAMMAR or self._matcher is None:
             return []
-        return forced_tokens(self._matcher.forced_bytes(), self._vocabulary)[:max_tokens]
+        return jump_forward_tokens(self._matcher.jump_forward_bytes(), self._vocabulary)[:max_tokens]
 
     def _first_phase(self) -> _Phase:
         if not self._ends:
@@ -267,7 +267,7 @@ def _first_state(phase: _Phase) -> _State:
     return _IN_GRAMMAR if phase is _Phase.GRAMMAR else _State(phase)
 
 
-def forced_tokens(forced: bytes, vocabulary: Vocabulary) -> list[int]:
+def jump_forward_tokens(forced: bytes, vocabulary: Vocabulary) -> list[int]:
     """Return the tokens in which the tokenizer spells the bytes with which an output continues.
 
     The last token of the bytes is left out: more bytes might change it.

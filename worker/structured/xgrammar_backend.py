@@ -46,7 +46,7 @@ class XGrammarMatcher:
     def fill_masks(matchers: Sequence[XGrammarMatcher], words: IntArray, places: list[int]) -> None:
         _batch().batch_fill_next_token_bitmask([matcher._matcher for matcher in matchers], words, places)
 
-    def forced_bytes(self) -> bytes:
+    def jump_forward_bytes(self) -> bytes:
         return self._matcher.find_jump_forward_string().encode()
 
 

@@ -108,7 +108,7 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
 def _collect_drafts(
     samples: Samples, labels: tuple[str, str], config: EngineConfig, status: ReplicaStatus
 ) -> None:
-    if config.drafts_forced_text:
+    if config.drafts_jump_forward:
         samples.add(of_replicas.FORCED_TOKENS, labels, sum(status.num_accepted_tokens))
     if config.speculative is None:
         return

@@ -130,7 +130,7 @@ class Planner:
         if chunks or not advancing.size:
             return
         if switch is None:
-            builder.num_drafted = self._room_for_forced_text(builder, advancing)
+            builder.num_drafted = self._room_for_jump_forward(builder, advancing)
         elif switch.is_on(advancing.size):
             limits = self._room_for_drafts(advancing)
             if limits is not None:
@@ -156,12 +156,12 @@ class Planner:
         text = state.rows.known_bytes(row, sequence)
         return ends_repeated(text, state.min_repeated_len)
 
-    def _room_for_forced_text(self, builder: PlanBuilder, advancing: RowArray) -> IntArray | None:
-        """Return the most forced tokens of each row.
+    def _room_for_jump_forward(self, builder: PlanBuilder, advancing: RowArray) -> IntArray | None:
+        """Return the most jump-forward tokens of each row.
 
         The step is no larger than those that a rank has memory and recorded graphs for.
         """
-        forced = self._state.forced_text
+        forced = self._state.jump_forward
         if forced is None or not forced.num_rows:
             return None
         most = min(builder.num_tokens_left // 2, self._state.config.max_decode_tokens - advancing.size)

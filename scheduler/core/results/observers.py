@@ -10,7 +10,7 @@ import numpy as np
 from ....proto.block_tables import IntArray
 from ....proto.step import StepResult
 from ...speculation.draft_switch import DraftSwitch
-from ...speculation.forced_text import ForcedText
+from ...speculation.jump_forward import JumpForward
 from ..state import SchedulerState
 from ..steps.in_flight import InFlightStep
 
@@ -71,7 +71,7 @@ class DraftObserver:
     sending its tokens. A step without drafts does so once per token.
     """
 
-    def __init__(self, state: SchedulerState, drafts: DraftSwitch | ForcedText) -> None:
+    def __init__(self, state: SchedulerState, drafts: DraftSwitch | JumpForward) -> None:
         self._state, self._drafts = state, drafts
         self._applied_at = -math.inf
         self._has_decoded = False  # the step before had no prompts: rows went on decoding at once
@@ -91,10 +91,10 @@ class DraftObserver:
         state, num_drafted = self._state, result.num_drafted
         if num_drafted.size:
             state.stats.count_drafts(num_drafted, num_accepted(result, num_planned.size))
-        if state.forced_text is not None:
+        if state.jump_forward is not None:
             had_room = (num_planned > 0) & (state.rows.entered_at_step[step.rows] <= step.step_id)
-            num_forced = num_drafted if num_drafted.size else np.zeros_like(num_planned)
-            state.forced_text.observe(step.rows[had_room], num_forced[had_room])
+            num_jump_forward = num_drafted if num_drafted.size else np.zeros_like(num_planned)
+            state.jump_forward.observe(step.rows[had_room], num_jump_forward[had_room])
 
 
 def num_accepted(result: StepResult, num_rows: int) -> IntArray:

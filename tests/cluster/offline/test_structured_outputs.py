@@ -18,7 +18,7 @@ from quire import LLM, RepetitionDetectionParams, RequestOutput, SamplingParams,
 from quire.proto.block_tables import IntArray
 from quire.proto.errors import InvalidRequest, RankFailed
 from quire.proto.step import StepPlan
-from quire.scheduler.speculation.forced_text import ForcedText
+from quire.scheduler.speculation.jump_forward import JumpForward
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.rank.step_executor import LaunchedStep
 from quire.worker.speculation.speculator import NgramProposer
@@ -267,7 +267,7 @@ FORCED = [
 
 
 @pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
-def test_forced_text_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_jump_forward_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """No other drafts are made. xgrammar allows any spelling of the text, so that some of these are rejected."""
     monkeypatch.setattr(NgramProposer, "propose", lambda proposer, rows, max_lens: np.zeros_like(rows))
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
@@ -281,21 +281,23 @@ def test_forced_text_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch, backend:
             assert stats.num_steps - num_steps_before < 2 / 3 * len(output.token_ids)
 
 
-def _no_room(forced: ForcedText, rows: Any, limits: Any, most: int, step_id: int) -> None:
+def _no_room(forced: JumpForward, rows: Any, limits: Any, most: int, step_id: int) -> None:
     return None
 
 
 @pytest.mark.parametrize("backend", ["guidance", "xgrammar"])
-def test_forced_text_takes_fewer_steps_without_other_drafts(
+def test_jump_forward_takes_fewer_steps_without_other_drafts(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
-    monkeypatch.setattr(ForcedText, "observe_step", lambda *args, **kwargs: None)  # which depends on the load
+    monkeypatch.setattr(
+        JumpForward, "observe_step", lambda *args, **kwargs: None
+    )  # which depends on the load
     settings = [sampled(FORCED[0], temperature=0.0, n=2), sampled(FORCED[1])]
     with LLM("demo", structured_outputs_backend=backend, **OPTIONS) as llm:
         stats = llm._engine.scheduler.stats  # type: ignore[attr-defined]
         counts, made = [], []
-        for choose in (ForcedText.choose, _no_room):
-            monkeypatch.setattr(ForcedText, "choose", choose)
+        for choose in (JumpForward.choose, _no_room):
+            monkeypatch.setattr(JumpForward, "choose", choose)
             num_steps_before = stats.num_steps
             made.append([texts(llm.generate(PROMPTS[:1], each)) for each in settings])
             counts.append(stats.num_steps - num_steps_before)
@@ -303,8 +305,10 @@ def test_forced_text_takes_fewer_steps_without_other_drafts(
     assert counts[0] < 2 / 3 * counts[1]
 
 
-def test_only_row_of_an_engine_has_room_for_forced_text(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForcedText, "observe_step", lambda *args, **kwargs: None)  # which depends on the load
+def test_only_row_of_an_engine_has_room_for_jump_forward(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        JumpForward, "observe_step", lambda *args, **kwargs: None
+    )  # which depends on the load
     prompts, params = [*PROMPTS[:1], "It was"], sampled(FORCED[0], temperature=0.0)
     with LLM("demo", **(OPTIONS | {"max_num_seqs": 1})) as single:
         outputs = single.generate(prompts, params)

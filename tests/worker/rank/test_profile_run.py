@@ -10,7 +10,7 @@ from triton_device import DEVICE
 
 from quire.kernels import decode_splits, dispatch, workspace
 from quire.kernels.paged_attention import paged_decode_attention
-from quire.proto.config import MAX_FORCED_TOKENS
+from quire.proto.config import MAX_JUMP_FORWARD_TOKENS
 from quire.proto.step import RowSampling
 from quire.worker import attention
 from quire.worker.comm.communicator import SingleRank
@@ -33,7 +33,7 @@ def test_profile_run_decodes_all_rows_with_longest_tables(
     runner: Any = ModelRunner(config, SingleRank())
     runner.memory.loaded.model.fused_decode = None  # native, on a CPU only
     runner.memory.run_largest_steps()
-    assert shapes == {(6 + MAX_FORCED_TOKENS, 13)}
+    assert shapes == {(6 + MAX_JUMP_FORWARD_TOKENS, 13)}
 
 
 @pytest.mark.parametrize("device_type", [DEVICE])

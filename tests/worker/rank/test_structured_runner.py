@@ -16,7 +16,7 @@ from ranked_driver import RankedDriver
 from quire.proto.block_tables import IntArray
 from quire.proto.step import FailedRow, NewSequence, RowSampling
 from quire.proto.structured_outputs import OutputConstraint
-from quire.scheduler.speculation.forced_text import ForcedText
+from quire.scheduler.speculation.jump_forward import JumpForward
 from quire.worker.comm.shard import Shard
 from quire.worker.structured.compilation import GrammarLibrary
 from quire.worker.structured.constraint_state import ConstraintState
@@ -58,13 +58,15 @@ def test_constrained_rows_get_the_same_tokens_on_any_number_of_ranks(
 
 
 @pytest.mark.parametrize("enable_dp_attention", [False, True])
-def test_forced_text_takes_fewer_steps_of_the_same_tokens(
+def test_jump_forward_takes_fewer_steps_of_the_same_tokens(
     make_model: Callable[..., Path],
     make_engine: Any,
     monkeypatch: pytest.MonkeyPatch,
     enable_dp_attention: bool,
 ) -> None:
-    monkeypatch.setattr(ForcedText, "observe_step", lambda *args, **kwargs: None)  # which depends on the load
+    monkeypatch.setattr(
+        JumpForward, "observe_step", lambda *args, **kwargs: None
+    )  # which depends on the load
     engine = make_engine(
         make_model("deepseek_v3", seed=7), 2, num_blocks=64, block_size=4, max_model_len=128,
         enable_dp_attention=enable_dp_attention,
@@ -73,8 +75,8 @@ def test_forced_text_takes_fewer_steps_of_the_same_tokens(
     library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
     constraint = OutputConstraint(len(PROMPT), library.compile(GrammarSpec("regex", FORCED_PATTERN)))
     num_steps, outputs = [], []
-    for choose in (lambda *args: None, ForcedText.choose):
-        monkeypatch.setattr(ForcedText, "choose", choose)
+    for choose in (lambda *args: None, JumpForward.choose):
+        monkeypatch.setattr(JumpForward, "choose", choose)
         driver = RankedDriver(engine.config.with_num_blocks(64), engine.step)
         for handle in range(3):
             driver.add(handle, PROMPT, max_tokens=40, temperature=0.8, seed=handle, constraint=constraint)

@@ -191,12 +191,14 @@ def test_matchers_of_one_grammar_are_independent(library: GrammarLibrary, backen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forced_bytes_are_what_every_output_continues_with(library: GrammarLibrary, backend: str) -> None:
+def test_jump_forward_bytes_are_what_every_output_continues_with(
+    library: GrammarLibrary, backend: str
+) -> None:
     matcher = new_matcher(library, backend, "grammar", 'root ::= "abcdef" ("x" | "y")')
-    assert matcher.forced_bytes() == b"abcdef"
+    assert matcher.jump_forward_bytes() == b"abcdef"
     for token_id in library.vocabulary.encode("abcdef"):
         assert matcher.accept(token_id)
-    assert matcher.forced_bytes() == b""
+    assert matcher.jump_forward_bytes() == b""
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

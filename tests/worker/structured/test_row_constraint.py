@@ -11,7 +11,7 @@ from grammars import allowed_ids
 from quire.proto.block_tables import IntArray
 from quire.proto.structured_outputs import OutputConstraint
 from quire.worker.structured.grammar import set_only
-from quire.worker.structured.row_constraint import MAX_ROLLBACK, RowConstraint, forced_tokens
+from quire.worker.structured.row_constraint import MAX_ROLLBACK, RowConstraint, jump_forward_tokens
 from quire.worker.structured.vocabulary import Vocabulary
 
 PIECES = [b"<end>", b"a", b"b", b"c", b"<think>", b"</think>", b"</th", b"ink>", b"ab"]
@@ -65,7 +65,7 @@ class Text:
         for matcher, place in zip(matchers, places, strict=True):
             matcher.fill_mask(words[place])
 
-    def forced_bytes(self) -> bytes:
+    def jump_forward_bytes(self) -> bytes:
         return b"".join(PIECES[token_id] for token_id in self._rest if token_id != END)
 
 
@@ -231,7 +231,7 @@ def test_space_that_a_tokenizer_puts_before_a_text_is_left_out(space: list[int])
     pieces = [b"<end>", b" ", b"ab", b" ab", b"c"]
     spelled = [*space, 2, 4, 4] if space else [3, 4, 4]
     vocabulary = Vocabulary(pieces, frozenset({0}), (0,), lambda text: spelled)
-    assert forced_tokens(b"abcc", vocabulary) == [2, 4]
+    assert jump_forward_tokens(b"abcc", vocabulary) == [2, 4]
 
 
 def test_masks_behind_drafts_are_those_of_accepted_tokens() -> None:
@@ -244,15 +244,15 @@ def test_masks_behind_drafts_are_those_of_accepted_tokens() -> None:
     assert allowed(row) == [A]
 
 
-def test_forced_tokens_are_those_of_the_tokenizer() -> None:
+def test_jump_forward_tokens_are_those_of_the_tokenizer() -> None:
     row = make(OutputConstraint(3), AB, C, A)
-    assert row.forced_ids(8) == [AB, C]
-    assert row.forced_ids(1) == [AB]
+    assert row.jump_forward_ids(8) == [AB, C]
+    assert row.jump_forward_ids(1) == [AB]
     assert allowed(row) == [AB]
 
 
 @pytest.mark.parametrize(
     ("forced", "token_ids"), [(b"", []), (b"ab", []), (b"abc", [AB]), (b"caba", [C, AB]), (b"\xff", [])]
 )
-def test_last_token_of_forced_bytes_is_open(forced: bytes, token_ids: list[int]) -> None:
-    assert forced_tokens(forced, VOCABULARY) == token_ids
+def test_last_token_of_jump_forward_bytes_is_open(forced: bytes, token_ids: list[int]) -> None:
+    assert jump_forward_tokens(forced, VOCABULARY) == token_ids
