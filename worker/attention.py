@@ -45,7 +45,7 @@ class OwnTokens:
     """The tokens that this rank attends for, with data-parallel attention. Padding is in recorded steps only.
 
     Attributes:
-        index: [N] int64, numbers of the tokens among all of the step; 0 for padding.
+        index: [N] int64, indices of the tokens among all of the step; 0 for padding.
         places: [N] int64, the same, but the number of all tokens for padding.
     """
 

@@ -46,7 +46,7 @@ class AttentionSpec:
         soft_cap: ``soft_cap * tanh(x / soft_cap)`` bounds the scores; 0 for unbounded.
         has_sinks: each head has one more key, whose value is 0 (kernels.attention_variant).
         fused_qkv: checkpoints store q, k and v as one ``qkv_proj``.
-        interleaved: numbers 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
+        interleaved: elements 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
         temperature: of the layer's queries; None for none.
         values_are_keys: the projected keys are the values too, before norm and rotation.
     """

@@ -22,9 +22,9 @@ class IndexerSpec:
     """Sizes of the indexer of sparse latent attention (DeepSeek-AI, *DeepSeek-V3.2*, 2025).
 
     Attributes:
-        num_heads, head_dim: Hi heads, which share one key of I numbers per token.
+        num_heads, head_dim: Hi heads, which share one key of I elements per token.
         top_k: tokens that a query attends to at most.
-        interleaved: numbers 2 i and 2 i + 1 of the rotated part, which comes first, are a pair.
+        interleaved: elements 2 i and 2 i + 1 of the rotated part, which comes first, are a pair.
     """
 
     num_heads: int
@@ -38,11 +38,11 @@ class MlaSpec:
     """Sizes of multi-head latent attention (DeepSeek-AI, *DeepSeek-V2*, 2024).
 
     Attributes:
-        rank: C, numbers of the latent that a token's keys and values are computed from.
-        query_rank: numbers of the latent that its queries are computed from; None if they have none.
-        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V, numbers of a head's own part of a key, of the
+        rank: C, elements of the latent that a token's keys and values are computed from.
+        query_rank: elements of the latent that its queries are computed from; None if they have none.
+        qk_nope_head_dim, qk_rope_head_dim, v_head_dim: N, R and V, elements of a head's own part of a key, of the
             rotated part that all heads share, and of a value.
-        interleaved: numbers 2 i and 2 i + 1 of the rotated part are a pair.
+        interleaved: elements 2 i and 2 i + 1 of the rotated part are a pair.
         scale: multiplies the products of queries and keys.
         indexer: of sparse attention; None for attention to all tokens.
         has_indexer: the layer has one; otherwise it attends to the tokens that the last layer with one has chosen.
@@ -66,13 +66,13 @@ class MlaSpec:
 
     @property
     def attended_dim(self) -> int:
-        """Numbers of a token that queries of all heads attend to; the key of an indexer is cached behind them."""
+        """Elements of a token that queries of all heads attend to; the key of an indexer is cached behind them."""
         return self.rank + self.qk_rope_head_dim
 
     def expansion_is_cheaper(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> bool:
         """Return whether chunks take less time with keys and values than with latents, by the number of products.
 
-        With 512 + 64 numbers per latent and 128 + 64 + 128 of a head: from 171 queries per sequence on. With an
+        With 512 + 64 elements per latent and 128 + 64 + 128 of a head: from 171 queries per sequence on. With an
         indexer all tokens are expanded, but latents are read of the chosen ones only, for each query anew: 2,048
         queries that choose as many tokens are expanded in sequences of up to 8,700 tokens.
         """

@@ -189,7 +189,7 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
 
 
 def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
-    """Return the numbers that a token is cached as if the architecture has latent attention, otherwise 0.
+    """Return the number of elements that a token is cached as if the architecture has latent attention, otherwise 0.
 
     Raises:
         ConfigError: a size is not a whole number.

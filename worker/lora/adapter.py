@@ -135,7 +135,7 @@ def _read_part(
 def _digest(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
     """Return a digest by which ranks notice that their nodes have different files under one path.
 
-    Of the configuration, and of the names, shapes and places of the tensors, but not of all their numbers: each rank
+    Of the configuration, and of the names, shapes and places of the tensors, but not of all their elements: each rank
     reads only its part of these.
     """
     digest = hashlib.sha256((folder / CONFIG_NAME).read_bytes())

@@ -73,7 +73,7 @@ class AdapterTensors:
         """Return a box of a matrix, in float32.
 
         Raises:
-            ValueError: it has numbers that are not finite.
+            ValueError: it has elements that are not finite.
         """
         name, out = self._names[module][matrix], torch.empty(shape, dtype=torch.float32)
         self._file.read_into(out, name, starts)

@@ -89,7 +89,7 @@ def read_stack(
     """Return this rank's part of the factors of a layer of experts.
 
     Raises:
-        ValueError: the shapes do not fit the model, or numbers are not finite.
+        ValueError: the shapes do not fit the model, or elements are not finite.
     """
     assert layer.stack is not None, "the layer has no experts"
     name, count = layer.stack.parameter, layer.stack.num_experts
@@ -104,7 +104,7 @@ def read_stack(
     ]
 
     def read(matrix: str, ranges: Sequence[Range]) -> Tensor:
-        """Return the numbers of some inputs or outputs, [X, R, length]."""
+        """Return the elements of some inputs or outputs, [X, R, length]."""
         boxes = [_read_box(tensors, stored.module, matrix, each, count, rank)[own] for each in ranges]
         return torch.cat(boxes, dim=-1)
 

@@ -61,7 +61,7 @@ class CacheEngine:
     ) -> None:
         self.num_blocks = num_blocks
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
-        # [P, num_blocks, numbers of a place]; in host memory [P, num_host_blocks + 1, ...], block 0 unused. P is the
+        # [P, num_blocks, elements of a place]; in host memory [P, num_host_blocks + 1, ...], block 0 unused. P is the
         # number of places in a block, which hold the layers of each cache group in turn.
         self._parts, self._host_parts = list[Tensor](), list[Tensor]()
         layers = []
@@ -180,7 +180,7 @@ class _Part:
     """A tensor of all blocks, [num_places, num_blocks, length].
 
     Attributes:
-        length: numbers of a place.
+        length: elements of a place.
         layers: layer |-> its place, and the shape of its block.
     """
 

@@ -31,7 +31,7 @@ _OF_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj"
 
 @dataclass(slots=True)
 class SlotSize:
-    """Numbers of a slot, per dimension of the largest rank.
+    """Elements of a slot, per dimension of the largest rank.
 
     Attributes:
         num_whole, num_sharded: on every rank, and split over the ranks.
@@ -61,17 +61,17 @@ class SlotSize:
             has_whole_attention: each rank holds the attention of all heads.
         """
         attention = self.num_attention_sharded if has_whole_attention else 0
-        numbers = self.num_whole + attention + -(-(self.num_sharded - attention) // num_ranks)
+        elements = self.num_whole + attention + -(-(self.num_sharded - attention) // num_ranks)
         if num_experts:
             routed = self.num_routed_whole + self.num_routed_sharded
-            numbers += routed * -(-num_experts // num_ranks) // num_experts
+            elements += routed * -(-num_experts // num_ranks) // num_experts
         else:
-            numbers += self.num_routed_whole + -(-self.num_routed_sharded // num_ranks)
-        return numbers * self.max_rank * dtype_bytes
+            elements += self.num_routed_whole + -(-self.num_routed_sharded // num_ranks)
+        return elements * self.max_rank * dtype_bytes
 
 
 def measure_slot(module: nn.Module, hidden_size: int, max_rank: int, targets: TargetModules) -> SlotSize:
-    """Count the numbers of a slot.
+    """Count the elements of a slot.
 
     Args:
         module: as weight_size.make_meta_model returns it.

@@ -28,7 +28,7 @@ class WeightSize:
     """Size of a model's weights once they are loaded on GPUs.
 
     Attributes:
-        num_parameters: numbers in them.
+        num_parameters: elements in them.
         num_bytes: of all ranks together.
         routed_bytes: of these, in the experts that a router chooses from.
         attention_bytes: of these, in the linear layers of attention.
@@ -79,7 +79,7 @@ def measure_weights(model: ModelConfig, module: nn.Module, dtype_bytes: int) -> 
 
     Args:
         module: as `make_meta_model` returns it.
-        dtype_bytes: bytes of a number that is not quantized.
+        dtype_bytes: bytes of an element that is not quantized.
 
     Raises:
         ConfigError: the quantization is not supported, or cannot be read.

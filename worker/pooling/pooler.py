@@ -83,7 +83,7 @@ class LaunchedVectors:
 
     Attributes:
         rows: [n] int32.
-        lens: [n] int32, numbers of each vector that count.
+        lens: [n] int32, elements of each vector that count.
         copied: [n, width] float32.
     """
 
@@ -157,7 +157,7 @@ class Pooler:
         return pooled
 
     def _cut(self, vectors: Tensor, lens: IntArray) -> Tensor:
-        """Set the numbers behind the dimensions that were asked for to 0."""
+        """Set the elements behind the dimensions that were asked for to 0."""
         width = vectors.shape[1]
         if (lens == width).all():
             return vectors

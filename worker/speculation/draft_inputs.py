@@ -104,7 +104,7 @@ class _Sequences(NamedTuple):
     positions: RowArray
 
     def part(self, is_own: npt.NDArray[np.bool_]) -> tuple[_Sequences, RowArray]:
-        """Return some of the sequences, [S] bool, and the numbers of their tokens among the T."""
+        """Return some of the sequences, [S] bool, and the indices of their tokens among the T."""
         is_own_token = np.repeat(is_own, self.query_lens)
         own = _Sequences(
             self.rows[is_own],

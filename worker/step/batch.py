@@ -111,7 +111,7 @@ class _OwnPart(NamedTuple):
 
     Attributes:
         layout: of its sequences alone.
-        tokens: numbers of their tokens among the T.
+        tokens: indices of their tokens among the T.
     """
 
     layout: _Layout

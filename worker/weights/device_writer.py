@@ -24,8 +24,8 @@ class DevicePart:
 
     Attributes:
         target: on the GPU, of any strides.
-        dtype: of the numbers in the file; they are converted to that of `target`.
-        read: fills a buffer with the part's numbers, in the order of `target`.
+        dtype: of the elements in the file; they are converted to that of `target`.
+        read: fills a buffer with the part's elements, in the order of `target`.
     """
 
     target: Tensor
@@ -110,5 +110,5 @@ class DeviceWriter:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    numbers: Any = tensor.flatten().view(torch.uint8).numpy()
-    return memoryview(numbers)
+    elements: Any = tensor.flatten().view(torch.uint8).numpy()
+    return memoryview(elements)

@@ -141,7 +141,7 @@ def read_linear(
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape.
-        ConfigError: a slice begins or ends inside a word that packs several numbers.
+        ConfigError: a slice begins or ends inside a word that packs several elements.
     """
     if quantization is None:
         return _read_plain(checkpoint, parts, dtype, device)

@@ -34,7 +34,7 @@ from ...proto.model.quantization import MXFP4_GROUP_LEN, Quantization
 from .checkpoint import Checkpoint
 from .weight_slice import Range, WeightSlice
 
-# Output of each of the eight numbers of a word, lowest bits first.
+# Output of each of the eight elements of a word, lowest bits first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 WORD_BITS = 32
 # Offset between the unsigned and the signed form of an 8-bit weight.
@@ -63,7 +63,7 @@ def read_quantized(
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape, or a group is out of range.
-        ConfigError: the slice begins or ends inside a word that packs several numbers.
+        ConfigError: the slice begins or ends inside a word that packs several elements.
     """
     weight = _READERS[quantization.method](checkpoint, part, quantization)
     if weight is None or part.interleaving is None:
@@ -357,15 +357,15 @@ def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Ten
 
 
 def _read_words(checkpoint: Checkpoint, name: str, shape: tuple[int, int], *ranges: Range) -> Tensor:
-    """Read words that pack several numbers; arguments as for Checkpoint.read."""
+    """Read words that pack several elements; arguments as for Checkpoint.read."""
     if checkpoint.has(name) and checkpoint.dtype_of(name) != torch.int32:
         raise ModelLoadError(f"{name!r} is stored as {checkpoint.dtype_of(name)}, expected torch.int32")
     return checkpoint.read(name, shape, *ranges)
 
 
-def _in_words(part: WeightSlice, numbers: Range, per_word: int) -> Range:
-    """Convert a range of numbers to a range of the words that pack them."""
-    start, length = numbers
+def _in_words(part: WeightSlice, elements: Range, per_word: int) -> Range:
+    """Convert a range of elements to a range of the words that pack them."""
+    start, length = elements
     if start % per_word or length % per_word:
         raise ConfigError(
             f"{part.name}: a rank's slice from {start} to {start + length} is not aligned to words of {per_word} "
@@ -375,9 +375,9 @@ def _in_words(part: WeightSlice, numbers: Range, per_word: int) -> Range:
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """[A, W] int32 -> the numbers of each row, lowest bits first, [A, W * 32 / bits] uint8."""
-    numbers = words.view(torch.uint8)
-    return numbers if bits == 8 else unpack_nibbles(numbers)
+    """[A, W] int32 -> the elements of each row, lowest bits first, [A, W * 32 / bits] uint8."""
+    elements = words.view(torch.uint8)
+    return elements if bits == 8 else unpack_nibbles(elements)
 
 
 def _unpack_awq(words: Tensor) -> Tensor:
@@ -395,7 +395,7 @@ def _unsigned(codes: Tensor, bits: int, scales: Tensor, zeros: Tensor, groups: _
 
 
 def _powers_of_two(scales: Tensor) -> Tensor:
-    """Return the numbers of e8m0 codes; bfloat16 holds all of them."""
+    """Return the values of e8m0 codes; bfloat16 holds all of them."""
     return scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 

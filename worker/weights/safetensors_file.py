@@ -186,8 +186,8 @@ def _runs(
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    numbers: Any = tensor.flatten().view(torch.uint8).numpy()
-    return memoryview(numbers)
+    elements: Any = tensor.flatten().view(torch.uint8).numpy()
+    return memoryview(elements)
 
 
 def _read_header(fd: int) -> dict[str, StoredTensor]:

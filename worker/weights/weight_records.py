@@ -16,7 +16,7 @@ from .linear_weight import LinearWeight, PanelCodes, PlainWeight, StackedWeight
 # A record is a list of JSON values, of which the first names its type in _DECODERS.
 Record = list[Any]
 Weight = Tensor | PackedWeight | LinearWeight
-# Stores the numbers of a tensor and returns the tensor's record.
+# Stores the elements of a tensor and returns the tensor's record.
 Store = Callable[[Tensor], Record]
 # Returns the tensor of such a record.
 Fetch = Callable[[Record], Tensor]

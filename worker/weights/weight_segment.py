@@ -155,5 +155,5 @@ def _difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    numbers: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    return memoryview(numbers)
+    elements: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(elements)

@@ -26,7 +26,7 @@ class PerLayerInputs:
     """Embeddings of their own that each layer adds its part of, per token (Gemma 3n, 2025).
 
     Attributes:
-        size: P, numbers per layer.
+        size: P, elements per layer.
         vocab_size: of these embeddings; other tokens have those of token 0.
     """
 

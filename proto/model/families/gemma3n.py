@@ -21,7 +21,7 @@ class Gemma3n:
         num_streams: N.
         active: index of the stream that layers compute.
         scales_output: the computed stream is scaled by stored numbers before the layer's inputs are gated by it.
-        laurel_rank: numbers of the low-rank addend of attention.
+        laurel_rank: elements of the low-rank addend of attention.
         sparsities: of the feed-forward network of each layer; 0 for a dense one.
     """
 

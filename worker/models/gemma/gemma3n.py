@@ -98,9 +98,9 @@ class SparseMlp:
         gate = F.relu(gates - cutoff).to(x.dtype)
         return self._mlp.down.forward(GATED_ACTIVATIONS[self._mlp.activation](torch.cat((gate, up), dim=-1)))
 
-    def _mean(self, numbers: Tensor) -> Tensor:
-        """Return the mean over the numbers of all ranks: [T, I] -> [T, 1]."""
-        return self._comm.all_reduce(numbers.sum(dim=-1, keepdim=True)) / self._length
+    def _mean(self, x: Tensor) -> Tensor:
+        """Return the mean over the elements of all ranks: [T, I] -> [T, 1]."""
+        return self._comm.all_reduce(x.sum(dim=-1, keepdim=True)) / self._length
 
 
 class Gemma3nLayer(GemmaLayer):

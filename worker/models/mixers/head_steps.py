@@ -31,7 +31,7 @@ class WholeProjectionNorm:
 
     Args:
         shard: this rank's part of the outputs; ranks that hold the same part all count in the mean.
-        start: of the part among the numbers of all heads.
+        start: of the part among the elements of all heads.
     """
 
     def __init__(self, load: LoadContext, name: str, shard: Shard, start: int, eps: float) -> None:

@@ -100,7 +100,7 @@ class Indexer:
         )
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate the first R numbers of each head in place, [T, Hi, I]."""
+        """Rotate the first R elements of each head in place, [T, Hi, I]."""
         if self._sizes.interleaved:
             rotated = x[..., : cos.shape[1]]
             rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))

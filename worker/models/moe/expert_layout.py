@@ -22,7 +22,7 @@ from ..load_context import LoadContext
 # Names of a layer's feed-forward block, and of the router within it.
 _BLOCKS = ("block_sparse_moe", "mlp", "feed_forward")
 _ROUTERS = ("gate", "router", "gate.wg")
-# Numbers that correct the router's scores; published under several names.
+# Biases that correct the router's scores; published under several names.
 _CORRECTIONS = (
     "gate.e_score_correction_bias",
     "e_score_correction_bias",
@@ -61,7 +61,7 @@ def find_block(checkpoint: Checkpoint, layer: str) -> tuple[str, str]:
 
 
 def find_correction(checkpoint: Checkpoint, block: str) -> str:
-    """Return the name of the numbers that correct the router's scores; the usual one if there are none."""
+    """Return the name of the biases that correct the router's scores; the usual one if there are none."""
     names = [f"{block}.{own}" for own in _CORRECTIONS]
     return next((name for name in names if checkpoint.has(name)), names[0])
 
