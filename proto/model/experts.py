@@ -20,14 +20,14 @@ class Experts:
         top_k: experts per token (top k of the router).
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
-        score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_chosen`` or
-            ``sigmoid_of_chosen`` over the chosen ones, ``sigmoid`` of each, or ``sparsemixer`` (see `jitter`).
+        score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_top_k`` or
+            ``sigmoid_of_top_k`` over the best ones, ``sigmoid`` of each, or ``sparsemixer`` (see `jitter`).
         router_bias: the router's linear layer has a bias.
-        num_groups, num_top_groups: a token's experts are chosen from its best `num_top_groups` of `num_groups` groups
-            of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
+        num_groups, num_top_groups: a token's experts are selected from its best `num_top_groups` of `num_groups`
+            groups of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
         group_score: score of a group: that of its best expert, ``max``, or the sum of its best two, ``top2``.
-        correction_bias: a stored bias per expert is added to the scores that experts are chosen by, but not to their
-            weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
+        correction_bias: a stored bias per expert is added to the scores that experts are selected by, but not to
+            their weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
         scale: multiplies the weights of a token's experts.
         shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
         shared_bias: the projections of that network have biases.
@@ -169,12 +169,12 @@ def _corrected_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
 def _gpt_oss_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     """Routing and experts of gpt-oss: biases everywhere, and a clamped activation."""
     clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])
-    return replace(experts, score="softmax_of_chosen", router_bias=True, interleaved=True, clamp=clamp)
+    return replace(experts, score="softmax_of_top_k", router_bias=True, interleaved=True, clamp=clamp)
 
 
 def _llama4_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
-    """Routing of Llama 4: the sigmoids of the chosen logits multiply the inputs of experts."""
-    return replace(experts, score="sigmoid_of_chosen", scaled_inputs=True, transposed=True)
+    """Routing of Llama 4: the sigmoids of the top-k logits multiply the inputs of experts."""
+    return replace(experts, score="sigmoid_of_top_k", scaled_inputs=True, transposed=True)
 
 
 def _sparsemixer_routing(experts: Experts, hf: dict[str, Any]) -> Experts:

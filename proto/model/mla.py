@@ -12,9 +12,9 @@ from .attention import FULL
 from .config_fields import required
 from .rope import yarn_scale
 
-# Time of a product with a latent that one query has chosen, in products with keys that all queries of a tile share.
+# Time of a product with a latent that one query has selected, in products with keys that all queries of a tile share.
 # Measured on a CPU: 0.7 to 1.5.
-CHOSEN_COST = 1.5
+SELECTED_COST = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class MlaSpec:
         interleaved: elements 2 i and 2 i + 1 of the rotated part are a pair.
         scale: multiplies the products of queries and keys.
         indexer: of sparse attention; None for attention to all tokens.
-        has_indexer: the layer has one; otherwise it attends to the tokens that the last layer with one has chosen.
+        has_indexer: the layer has one; otherwise it attends to the tokens that the last layer with one has selected.
     """
 
     num_heads: int
@@ -73,7 +73,7 @@ class MlaSpec:
         """Return whether chunks take less time with keys and values than with latents, by the number of products.
 
         With 512 + 64 elements per latent and 128 + 64 + 128 of a head: from 171 queries per sequence on. With an
-        indexer all tokens are expanded, but latents are read of the chosen ones only, for each query anew: 2,048
+        indexer all tokens are expanded, but latents are read of the selected ones only, for each query anew: 2,048
         queries that choose as many tokens are expanded in sequences of up to 8,700 tokens.
         """
         lens = list(zip(query_lens, seq_lens, strict=True))
@@ -82,8 +82,8 @@ class MlaSpec:
         expanded = expanding + num_pairs * (self.qk_dim + self.v_head_dim)
         absorbed: float = num_pairs * (self.attended_dim + self.rank)
         if self.indexer is not None:
-            num_chosen = sum(queries * min(keys, self.indexer.top_k) for queries, keys in lens)
-            absorbed = CHOSEN_COST * num_chosen * (self.attended_dim + self.rank)
+            num_selected = sum(queries * min(keys, self.indexer.top_k) for queries, keys in lens)
+            absorbed = SELECTED_COST * num_selected * (self.attended_dim + self.rank)
         return expanded < absorbed
 
 

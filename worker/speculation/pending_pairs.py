@@ -35,12 +35,12 @@ class Pairs:
         """Return the hidden states of the pairs, [sum of counts, F]."""
         return self.features if self.index is None else select_rows(self.features, self.index)
 
-    def select(self, is_chosen: npt.NDArray[np.bool_]) -> Pairs:
+    def select(self, is_selected: npt.NDArray[np.bool_]) -> Pairs:
         """Return the pairs of some of the rows."""
-        is_own = np.repeat(is_chosen, self.counts)
+        is_own = np.repeat(is_selected, self.counts)
         index = np.flatnonzero(is_own) if self.index is None else self.index[is_own]
         return Pairs(
-            self.rows[is_chosen], self.starts[is_chosen], self.counts[is_chosen], self.features, index
+            self.rows[is_selected], self.starts[is_selected], self.counts[is_selected], self.features, index
         )
 
 

@@ -98,8 +98,8 @@ class ExpertChoice:
             return self._routing.choose(logits.softmax(-1, torch.float32), correction)
         if experts.score == "sigmoid":
             return self._routing.choose(logits.sigmoid().float(), correction)
-        chosen, expert_ids = self._routing.choose(logits.float())
-        weights = chosen.softmax(dim=-1) if experts.score == "softmax_of_chosen" else chosen.sigmoid()
+        selected, expert_ids = self._routing.choose(logits.float())
+        weights = selected.softmax(dim=-1) if experts.score == "softmax_of_top_k" else selected.sigmoid()
         return weights, expert_ids
 
 
@@ -110,9 +110,9 @@ def _sparsemixer(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """
     left, weights, expert_ids = logits, [], []
     for _ in range(experts.top_k):
-        best, chosen = left.max(dim=-1, keepdim=True)
+        best, selected = left.max(dim=-1, keepdim=True)
         is_far = (best - logits) / logits.abs().clamp(min=best) > 2 * experts.jitter
-        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, chosen))
-        expert_ids.append(chosen)
-        left = left.scatter(-1, chosen, -torch.inf)
+        weights.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, selected))
+        expert_ids.append(selected)
+        left = left.scatter(-1, selected, -torch.inf)
     return torch.cat(weights, dim=-1).float(), torch.cat(expert_ids, dim=-1)
