@@ -190,9 +190,9 @@ class StepExecutor:
         result.failed_rows = self.rows.logits_processors.take_failures()
         if batch.has_drafts:
             verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
-            rows, positions = rows[verdict.kept], positions[verdict.kept]
-            token_ids = token_ids.index_select(0, to_device_once(verdict.kept, self.device))
-            logprobs = None if logprobs is None else logprobs.select(verdict.kept)
+            rows, positions = rows[verdict.retained], positions[verdict.retained]
+            token_ids = token_ids.index_select(0, to_device_once(verdict.retained, self.device))
+            logprobs = None if logprobs is None else logprobs.select(verdict.retained)
             result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
         self.rows.append(rows, positions, token_ids)
         if self.rank == 0:

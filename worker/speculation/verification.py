@@ -23,12 +23,12 @@ class Verdict(NamedTuple):
     """The samples of a step that count.
 
     Attributes:
-        kept: [n] int64 ascending, their indices among all samples.
+        retained: [n] int64 ascending, their indices among all samples.
         token_counts: [rows] int32, the number of them for each row; at least 1.
         num_drafted: [rows] int32, drafted tokens of each row.
     """
 
-    kept: RowArray
+    retained: RowArray
     token_counts: IntArray
     num_drafted: IntArray
 
@@ -47,9 +47,9 @@ def verify(rows: RowArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
         return Verdict(np.arange(count), _one(count), _one(rows.size - 1))
     starts, lens = runs_of(rows)
     num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample
-    is_kept: npt.NDArray[np.bool_] = num_misses == np.repeat(num_misses[starts], lens)
-    token_counts = np.add.reduceat(is_kept, starts, dtype=np.int32)
-    return Verdict(np.flatnonzero(is_kept), token_counts, (lens - 1).astype(np.int32))
+    is_retained: npt.NDArray[np.bool_] = num_misses == np.repeat(num_misses[starts], lens)
+    token_counts = np.add.reduceat(is_retained, starts, dtype=np.int32)
+    return Verdict(np.flatnonzero(is_retained), token_counts, (lens - 1).astype(np.int32))
 
 
 def _one(number: int) -> IntArray:

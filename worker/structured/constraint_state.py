@@ -24,7 +24,7 @@ from .match_time import TOO_SLOW, MatchTime, is_too_slow
 from .row_constraint import RowConstraint, accept_all
 
 # Bytes of compiled grammars that are kept for later sequences.
-MAX_KEPT_BYTES = 64 << 20
+MAX_RETAINED_BYTES = 64 << 20
 # Words of a mask that are looked at first.
 _NUM_HEAD_WORDS = 16
 
@@ -371,7 +371,7 @@ class ConstraintState:
 
 
 class GrammarCache:
-    """Grammars that were loaded last, up to MAX_KEPT_BYTES of their compiled form."""
+    """Grammars that were loaded last, up to MAX_RETAINED_BYTES of their compiled form."""
 
     def __init__(self, library: GrammarLibrary) -> None:
         self._library = library
@@ -386,7 +386,7 @@ class GrammarCache:
             return grammar
         grammar = self._loaded[compiled] = self._library.load(compiled)
         self._num_bytes += len(compiled)
-        while self._num_bytes > MAX_KEPT_BYTES and len(self._loaded) > 1:
+        while self._num_bytes > MAX_RETAINED_BYTES and len(self._loaded) > 1:
             oldest, _ = self._loaded.popitem(last=False)
             self._num_bytes -= len(oldest)
         return grammar

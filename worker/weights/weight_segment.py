@@ -71,8 +71,8 @@ class SegmentWriter:
                 self._records[key] = to_record(weight, self._store)
             except NoRecordError:
                 return weight
-        kept: W = from_record(self._records[key], lambda record: tensor_at(record, self._memory))
-        return kept
+        retained: W = from_record(self._records[key], lambda record: tensor_at(record, self._memory))
+        return retained
 
     def finish(self) -> SharedSegment:
         """Write the table, seal the segment and return it."""
@@ -129,8 +129,8 @@ class SegmentReader:
         record = self._records.get(key)
         if record is None:
             return read()
-        kept: W = from_record(record, lambda own: tensor_at(own, self._memory))
-        return kept
+        retained: W = from_record(record, lambda own: tensor_at(own, self._memory))
+        return retained
 
     def finish(self) -> SharedSegment:
         """Return the segment."""

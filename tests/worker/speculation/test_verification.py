@@ -19,6 +19,6 @@ def test_samples_are_kept_up_to_the_first_miss(runs: list[list[bool]]) -> None:
         count = next((place for place, is_match in enumerate(run[:-1]) if not is_match), len(run) - 1) + 1
         kept += range(start, start + count)
         start += len(run)
-    assert verdict.kept.tolist() == kept
+    assert verdict.retained.tolist() == kept
     assert verdict.num_drafted.tolist() == [len(run) - 1 for run in runs]
     assert verdict.token_counts.sum() == len(kept)
