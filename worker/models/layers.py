@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import GATED_ACTIVATIONS
-from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.rope import Rope
 from ..comm.shard import Shard
@@ -121,23 +120,11 @@ class PartialSum(NamedTuple):
 
 
 class RowParallelLinear:
-    """A projection whose inputs are sharded over the ranks; an all-reduce adds the partial sums.
+    """A projection whose inputs are sharded over the ranks; an all-reduce adds the partial sums."""
 
-    Args:
-        peers: memory for sums that are fused with the following norm; None if there are none.
-    """
-
-    def __init__(
-        self,
-        load: LoadContext,
-        name: str,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        peers: Peers | None = None,
-    ) -> None:
+    def __init__(self, load: LoadContext, name: str, in_features: int, out_features: int, bias: bool) -> None:
         self.comm = load.comm
-        self.max_partial_tokens = 0 if peers is None or bias else peers.max_tokens
+        self.max_partial_tokens = 0 if load.peers is None or bias else load.peers.max_tokens
         shard = load.shard(in_features)
         parts = [WeightSlice(name, (out_features, in_features), 1, shard.start, len(shard))]
         self.weight = load.linear(parts)

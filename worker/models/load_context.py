@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ...kernels.all_reduce_norm import Peers
 from ...proto.model.quantization import Quantization
 from ..comm.communicator import Communicator, SingleRank
 from ..comm.shard import Shard, own_indices
@@ -34,6 +35,7 @@ class LoadContext:
         dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
         batch_invariant: as in ParallelConfig.
         of_own_tokens: layers compute only the tokens that this rank attends for.
+        peers: memory for sums that are fused with the following norm; None if there are none.
     """
 
     checkpoint: Checkpoint
@@ -48,6 +50,7 @@ class LoadContext:
     dp_attention: bool = False
     batch_invariant: bool = False
     of_own_tokens: bool = False
+    peers: Peers | None = None
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
@@ -55,7 +58,7 @@ class LoadContext:
 
     def for_own_tokens(self) -> LoadContext:
         """Return the context of layers that every rank holds whole, and computes for the tokens it attends for."""
-        return replace(self, comm=SingleRank(), of_own_tokens=True)
+        return replace(self, comm=SingleRank(), of_own_tokens=True, peers=None)
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""

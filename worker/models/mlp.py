@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.all_reduce_norm import Peers
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.spec import DecoderSpec, MlpSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
@@ -23,9 +22,7 @@ UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class Mlp:
     """Gated feed-forward network."""
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str, peers: Peers | None = None
-    ) -> None:
+    def __init__(self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str) -> None:
         inner, shard = own.intermediate_size, load.shard(own.intermediate_size)
         if own.fused_gate_up:
             fused = f"{name}.gate_up_proj"
@@ -33,9 +30,7 @@ class Mlp:
         else:
             projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
         self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=own.bias)
-        self.down = RowParallelLinear(
-            load, f"{name}.down_proj", inner, spec.hidden_size, bias=own.bias, peers=peers
-        )
+        self.down = RowParallelLinear(load, f"{name}.down_proj", inner, spec.hidden_size, bias=own.bias)
         self.activation = spec.activation
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
@@ -46,15 +41,13 @@ class Mlp:
 class UngatedMlp:
     """Feed-forward network of two layers."""
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str, peers: Peers | None = None
-    ) -> None:
+    def __init__(self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str) -> None:
         assert own.names is not None
         up, down = (f"{name}.{part}" for part in own.names)
         inner = own.intermediate_size
         projections = [Projection(up, load.shard(inner))]
         self.up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=own.bias)
-        self.down = RowParallelLinear(load, down, inner, spec.hidden_size, bias=own.bias, peers=peers)
+        self.down = RowParallelLinear(load, down, inner, spec.hidden_size, bias=own.bias)
         self.activation = UNGATED_ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor) -> Tensor | PartialSum:

@@ -71,7 +71,7 @@ class Eagle3Head:
         )
         mixer = spec.layers[0].mixer
         assert isinstance(mixer, AttentionSpec)
-        self.attention = Attention(load, spec, mixer, f"{name}.self_attn", peers=None, in_features=2 * size)
+        self.attention = Attention(load, spec, mixer, f"{name}.self_attn", in_features=2 * size)
         self.mlp = Mlp(load, spec, spec.layers[0].mlp, f"{name}.mlp")
         self.norm = load.norm(f"{root}norm", size)
         self.output = _read_output(load, config, size, target)

@@ -56,7 +56,7 @@ class MtpHead:
         layer = replace(spec.layers[-1], has_experts=spec.layers[-1].has_experts and not layout.is_dense)
         if isinstance(layer.mixer, MlaSpec):
             layer = replace(layer, mixer=replace(layer.mixer, has_indexer=layer.mixer.indexer is not None))
-        self.layer = DecoderLayer(load, spec, layer, named(layout.layer), None)
+        self.layer = DecoderLayer(load, spec, layer, named(layout.layer))
 
     def combine(self, features: Tensor) -> Tensor:
         return features

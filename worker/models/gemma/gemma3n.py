@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.activation import GATED_ACTIVATIONS
-from ....kernels.all_reduce_norm import Peers
 from ....kernels.norm import rms_norm
 from ....proto.model.families.gemma3n import Gemma3n
 from ....proto.model.spec import DecoderSpec, LayerSpec, MlpSpec
@@ -106,10 +105,8 @@ class SparseMlp:
 class Gemma3nLayer(GemmaLayer):
     """Attention and feed-forward network of one stream."""
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> None:
-        super().__init__(load, spec, layer, name, peers)
+    def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__(load, spec, layer, name)
         own, size = _own(spec), spec.hidden_size
         self._active = own.active
         self._mixer = StreamMixer(load, spec, own, f"{name}.altup")
@@ -118,9 +115,7 @@ class Gemma3nLayer(GemmaLayer):
         self._after_laurel = load.norm(f"{name}.laurel.post_laurel_norm", size)
         self._gate = InputGate(load, spec, own.inputs, name)
 
-    def make_mlp(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> FeedForward:
+    def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
         return SparseMlp(load, spec, layer.mlp, f"{name}.mlp", _own(spec).sparsities[self.index])
 
     def forward_streams(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.all_reduce_norm import Peers
 from ....kernels.norm import rms_norm
 from ....proto.model.experts import Experts
 from ....proto.model.families.gemma4 import Gemma4
@@ -78,19 +77,15 @@ class ExpertsBesideDense(WithExperts):
 class Gemma4Layer(GemmaLayer):
     """A layer that ends with its part of the per-layer inputs, and a factor of the sum."""
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> None:
-        super().__init__(load, spec, layer, name, peers)
+    def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__(load, spec, layer, name)
         variant = spec.variant
         assert isinstance(variant, Gemma4)
         self._gate = None if variant.inputs is None else InputGate(load, spec, variant.inputs, name)
         self._factor = load.replicated(f"{name}.layer_scalar", 1)
 
-    def make_mlp(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> FeedForward:
-        dense = Mlp(load, spec, layer.mlp, f"{name}.{spec.names.mlp}", peers)
+    def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
+        dense = Mlp(load, spec, layer.mlp, f"{name}.{spec.names.mlp}")
         if not layer.has_experts:
             return dense
         before_dense, self.before_mlp = self.before_mlp, None

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ....kernels.all_reduce_norm import Peers
 from ....kernels.attention_variant import AttentionVariant
 from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
@@ -28,20 +27,16 @@ from ..vocab_parallel import VocabParallelEmbedding
 class GemmaLayer(DecoderLayer):
     """A layer whose values are normalized, or which attends to the keys and values of an earlier one."""
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> None:
+    def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         self.index = int(name.rpartition(".")[2])
-        super().__init__(load, spec, layer, name, peers)
+        super().__init__(load, spec, layer, name)
 
-    def make_mixer(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> Mixer:
+    def make_mixer(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> Mixer:
         own = layer.mixer
         assert isinstance(own, AttentionSpec)
         if layer.kv_source is not None:
-            return SharedAttention(load, spec, own, name, peers)
-        attention = Attention(load, spec, own, name, peers)
+            return SharedAttention(load, spec, own, name)
+        attention = Attention(load, spec, own, name)
         attention.steps.append(ValueNorm(load, own, spec.norm_eps))
         return attention
 
@@ -67,15 +62,13 @@ class SharedAttention:
     Checkpoints may have weights for keys and values of such a layer; they have no effect.
     """
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, own: AttentionSpec, name: str, peers: Peers | None
-    ) -> None:
+    def __init__(self, load: LoadContext, spec: DecoderSpec, own: AttentionSpec, name: str) -> None:
         self._spec, self.rope, self._eps = own, own.rope, spec.norm_eps
         self._variant = AttentionVariant(window=own.window, soft_cap=own.soft_cap)
         queries = Projection(f"{name}.q_proj", load.head_shard(own.num_heads, own.head_dim))
         self.qkv = ColumnParallelLinear(load, [queries], spec.hidden_size, bias=own.qkv_bias)
         self.output = RowParallelLinear(
-            load, f"{name}.o_proj", own.num_heads * own.head_dim, spec.hidden_size, own.output_bias, peers
+            load, f"{name}.o_proj", own.num_heads * own.head_dim, spec.hidden_size, own.output_bias
         )
         self._q_norm = load.norm(f"{name}.q_norm", own.head_dim, spec.norms.offset)
         for unused in ("k_proj", "v_proj", "k_norm"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -46,10 +47,10 @@ class Decoder:
         self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
     ) -> None:
         # The ranks meet here, so before any weights are read: they read at different speeds.
-        peers = None
         if load.fused_all_reduce:
             peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
             choose_all_reduce(peers, load.comm)
+            load = replace(load, peers=peers)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.temperature: TemperatureTable | None = None
         mixers = [layer.mixer for layer in spec.layers]
@@ -64,7 +65,7 @@ class Decoder:
             tied=spec.tied_embeddings and has_head,
         )
         self.layers = [
-            self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}", peers)
+            self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
             for index, layer in enumerate(spec.layers)
         ]
         # Index of the layer whose cache each layer reads.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
-from ....kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
+from ....kernels.all_reduce_norm import all_reduce_add_rms_norm
 from ....kernels.decode_layers import DenseLayer, LayerAdapters
 from ....kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ....kernels.quantized_linear import Float8Tokens
@@ -49,49 +50,39 @@ class FeedForward(Protocol):
 
 
 class DecoderLayer:
-    """Attention and feed-forward network, each added to the residual, with norms before, after, or both.
+    """Attention and feed-forward network, each added to the residual, with norms before, after, or both."""
 
-    Args:
-        peers: memory for fused all-reduces. It is used only if the residual addition directly follows the sum.
-    """
-
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> None:
+    def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         def norm(own_name: str | None) -> Norm | None:
             return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
 
         is_plain = spec.residual_scale == 1.0 and spec.norms.kind == "rms" and not spec.parallel_residual
         if not is_plain or spec.norms.after_attention or spec.norms.after_mlp:
-            peers = None
-        self.comm, self.peers = load.comm, peers
+            load = replace(load, peers=None)  # another op follows the sum than the addition to the residual
+        self.comm, self.peers = load.comm, load.peers
         self.norm_eps = spec.norm_eps
         self.residual_scale = spec.residual_scale
         self.before_attention = norm(spec.norms.before_attention)
-        self.attention = self.make_mixer(load, spec, layer, f"{name}.{spec.names.attention}", peers)
+        self.attention = self.make_mixer(load, spec, layer, f"{name}.{spec.names.attention}")
         self.after_attention = norm(spec.norms.after_attention)
         self.before_mlp = norm(spec.norms.before_mlp)
         self.is_parallel = spec.parallel_residual
-        self.mlp = self.make_mlp(load, spec, layer, name, peers)
+        self.mlp = self.make_mlp(load, spec, layer, name)
         self.after_mlp = norm(spec.norms.after_mlp)
 
-    def make_mixer(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> Mixer:
+    def make_mixer(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> Mixer:
         """Return the part of the layer that reads other tokens."""
         if isinstance(layer.mixer, MlaSpec):
-            return MlaAttention(load, spec, layer.mixer, name, peers)
-        return Attention(load, spec, layer.mixer, name, peers)
+            return MlaAttention(load, spec, layer.mixer, name)
+        return Attention(load, spec, layer.mixer, name)
 
-    def make_mlp(
-        self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str, peers: Peers | None
-    ) -> FeedForward:
+    def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
         """Return the feed-forward network of the layer `name`."""
         if layer.has_experts:
             assert spec.experts is not None
             return MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
         kind = Mlp if layer.mlp.names is None else UngatedMlp
-        return kind(load, spec, layer.mlp, f"{name}.{spec.names.mlp}", peers)
+        return kind(load, spec, layer.mlp, f"{name}.{spec.names.mlp}")
 
     def forward(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ....kernels.all_reduce_norm import Peers
 from ....kernels.attention_variant import AttentionVariant
 from ....kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from ....kernels.quantized_linear import Float8Tokens
@@ -33,7 +32,6 @@ class Attention:
         spec: DecoderSpec,
         own: AttentionSpec,
         name: str,
-        peers: Peers | None,
         in_features: int | None = None,
     ) -> None:
         self.spec, self.rope = own, own.rope
@@ -52,7 +50,7 @@ class Attention:
         )
         output = f"{name}.{spec.names.attention_output}"
         self.output = RowParallelLinear(
-            load, output, own.num_heads * own.head_dim, spec.hidden_size, own.output_bias, peers
+            load, output, own.num_heads * own.head_dim, spec.hidden_size, own.output_bias
         )
         kind = None if own.qk_norm is None else own.qk_norm.kind
         self.q_norm = self.k_norm = None

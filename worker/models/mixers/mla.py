@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....kernels.all_reduce_norm import Peers
 from ....kernels.decode_splits import DecodeSplits
 from ....kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
 from ....kernels.latent_attention import (
@@ -38,13 +37,11 @@ class MlaAttention:
     but one.
     """
 
-    def __init__(
-        self, load: LoadContext, spec: DecoderSpec, sizes: MlaSpec, name: str, peers: Peers | None
-    ) -> None:
+    def __init__(self, load: LoadContext, spec: DecoderSpec, sizes: MlaSpec, name: str) -> None:
         self.comm, self._batch_invariant = load.comm, load.batch_invariant
-        self.max_partial_tokens = 0 if peers is None else peers.max_tokens
+        self.max_partial_tokens = 0 if load.peers is None else load.peers.max_tokens
         if load.dp_attention:
-            load, peers = load.for_own_tokens(), None
+            load = load.for_own_tokens()
         self._sizes, self.rope = sizes, sizes.rope
         hidden, heads = spec.hidden_size, sizes.num_heads
         self.hidden_size = hidden
@@ -72,9 +69,7 @@ class MlaAttention:
         # [Hq, N + V, C]. Quantized checkpoints are dequantized: parts of it are multiplied from both sides.
         expansion = load.keep(f"matrix {part}", lambda: load.matrix(part))
         self.expansion = expansion.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.rank)
-        self.output = RowParallelLinear(
-            load, f"{name}.o_proj", heads * sizes.v_head_dim, hidden, bias=False, peers=peers
-        )
+        self.output = RowParallelLinear(load, f"{name}.o_proj", heads * sizes.v_head_dim, hidden, bias=False)
 
     def forward(
         self,
