@@ -12,7 +12,7 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
-from .families import gemma, gemma3n, gemma4, gptj, llama4
+from .families import gemma, gptj, llama4
 from .family import Family, FieldNames
 from .mla import MlaSpec
 from .quantization import read_quantization
@@ -68,8 +68,8 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": gemma.GEMMA_2,
     "Gemma3ForCausalLM": gemma.GEMMA_3,
-    "Gemma3nForCausalLM": gemma3n.FAMILY,
-    "Gemma4ForCausalLM": gemma4.FAMILY,
+    "Gemma3nForCausalLM": gemma.GEMMA_3N,
+    "Gemma4ForCausalLM": gemma.GEMMA_4,
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
     "Olmo2ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),
     "Olmo3ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),

@@ -10,8 +10,7 @@ from ...kernels.draft_chain import DraftNetwork
 from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
-from ...proto.model.families.gemma3n import Gemma3n
-from ...proto.model.families.gemma4 import Gemma4
+from ...proto.model.families.gemma import Gemma3n, Gemma4
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
 from ..attention import AttentionInputs, LayerCache

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3, and what all later Gemmas share."""
+"""Gemma 2, 3, 3n and 4. Layers of the last two share keys and values, and have inputs and widths of their own."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from ...config import ModelConfig
 from ...errors import ConfigError
-from ..attention import FULL, QkNorm
+from ..attention import FULL, AttentionSpec, QkNorm
+from ..experts import ExpertFields
 from ..family import Family, FieldNames
 from ..spec import LayerSpec, Norms
 
-FIELDS = FieldNames(activation="hidden_activation")
 # Norms before and after attention and feed-forward network.
-SANDWICH = Norms(
+_SANDWICH = Norms(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
@@ -34,30 +34,70 @@ class PerLayerInputs:
     vocab_size: int
 
 
-def share_kv(model: ModelConfig, layers: Sequence[LayerSpec], widths: Sequence[int]) -> Sequence[LayerSpec]:
-    """Return layers with their widths, of which the last ones attend to the keys and values of earlier ones.
+@dataclass(frozen=True, slots=True)
+class Gemma3n:
+    """Per-layer inputs, and several streams of the residual, of which a layer computes one (Baykal et al., 2023).
+
+    Attributes:
+        num_streams: N.
+        active: index of the stream that layers compute.
+        scales_output: the computed stream is scaled by stored numbers before the layer's inputs are gated by it.
+        laurel_rank: elements of the low-rank addend of attention.
+        sparsities: of the feed-forward network of each layer; 0 for a dense one.
+    """
+
+    inputs: PerLayerInputs
+    num_streams: int
+    active: int
+    scales_output: bool
+    laurel_rank: int
+    sparsities: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma4:
+    """Parts of Gemma 4 that no other family has.
+
+    Attributes:
+        inputs: None for none.
+    """
+
+    inputs: PerLayerInputs | None
+
+
+def _change_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return layers with sizes of their own, of which the last attend to the keys and values of earlier ones.
 
     The source of a layer is the last layer of the same type that has keys and values of its own.
 
     Raises:
         ConfigError: there is no such layer.
     """
-    layer_types = model.hf.get("layer_types") or [FULL] * model.num_layers
-    num_own = model.num_layers - (model.hf.get("num_kv_shared_layers") or 0)
+    hf = model.hf
+    own_sizes = {int(index): sizes for index, sizes in (hf.get("per_layer_config") or {}).items()}
+    layer_types = hf.get("layer_types") or [FULL] * model.num_layers
+    num_own = model.num_layers - (hf.get("num_kv_shared_layers") or 0)
     last_of = {layer_type: index for index, layer_type in enumerate(layer_types[: max(num_own, 0)])}
     missing = sorted(set(layer_types) - set(last_of))
     if missing:
         raise ConfigError(
             f"{model.name}: num_kv_shared_layers leaves no layer of type {missing[0]!r} with keys and values"
         )
-    return [
-        replace(
-            layer,
-            mlp=replace(layer.mlp, intermediate_size=widths[index]),
-            kv_source=None if index < num_own else last_of[layer_types[index]],
+    changed = []
+    for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True)):
+        assert isinstance(layer.mixer, AttentionSpec)
+        sizes = own_sizes.get(index, {})
+        mixer = replace(
+            layer.mixer,
+            num_kv_heads=sizes.get("num_key_value_heads") or layer.mixer.num_kv_heads,
+            head_dim=sizes.get("head_dim") or layer.mixer.head_dim,
+            values_are_keys=bool(hf.get("attention_k_eq_v")) and layer_type == FULL,
         )
-        for index, layer in enumerate(layers)
-    ]
+        mlp = replace(layer.mlp, intermediate_size=hf["layer_intermediate_sizes"][index])
+        changed.append(
+            LayerSpec(mixer, mlp, layer.has_experts, None if index < num_own else last_of[layer_type])
+        )
+    return changed
 
 
 def _adapt(hf: dict[str, Any]) -> dict[str, Any]:
@@ -65,5 +105,57 @@ def _adapt(hf: dict[str, Any]) -> dict[str, Any]:
     return hf | {"embedding_multiplier": hf["hidden_size"] ** 0.5}
 
 
-GEMMA_2 = Family(fields=FIELDS, norms=replace(SANDWICH, offset=1.0), adapt=_adapt)
+def _adapt_3n(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of Gemma 3n, which lists the sizes of all feed-forward networks."""
+    return _adapt(hf) | {
+        "attention_multiplier": 1.0,
+        "intermediate_size": max(hf["intermediate_size"]),
+        "layer_intermediate_sizes": hf["intermediate_size"],
+    }
+
+
+def _read_3n(hf: dict[str, Any]) -> Gemma3n:
+    return Gemma3n(
+        PerLayerInputs(hf["hidden_size_per_layer_input"], hf["vocab_size_per_layer_input"]),
+        hf["altup_num_inputs"],
+        hf["altup_active_idx"],
+        bool(hf["altup_correct_scale"]),
+        hf["laurel_rank"],
+        tuple(hf["activation_sparsity_pattern"]),
+    )
+
+
+def _adapt_4(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of Gemma 4, whose layers that share keys and values may be twice as wide."""
+    num_layers, width = hf["num_hidden_layers"], hf["intermediate_size"]
+    num_own = num_layers - (hf.get("num_kv_shared_layers") or 0)
+    wide = 2 * width if hf.get("use_double_wide_mlp") else width
+    # "vision" concerns the tokens of images only.
+    attention = hf.get("use_bidirectional_attention")
+    return _adapt(hf) | {
+        "attention_multiplier": 1.0,
+        "layer_intermediate_sizes": [width if index < num_own else wide for index in range(num_layers)],
+        "use_bidirectional_attention": None if attention == "vision" else attention,
+    }
+
+
+def _read_4(hf: dict[str, Any]) -> Gemma4:
+    size = hf.get("hidden_size_per_layer_input")
+    return Gemma4(PerLayerInputs(size, hf["vocab_size_per_layer_input"]) if size else None)
+
+
+GEMMA_2 = Family(
+    fields=FieldNames(activation="hidden_activation"), norms=replace(_SANDWICH, offset=1.0), adapt=_adapt
+)
 GEMMA_3 = replace(GEMMA_2, qk_norm=QkNorm("head"))
+GEMMA_3N = replace(
+    GEMMA_3, norms=_SANDWICH, adapt=_adapt_3n, change_layers=_change_layers, read_variant=_read_3n
+)
+GEMMA_4 = replace(
+    GEMMA_3N,
+    experts=ExpertFields(
+        "num_experts", "moe_intermediate_size", "top_k_experts", flag="enable_moe_block", normalized=True
+    ),
+    adapt=_adapt_4,
+    read_variant=_read_4,
+)

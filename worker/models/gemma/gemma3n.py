@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....kernels.activation import GATED_ACTIVATIONS
 from ....kernels.norm import rms_norm
-from ....proto.model.families.gemma3n import Gemma3n
+from ....proto.model.families.gemma import Gemma3n
 from ....proto.model.spec import DecoderSpec, LayerSpec, MlpSpec
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import LinearWeight

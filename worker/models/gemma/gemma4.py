@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....kernels.norm import rms_norm
 from ....proto.model.experts import Experts
-from ....proto.model.families.gemma4 import Gemma4
+from ....proto.model.families.gemma import Gemma4
 from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
 from ..layers import PartialSum, Rotations
