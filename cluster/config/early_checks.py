@@ -13,7 +13,7 @@ from typing import Any
 from ...proto.cache_groups import MAX_GROUPS
 from ...proto.errors import ConfigError, ModelLoadError, Problems
 from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
-from ...proto.model.transformers_names import has_architecture, has_model_type
+from ...proto.model.transformers_spec import has_architecture, has_model_type
 from ...proto.options.sections import DTYPES
 from ...proto.options.values import in_words
 from ...worker.memory.host_memory import available_bytes

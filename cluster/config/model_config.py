@@ -20,7 +20,7 @@ from ...proto.model.registry import (
     latent_dim,
     layer_windows,
 )
-from ...proto.model.transformers_names import MODEL_TYPE_ALIASES
+from ...proto.model.transformers_spec import MODEL_TYPE_ALIASES
 from ...proto.options.values import in_words
 from ...proto.sampling import SamplingDefaults, check_sampling_settings
 from .model_checks import read_config_file, read_json_object

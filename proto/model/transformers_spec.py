@@ -6,6 +6,7 @@ model's directory is used.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -17,6 +18,12 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from .attention import FULL, SLIDING
 
+# Files of transformers.models.auto that name its configurations and its models.
+_CONFIGURATIONS = ("configuration_auto.py", "auto_mappings.py")
+_MODELS = ("modeling_auto.py",)
+
+# Published model type |-> that of a configuration in transformers with the same fields.
+MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 # Architectures without the attention interface; `attention_adapters` replaces their attention modules.
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types that are refused before anything of them is loaded |-> reason.
@@ -237,3 +244,31 @@ def _modeling_source(config_class: type) -> str:
 def _has_flag(source: str, flag: str) -> bool:
     """Return whether a class of the module sets the flag."""
     return re.search(rf"^    {flag} = True", source, re.MULTILINE) is not None
+
+
+def has_model_type(model_type: str) -> bool:
+    """Return False if transformers surely has no configuration of that model type."""
+    return _names(_CONFIGURATIONS, MODEL_TYPE_ALIASES.get(model_type, model_type))
+
+
+def has_architecture(architecture: str) -> bool:
+    """Return False if transformers surely has no model of that name."""
+    return _names(_MODELS, architecture)
+
+
+def _names(files: tuple[str, ...], name: str) -> bool:
+    source = _auto_source(files)
+    return not source or f'"{name}"' in source
+
+
+@functools.cache
+def _auto_source(files: tuple[str, ...]) -> str:
+    """Return the source of modules of transformers.models.auto, which take two seconds to import.
+
+    Returns an empty text if transformers is not installed as files.
+    """
+    package = importlib.util.find_spec("transformers")
+    if package is None or package.origin is None:
+        return ""
+    folder = Path(package.origin).parent / "models" / "auto"
+    return "".join((folder / name).read_text() for name in files if (folder / name).is_file())

@@ -102,7 +102,14 @@ class DecoderLayer:
             the layer's output, still to be added to `residual`, [T, E].
         """
         if self.is_parallel:
-            return self._forward_parallel(x, residual, rotations, kv_cache, inputs)
+            normed = self.add(x, residual, self.before_attention)
+            attended, out = (
+                self.attention.forward(normed, rotations, kv_cache, inputs),
+                self.mlp.forward(normed),
+            )
+            assert isinstance(attended, Tensor)  # without peers no sum is deferred
+            assert isinstance(out, Tensor)
+            return out.add_(attended)
         normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
         return self._feed_forward(self.attention.forward(normed, rotations, kv_cache, inputs), residual)
 
@@ -149,21 +156,6 @@ class DecoderLayer:
         else:
             x = self.mlp.forward(self.add(x, residual, self.before_mlp))
         return self._finish(x, self.after_mlp)
-
-    def _forward_parallel(
-        self,
-        x: Tensor | PartialSum | None,
-        residual: Tensor,
-        rotations: Rotations,
-        kv_cache: LayerCache,
-        inputs: AttentionInputs,
-    ) -> Tensor:
-        """As `forward`, with the same input for attention and feed-forward network."""
-        normed = self.add(x, residual, self.before_attention)
-        attended, out = self.attention.forward(normed, rotations, kv_cache, inputs), self.mlp.forward(normed)
-        assert isinstance(attended, Tensor)  # without peers no sum is deferred
-        assert isinstance(out, Tensor)
-        return out.add_(attended)
 
     def to_dense_layer(self, ropes: Sequence[str]) -> DenseLayer | None:
         """Return the layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
