@@ -54,8 +54,9 @@ class Decoder:
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.temperature: TemperatureTable | None = None
         mixers = [layer.mixer for layer in spec.layers]
-        for temperature in {own.temperature for own in mixers if isinstance(own, AttentionSpec)} - {None}:
-            self.temperature = TemperatureTable(load, temperature, num_positions)
+        for own in mixers:
+            if isinstance(own, AttentionSpec) and own.temperature is not None and self.temperature is None:
+                self.temperature = TemperatureTable(load, own.temperature, num_positions)
         self.embedding = VocabParallelEmbedding(
             load,
             spec.names.embedding,
@@ -133,7 +134,9 @@ class Decoder:
             return fused.forward(
                 hidden, list(rotated.values()), kv_caches, inputs, aux, self.lora.step.groups
             )
-        rotations = {None: (None, None), **rotated, **self.other_inputs(token_ids, positions, hidden)}
+        rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
+        rotations.update(rotated.items())
+        rotations.update(self.other_inputs(token_ids, positions, hidden))
         x: Tensor | PartialSum | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):

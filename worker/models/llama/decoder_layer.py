@@ -102,11 +102,9 @@ class DecoderLayer:
             the layer's output, still to be added to `residual`, [T, E].
         """
         if self.is_parallel:
-            normed = self.add(x, residual, self.before_attention)
-            attended, out = (
-                self.attention.forward(normed, rotations, kv_cache, inputs),
-                self.mlp.forward(normed),
-            )
+            shared = self.add(x, residual, self.before_attention)
+            attended = self.attention.forward(shared, rotations, kv_cache, inputs)
+            out = self.mlp.forward(shared)
             assert isinstance(attended, Tensor)  # without peers no sum is deferred
             assert isinstance(out, Tensor)
             return out.add_(attended)

@@ -42,7 +42,8 @@ class MlaAttention:
         self.max_partial_tokens = 0 if load.peers is None else load.peers.max_tokens
         if load.dp_attention:
             load = load.for_own_tokens()
-        self._sizes, self.rope = sizes, sizes.rope
+        self._sizes = sizes
+        self.rope: str | None = sizes.rope
         hidden, heads = spec.hidden_size, sizes.num_heads
         self.hidden_size = hidden
         queries = load.head_shard(heads, sizes.qk_dim)
