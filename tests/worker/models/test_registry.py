@@ -174,6 +174,17 @@ def test_unsupported_feature_raises_and_is_named(model: Any, settings: dict[str,
         check_supported(changed(model, **settings), 1)
 
 
+def test_fields_of_another_family_have_no_effect(model: Any) -> None:
+    stray = changed(model, num_kv_shared_layers=3, hidden_size_per_layer_input=8, altup_num_inputs=[3])
+    assert spec_of(stray) == spec_of(model)
+
+
+def test_gemma_3n_without_inputs_of_layers_raises(make_model: Any, engine_config: Any) -> None:
+    gemma = engine_config(make_model("gemma3n_text")).model
+    with pytest.raises(ConfigError, match=r"PerLayerInputs\.size is None, must be a whole number"):
+        check_supported(changed(gemma, hidden_size_per_layer_input=None), 1)
+
+
 def windows(model: Any, **settings: Any) -> list[int]:
     layers = spec_of(changed(model, **settings)).layers
     return [instance_of(AttentionSpec, layer.mixer).window for layer in layers]
