@@ -19,7 +19,12 @@ from ...proto.options.values import in_words
 from ...worker.memory.host_memory import available_bytes
 from .engine_options import EngineOptions
 from .machine import Machine
-from .model_checks import check_model_files, check_weight_files, read_config_file
+from .model_checks import (
+    check_model_files,
+    check_tokenizer_files,
+    check_weight_files,
+    read_config_file,
+)
 
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
@@ -140,6 +145,9 @@ def _check_directory(problems: Problems, options: EngineOptions, device: str, wi
         check_model_files(folder, with_weights)
     if len(problems) > num_known:
         return
+    if not options.skip_tokenizer_init:
+        with problems:
+            check_tokenizer_files(folder)
     if with_weights:
         with problems:
             check_weight_files(folder)

@@ -20,6 +20,8 @@ MAX_CONFIG_BYTES = 8 << 20
 # largest models have some 100,000 tensors in more than 100 files.
 MAX_HEADER_BYTES = 16 << 20
 _MAX_DEPTH = 16
+# Files that vocabularies of tokenizers come in.
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab*", "*.tiktoken", "tekken.json")
 
 # Entry of a config.json, at any depth |-> the smallest and the largest value with which a model can be served, also
 # in lists.
@@ -92,6 +94,15 @@ def check_model_files(folder: Path, with_weights: bool) -> None:
         raise ModelLoadError(f"{folder}: no config.json")
     if with_weights and not any(folder.glob("*.safetensors")):
         raise ModelLoadError(f"{folder}: no *.safetensors file")
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    """Raises ModelLoadError if the folder has no vocabulary: transformers makes an empty tokenizer of nothing."""
+    if not any(path.is_file() for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        raise ModelLoadError(
+            f"{folder}: no tokenizer ({', '.join(_VOCABULARIES)}); copy it from the model that this one was made "
+            "from, or serve token ids alone with skip_tokenizer_init"
+        )
 
 
 def check_weight_files(folder: Path) -> None:

@@ -131,7 +131,6 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "override_generation_config": (str, Refused("change the model's generation_config.json")),
     "pipeline_parallel_size": (int, Refused("models are split by tensor parallelism only", (1,))),
     "rope_scaling": (str, Refused("the model is that of its config.json; change the file")),
-    "skip_tokenizer_init": (bool, Refused("prompts may be token ids, and detokenize=False leaves the text out")),
     "task": (str, Refused("--runner pooling serves embeddings and scores", ("auto", "generate"))),
     "tokenizer": (str, Refused("the tokenizer is that of the model", ("the model itself",))),
     "trust_remote_code": (bool, Refused("code of a model's directory is never run")),

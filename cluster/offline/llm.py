@@ -37,7 +37,7 @@ from ..text.requests.pooling import (
     ScoringRequestOutput,
 )
 from ..text.requests.request import RequestChecker
-from ..text.requests.tokenizer import Tokenizer
+from ..text.requests.tokenizer import load_tokenizer
 from .beams import BeamSearchOutput, BeamSearchParams, beam_search_output
 from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
@@ -77,7 +77,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         engine_options = read_engine_options(str(model), options, os.environ)
         config = _resolve(engine_options)
-        self._tokenizer = Tokenizer(config.model.path)
+        self._tokenizer = load_tokenizer(config.model)
         self._engine = _make_engine(config)
         # Runs at interpreter exit as well: a local cluster must not outlive its owner.
         self._close = weakref.finalize(self, self._engine.close)

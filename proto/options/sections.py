@@ -68,6 +68,10 @@ class ModelOptions:
         unit="tokens",
         check=at_least(2),
     )
+    skip_tokenizer_init: bool = model_option(
+        False,
+        help="Serve token ids alone, without the model's tokenizer: prompts are token ids, outputs have no text.",
+    )
     seed: int = model_option(0, help="Base seed; requests without a seed of their own draw theirs from it.")
 
 

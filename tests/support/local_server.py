@@ -23,7 +23,7 @@ from quire.cluster.gateway.grpc.server import Gateway
 from quire.cluster.gateway.http.connection import ConnectionLimits
 from quire.cluster.gateway.http.server import HttpServer
 from quire.cluster.gateway.routing.served_models import ServedModels, serve_single_replica
-from quire.cluster.text.requests.tokenizer import Tokenizer
+from quire.cluster.text.requests.tokenizer import Tokenizer, load_tokenizer
 from quire.proto.config import EngineConfig
 from quire.proto.replica_status import ReplicaStatus
 from quire.scheduler.core.scheduler import Scheduler
@@ -162,7 +162,7 @@ async def local_gateway(
 ) -> AsyncIterator[LocalGateway]:
     """Run the servers of a gateway of the replica, which is started and closed with them."""
     replica.start()
-    tokenizer = Tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model)
     models = serve_single_replica(config, tokenizer, replica)
     if is_only_replica:
         models.find("").pool.retire()

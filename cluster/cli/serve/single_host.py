@@ -39,7 +39,7 @@ from ...os_utils.signals import (
 from ...os_utils.stopwatch import Stopwatch
 from ...os_utils.without_torch import keep_torch_out
 from ...text.requests.observer import RequestObserver
-from ...text.requests.tokenizer import Tokenizer
+from ...text.requests.tokenizer import Tokenizer, load_tokenizer
 from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
 
@@ -95,7 +95,7 @@ def _prepare(engine_options: EngineOptions) -> tuple[EngineConfig, Tokenizer]:
     machine = Machine.this()  # imports torch if there is a GPU driver
     keep_torch_out()
     config = resolve(engine_options, machine)
-    return config, Tokenizer(config.model.path)
+    return config, load_tokenizer(config.model)
 
 
 async def _serve_replica(

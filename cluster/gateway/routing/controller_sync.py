@@ -32,7 +32,7 @@ from ...fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ...fleet.replica.record import ReplicaRecord
 from ...os_utils.background import run_in_background
 from ...os_utils.backoff import Backoff
-from ...text.requests.tokenizer import Tokenizer
+from ...text.requests.tokenizer import Tokenizer, load_tokenizer
 from .replica_pool import ReplicaPool
 from .served_models import ServedModel, ServedModels
 
@@ -296,7 +296,7 @@ def _read_model(deployment: Deployment) -> tuple[EngineConfig, Tokenizer]:
     """Read config and tokenizer from the model's directory on this machine; the ranks may run elsewhere."""
     has_gpus = deployment.engine.device != "cpu"
     config = resolve_deployment(deployment, has_gpus, LARGE_GPU_BYTES)
-    return config, Tokenizer(config.model.path)
+    return config, load_tokenizer(config.model)
 
 
 def _in_parentheses(text: str) -> str:

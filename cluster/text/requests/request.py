@@ -26,7 +26,7 @@ from .chat import Chat
 from .chat_encoder import ChatEncoder, EncodedPrompt
 from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
 from .json_values import check_text
-from .tokenizer import END_CHARS, LocalPromptEncoder, PromptEncoder, Tokenizer
+from .tokenizer import END_CHARS, LocalPromptEncoder, PromptEncoder, Tokenizer, no_text
 
 MAX_NAME_CHARS = 256
 # Longer texts are compared with the context before they are tokenized.
@@ -184,6 +184,8 @@ class RequestChecker:
         _check_names(request_id=request_id, tenant=tenant, cache_salt=cache_salt)
         self._check_task(pooling, lora)
         sampling = sampling.clone()  # its fields may have been set since it was checked
+        if self._config.model.skip_tokenizer_init:
+            sampling = _without_text(prompt, sampling)
         encoded = self._encode_prompt(prompt, sampling, pooling, add_special_tokens)
         if encoded.needs_special_tokens:
             sampling = replace(sampling, skip_special_tokens=False)
@@ -259,6 +261,8 @@ class RequestChecker:
         Raises:
             InvalidRequest: the text or the conversation is invalid.
         """
+        if self._config.model.skip_tokenizer_init:
+            _without_text(prompt, SamplingParams())
         if isinstance(prompt, Chat):
             token_ids = self._chat_encoder.encode(prompt).token_ids
         else:
@@ -475,6 +479,19 @@ class RequestChecker:
         raise InvalidRequest(
             "prompt", f"has {num_prompt_tokens} tokens, which leaves no room for an output in {limit}"
         )
+
+
+def _without_text(prompt: AnyPrompt, sampling: SamplingParams) -> SamplingParams:
+    """Return the sampling for an output without text. Raises InvalidRequest if a field needs a tokenizer."""
+    if isinstance(prompt, str | Chat | TextPair):
+        raise no_text("prompt")
+    if sampling.stop:
+        raise no_text("sampling.stop")
+    if sampling.structured_outputs is not None:
+        raise no_text("sampling.structured_outputs")
+    if sampling.thinking_token_budget is not None:
+        raise no_text("sampling.thinking_token_budget")
+    return replace(sampling, detokenize=False)
 
 
 def _check_names(**names: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ....proto.block_tables import IntArray
+from ....proto.config import ModelConfig
 from ....proto.errors import InvalidRequest, ModelLoadError, first_line
 from ....proto.model.tiktoken_file import (
     TiktokenFormat,
@@ -43,7 +44,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: str) -> None:
-        self._loaded = _load(path)
+        self._loaded = self._load(path)
         self._backend = self._loaded.backend_tokenizer
         self.named_special_tokens: dict[str, str] = dict(self._loaded.special_tokens_map)
         special = {
@@ -63,6 +64,14 @@ class Tokenizer:
         # These settings are for training. A prompt that is too long must be refused, not truncated.
         self._backend.no_truncation()
         self._backend.no_padding()
+
+    def _load(self, path: str) -> Any:
+        loaded = _load(path)
+        backend = loaded.backend_tokenizer
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
+        if not backend.get_vocab().keys() - added - set(loaded.all_special_tokens):
+            raise ModelLoadError(f"{path}: the tokenizer has no tokens; its vocabulary may be missing")
+        return loaded
 
     @property
     def transformers_tokenizer(self) -> Any:
@@ -147,6 +156,44 @@ class Tokenizer:
         """Return the text of a single token, special tokens included."""
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text
+
+
+class NoTokenizer(Tokenizer):
+    """The tokenizer of an engine that serves token ids alone: it refuses texts, and shows ids as ``token_id:7``."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def _load(self, path: str) -> Any:
+        from tokenizers import Tokenizer as Backend
+        from tokenizers import models
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
+        """Raises InvalidRequest."""
+        raise no_text("prompt")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Raises InvalidRequest."""
+        raise no_text("tokens")
+
+    def token_text(self, token_id: int) -> str:
+        """Return the id as text."""
+        return f"token_id:{token_id}"
+
+
+def no_text(field: str) -> InvalidRequest:
+    """Return the error of a field that needs a tokenizer."""
+    return InvalidRequest(
+        field, "needs a tokenizer, and the server runs with skip_tokenizer_init; use token ids"
+    )
+
+
+def load_tokenizer(model: ModelConfig) -> Tokenizer:
+    """Return the tokenizer of a model. Raises ModelLoadError as Tokenizer does."""
+    return NoTokenizer() if model.skip_tokenizer_init else Tokenizer(model.path)
 
 
 def _has_byte_fallback(decoder: Any) -> bool:

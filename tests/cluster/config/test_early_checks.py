@@ -129,3 +129,11 @@ def test_header_of_weights_is_checked(model_copy: Path, content: bytes, problem:
         return
     with pytest.raises(ModelLoadError, match=problem):
         check_early(EngineOptions(str(model_copy)), CPU)
+
+
+def test_model_without_a_vocabulary_is_refused_unless_it_serves_token_ids(model_copy: Path) -> None:
+    for name in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (model_copy / name).unlink(missing_ok=True)
+    (found,) = problems_of(model_copy)
+    assert "no tokenizer" in found
+    check_early(EngineOptions(str(model_copy), skip_tokenizer_init=True), CPU)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire.cluster.text.requests.tokenizer import Tokenizer
-from quire.proto.errors import InvalidRequest
+from quire.proto.errors import InvalidRequest, ModelLoadError
 
 
 def test_text_on_which_the_tokenizer_panics_is_refused(demo_model_dir: Path, tmp_path: Path) -> None:
@@ -43,3 +43,10 @@ def test_text_on_which_the_tokenizer_fails_is_refused(demo_model_dir: Path, tmp_
         InvalidRequest, match=r"prompt: cannot be tokenized: WordPiece error: Missing \[UNK\]"
     ):
         lacking.encode("b")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "gemma"])
+def test_tokenizer_that_transformers_makes_of_nothing_is_refused(tmp_path: Path, model_type: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelLoadError, match="has no tokens"):
+        Tokenizer(str(tmp_path))
