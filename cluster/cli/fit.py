@@ -1,6 +1,7 @@
 """`quire fit`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -73,10 +74,11 @@ def fit(
     """
     from rich.console import Console
 
-    from ...proto.errors import ConfigError
-    from ..config.capacity import GIB, Workload
+    from ...proto.errors import ConfigError, ModelLoadError
+    from ..config.capacity import Workload
     from ..config.engine_options import EngineOptions
     from ..config.machine import gpu_bytes
+    from ..config.model_checks import check_tokenizer_files
     from ..config.model_source import describe_files
 
     memory = gpu_bytes(gpu)
@@ -92,9 +94,13 @@ def fit(
     )
     console = Console()
     console.print(
-        f"{described.name}: {described.architecture}, {weights.num_parameters / 1e9:.2f} B parameters, "
-        f"{weights.num_bytes / GIB:.1f} GiB of weights, context of {described.max_model_len:,} tokens"
+        f"{described.name}: {described.architecture}, {_count(weights.num_parameters)} parameters, "
+        f"{_size(weights.num_bytes)} of weights, context of {described.max_model_len:,} tokens"
     )
+    try:
+        check_tokenizer_files(Path(described.path))
+    except ModelLoadError as error:
+        console.print(f"`quire serve` will refuse the model: {error}", soft_wrap=True)
     console.print(_table(found, described.max_model_len, f"{gpus} x {gpu}", has_slots=max_loras > 0))
     if not any(each.num_kv_tokens for each in found):
         raise ConfigError(f"{described.name} does not fit on {gpus} x {gpu}")
@@ -160,6 +166,19 @@ def _num_experts(model: "ModelConfig") -> int:
     return check_expert_parallel(model, check_supported(model, 1)).count
 
 
+def _count(number: int) -> str:
+    """Return a number of parameters in words."""
+    return f"{number / 1e9:.2f} B" if number >= 10**8 else f"{number / 1e6:.2f} M"
+
+
+def _size(num_bytes: float) -> str:
+    """Return a size in words."""
+    for unit, shift, digits in (("GiB", 30, 1), ("MiB", 20, 1)):
+        if num_bytes >= 0.1 * (1 << shift):
+            return f"{num_bytes / (1 << shift):.{digits}f} {unit}"
+    return f"{num_bytes / 1024:.0f} KiB"
+
+
 def _parallel_sizes(model: "ModelConfig", num_gpus: int, expert_parallel: bool) -> list[int]:
     """Return the tensor-parallel sizes that the model allows, up to the number of GPUs."""
     from ...proto.errors import ConfigError
@@ -192,7 +211,7 @@ def _table(found: "Sequence[Capacity]", context_len: int, title: str, *, has_slo
         fits = each.num_kv_tokens > 0
         table.add_row(
             str(each.tensor_parallel_size),
-            f"{each.weight_bytes / GIB:.1f} GiB",
+            _size(each.weight_bytes),
             *([f"{each.lora_bytes / GIB:.2f} GiB"] if has_slots else []),
             f"{each.kv_token_bytes / 1024:.1f} KiB",
             f"{each.num_kv_tokens:,}" if fits else "does not fit",

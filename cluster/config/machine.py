@@ -31,10 +31,6 @@ GPU_MEMORY_GB = {
     "h200": 141,
     "b200": 180,
     "b300": 288,
-    "mi250x": 128,
-    "mi300x": 192,
-    "mi325x": 256,
-    "mi355x": 288,
 }
 # The driver and the memory's error correction keep some of it.
 _USABLE = 0.96

@@ -101,6 +101,17 @@ def test_fit_shows_each_parallel_size(model: str, capsys: pytest.CaptureFixture[
     assert [row[2].strip() for row in rows] == ["144.0 KiB", "72.0 KiB", "36.0 KiB"]
 
 
+def test_fit_tells_what_serve_will_refuse_and_counts_small_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    fit(str(tmp_path), gpu="h200", gpus=1)
+    shown = capsys.readouterr().out
+    assert "`quire serve` will refuse the model: " in shown
+    assert "no tokenizer" in shown
+    assert "0.28 M parameters, 0.5 MiB of weights" in shown
+
+
 def test_fit_of_latent_attention_counts_latents_once_per_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
