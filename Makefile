@@ -28,7 +28,7 @@ WHEEL_TOOLS := build/wheel-tools
 DEPLOY_TOOLS := build/deploy-tools
 LOCK_TOOLS := build/lock-tools
 
-.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release metrics figures wheels docs test-deploy lock audit clean
+.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release metrics figures wheel wheels docs test-deploy lock audit clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
@@ -44,6 +44,7 @@ help:
 	@echo "make proto     regenerate the gRPC code from the .proto files"
 	@echo "make proto-release  record the .proto files as the interface that must stay compatible; for each release"
 	@echo "make metrics   regenerate the dashboard, the alert rules and docs/metrics.md from the metrics' definitions"
+	@echo "make wheel     a wheel with the C++ ops of this processor, in dist/; a minute or two"
 	@echo "make wheels    an sdist and the wheels, with the C++ ops of each platform, in dist/"
 	@echo "make docs      the site of the docs, in build/site/"
 	@echo "make lock      requirements.lock: all dependencies with versions and hashes"
@@ -143,17 +144,23 @@ proto-release: venv
 metrics: venv $(SOURCE)
 	PYTHONPATH=build/source $(BIN)/python -m quire.cluster.gateway.metrics.generate
 
+wheel: venv
+	$(BIN)/python -m pip wheel --verbose --no-deps --wheel-dir dist . 2>&1 | grep --line-buffered -E "compiling ops|cannot be built| error: "; \
+	ls -l dist/quire-*linux_*.whl
+
 # An sdist, a wheel per platform, and a pure wheel whose ops are compiled on first use, all in dist/.
 wheels: $(WHEEL_TOOLS)/.ready $(WHEEL_PLATFORMS:%=dist/.%)
-	$(WHEEL_TOOLS)/bin/python -m build --quiet --outdir dist .
+	QUIRE_WHEEL_PLATFORM=any $(WHEEL_TOOLS)/bin/python -m build --quiet --outdir dist .
 	$(WHEEL_TOOLS)/bin/twine check --strict dist/*.whl dist/*.tar.gz
 	$(WHEEL_TOOLS)/bin/check-wheel-contents dist/*.whl
 	ls -l dist
 
+# Compiles for each instruction set of the platform: up to an hour for both platforms on two busy cores.
 dist/.%: $(WHEEL_TOOLS)/.ready
 	QUIRE_WHEEL_PLATFORM=$* QUIRE_WHEEL_CXX="$(CURDIR)/$(WHEEL_TOOLS)/bin/python -m ziglang c++ \
 		-target $(lastword $(subst _28_, ,$*))-linux-gnu.2.28" \
-		$(WHEEL_TOOLS)/bin/python -m build --quiet --wheel --outdir dist .
+		$(WHEEL_TOOLS)/bin/python -m build --wheel --outdir dist . 2>&1 | grep --line-buffered -E "compiling ops|Success| error: "; \
+		ls dist/quire-*-$*.whl
 
 $(WHEEL_TOOLS)/.ready:
 	$(PYTHON) -m venv $(WHEEL_TOOLS)

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,21 @@ _COMPILERS = ("c++", "g++", "clang++")
 _log = logging.getLogger(__name__)
 
 
+def build_library() -> None:
+    """Build the library if there is none, without loading it. A failure is left for `load_library` to report.
+
+    Processes that wait for each other with deadlines call it before: on a busy machine a compiler takes minutes.
+
+    Raises:
+        ValueError: as `load_library` does.
+    """
+    for choice in (instruction_set(), without_tiles()):
+        if choice is not None:
+            with suppress(OSError, subprocess.SubprocessError):
+                _find_or_build(choice)
+                return
+
+
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
     """Load the library, building it if necessary. Returns None, and logs a warning, if it cannot be built.
@@ -45,8 +60,7 @@ def load_library() -> ctypes.CDLL | None:
         if choice is None:
             continue
         try:
-            path = find_prebuilt(choice) or _ensure_built(_find_compiler(), choice)
-            library = ctypes.CDLL(str(path))
+            library = ctypes.CDLL(str(_find_or_build(choice)))
         except subprocess.CalledProcessError as error:
             reason = f"{error.cmd[0]} failed: {error.stderr.strip()[-500:]}"
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -103,6 +117,10 @@ def _find_compiler() -> str:
         if found:
             return found
     raise FileNotFoundError(f"no C++ compiler (CXX, or one of {', '.join(_COMPILERS)})")
+
+
+def _find_or_build(choice: Choice) -> Path:
+    return find_prebuilt(choice) or _ensure_built(_find_compiler(), choice)
 
 
 def _ensure_built(compiler: str, chosen: Choice) -> Path:

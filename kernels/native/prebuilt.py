@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .instruction_sets import Choice, all_choices
+from .instruction_sets import Choice
 from .sources import FLAGS, sources, sources_digest
 
 FOLDER = Path(__file__).parent / "prebuilt"
 _DIGEST_FILE = "sources.sha256"
 # The runtime of C++ goes into the library, since that of the user's system may be older than the compiler.
-_LINK_FLAGS = ("-static-libstdc++", "-static-libgcc", "-s")
+PORTABLE_FLAGS = ("-static-libstdc++", "-static-libgcc", "-s")
 
 
 def find_prebuilt(chosen: Choice, folder: Path = FOLDER) -> Path | None:
@@ -27,26 +28,23 @@ def find_prebuilt(chosen: Choice, folder: Path = FOLDER) -> Path | None:
     return None
 
 
-def prebuild(folder: Path, machine: str, compiler: Sequence[str]) -> None:
-    """Build the libraries of a machine into a folder, in place of what it has.
+def prebuild(folder: Path, choices: Sequence[Choice], compiler: Sequence[str]) -> None:
+    """Build libraries into a folder, in place of what it has.
 
     Args:
-        machine: as platform.machine() names it; may differ from this one.
-        compiler: command of a C++ compiler for that machine.
+        compiler: command of a C++ compiler for the machine, with further flags.
 
     Raises:
         subprocess.CalledProcessError: the compiler failed.
         RuntimeError: the sources changed meanwhile; the libraries would not be those of the wheel's sources.
     """
     digest = sources_digest()
-    shutil.rmtree(
-        folder, ignore_errors=True
-    )  # libraries of another machine, if the folder of a build is used again
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for choice in all_choices(machine):
+    for number, choice in enumerate(choices, start=1):
         output = folder / f"ops-{choice}.so"
-        command = [*compiler, *FLAGS, *choice.flags, *_LINK_FLAGS, *map(str, sources()), "-o", str(output)]
-        print(f"building {output.name} for {machine}", flush=True)
+        command = [*compiler, *FLAGS, *choice.flags, *map(str, sources()), "-o", str(output)]
+        print(f"compiling {output.name}, {number} of {len(choices)}: 10 to 60 s", file=sys.stderr, flush=True)
         subprocess.run(command, check=True)
     if sources_digest() != digest:
         raise RuntimeError("the C++ sources changed while they were compiled; build the wheel again")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from deadlines import COMMAND_TIMEOUT_S
+
+from quire.kernels.native.build import load_library
 
 pytestmark = pytest.mark.cluster
 
@@ -35,6 +38,22 @@ for arguments in json.loads(sys.argv[1]):
         except SystemExit as end:
             ends.append([end.code, output.getvalue(), errors.getvalue()])
 print(json.dumps(ends))
+"""
+
+_START_TWO_RANKS = """
+import logging
+from quire import LLM, SamplingParams
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    with LLM("demo", tensor_parallel_size=2) as llm:
+        llm.generate("It", SamplingParams(max_tokens=1))
+"""
+_COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo fake 1; exit; fi
+echo built >> "{log}"
+while [ "$1" != -o ]; do shift; done
+cp "{library}" "$2"
 """
 
 
@@ -93,3 +112,23 @@ def test_no_server_at_the_target(run_quire: RunQuire) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     assert_refused(run_quire("status", "--target", address), address)
+
+
+def test_first_start_compiles_once_and_says_so_before_it_starts_ranks(tmp_path: Path) -> None:
+    """Ranks that wait for each other have deadlines, and a compiler on a busy machine takes minutes."""
+    library = load_library()
+    if library is None:
+        pytest.skip("there is no C++ compiler")
+    compiler, log = tmp_path / "compiler", tmp_path / "log"
+    compiler.write_text(_COMPILER.format(log=log, library=library._name))
+    compiler.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-c", _START_TWO_RANKS],
+        env=os.environ | {"CXX": str(compiler), "QUIRE_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert log.read_text() == "built\n"
+    assert 0 <= done.stderr.find("compiling the C++ ops") < done.stderr.find("starts 3 processes")

@@ -13,7 +13,7 @@ from wheels import FOLDERS, USE, build_wheel, install_wheel, run
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder into which the pure wheel is installed."""
-    return install_wheel(build_wheel(tmp_path_factory), tmp_path_factory)
+    return install_wheel(build_wheel(tmp_path_factory, QUIRE_WHEEL_PLATFORM="any"), tmp_path_factory)
 
 
 def test_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from ...kernels.native.build import build_library
 from ...proto.config import EngineConfig
 from ...proto.errors import RankFailed, in_one_line
 from ...proto.faults import SIGNALS, Fault, FaultKind
@@ -174,6 +175,11 @@ class WorkerActor:
     def assigned_rank(self) -> int | None:
         """Return the rank; None for a standby."""
         return self._assigned_rank
+
+    def build_ops(self) -> None:
+        """Compile the C++ ops of a CPU if this host lacks them; before `load`, where ranks wait for each other."""
+        if self._device.type == "cpu":
+            build_library()
 
     def create_store(self, one_host: bool) -> tuple[str, int]:
         """Create the store for the rendezvous of the ranks; on rank 0 only.

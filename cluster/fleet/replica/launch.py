@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ....kernels.native.build import build_library
 from ....proto.config import EngineConfig
 from ....worker.rank.actor import LoadReport, RankProcess
 from ....worker.rank.start_log import StartRecord
@@ -62,6 +63,8 @@ def launch_replica(
     launch = _Launch(config, replica_id, target, on_progress)
     try:
         stopwatch = Stopwatch()
+        if config.parallel.device == "cpu" and not target.is_detached:
+            build_library()  # in this process, whose log shows at once what a first start waits for
         launch.place()
         stopwatch.lap("place")
         launch.fetch_model()
@@ -150,6 +153,7 @@ class _Launch:
     def load(self) -> list[LoadReport]:
         """Connect the ranks to each other and load the weights; return the ranks' reports, by rank."""
         self.report(LaunchStage.LOADING, self._config.model.name)
+        await_all(self._call_workers("build_ops"), LOAD_TIMEOUT_S, "compiling its C++ ops")
         store = None
         if len(self._workers) > 1:
             creating = {"rank 0": self._workers[0].create_store.remote(one_host=self._is_one_host)}

@@ -152,3 +152,10 @@ def test_rms_norm_of_strided_heads(dtype: torch.dtype) -> None:
     exact = x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(rms_norm(heads, weight, 1e-6).double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def test_library_is_built_before_processes_that_wait_for_each_other(fake_compiler: Path) -> None:
+    native.build_library()
+    assert fake_compiler.read_text() == "built\n"
+    load_in_new_process()
+    assert fake_compiler.read_text() == "built\n"

@@ -40,7 +40,7 @@ def test_prebuild_makes_a_library_for_each_choice(
     folder = tmp_path / "prebuilt"
     folder.mkdir()
     (folder / "ops-of-another-machine.so").touch()
-    prebuilt.prebuild(folder, machine, compiler)
+    prebuilt.prebuild(folder, all_choices(machine), compiler)
     assert {path.name for path in folder.glob("*.so")} == {f"ops-{name}.so" for name in expected}
     for choice in all_choices(machine):
         found = prebuilt.find_prebuilt(choice, folder)
@@ -56,12 +56,12 @@ def test_sources_that_change_during_a_build_fail_it(
     digests = iter(("before", "after"))
     monkeypatch.setattr(prebuilt, "sources_digest", lambda: next(digests))
     with pytest.raises(RuntimeError, match=r"the C\+\+ sources changed while they were compiled"):
-        prebuilt.prebuild(tmp_path / "prebuilt", "x86_64", compiler)
+        prebuilt.prebuild(tmp_path / "prebuilt", all_choices("x86_64"), compiler)
 
 
 def test_library_of_other_sources_is_not_used(compiler: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "prebuilt"
-    prebuilt.prebuild(folder, "x86_64", compiler)
+    prebuilt.prebuild(folder, all_choices("x86_64"), compiler)
     (folder / "sources.sha256").write_text("0" * 64)
     assert prebuilt.find_prebuilt(Choice("avx2", (), ()), folder) is None
 
