@@ -20,7 +20,7 @@ from ...proto.model.registry import (
     latent_dim,
     layer_windows,
 )
-from ...proto.model.transformers_spec import MODEL_TYPE_ALIASES
+from ...proto.model.transformers_spec import MODEL_TYPE_ALIASES, import_transformers
 from ...proto.options.values import in_words
 from ...proto.sampling import SamplingDefaults, check_sampling_settings
 from .model_checks import read_config_file, read_json_object
@@ -118,8 +118,7 @@ def _load_hf_config(path: Path, stored: dict[str, Any], head: dict[str, Any] | N
         stored: content of config.json.
         head: the configuration of a draft head in the layout of others, if config.json has another one.
     """
-    from transformers import AutoConfig
-
+    AutoConfig = import_transformers().AutoConfig
     alias = MODEL_TYPE_ALIASES.get(str(stored.get("model_type")))
     try:
         if head is not None:

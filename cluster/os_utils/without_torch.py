@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from ...proto.model.transformers_spec import import_transformers
+
 # transformers advises to install PyTorch when it does not find it.
 _NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
@@ -21,7 +23,7 @@ def keep_torch_out() -> None:
     given = os.environ.get(_NO_ADVICE)
     os.environ[_NO_ADVICE] = "1"
     try:
-        import transformers  # noqa: F401
+        import_transformers()
     finally:
         if given is None:
             del os.environ[_NO_ADVICE]

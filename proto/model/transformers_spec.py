@@ -7,8 +7,10 @@ model's directory is used.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ from .attention import FULL, SLIDING
 # Files of transformers.models.auto that name its configurations and its models.
 _CONFIGURATIONS = ("configuration_auto.py", "auto_mappings.py")
 _MODELS = ("modeling_auto.py",)
+
+_importing = threading.Lock()
 
 # Published model type |-> that of a configuration in transformers with the same fields.
 MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
@@ -272,3 +276,13 @@ def _auto_source(files: tuple[str, ...]) -> str:
         return ""
     folder = Path(package.origin).parent / "models" / "auto"
     return "".join((folder / name).read_text() for name in files if (folder / name).is_file())
+
+
+def import_transformers() -> Any:
+    """Return the module transformers, which only one thread imports.
+
+    The module replaces itself in sys.modules during its import: a thread that imports a name from it meanwhile finds
+    that it has none.
+    """
+    with _importing:
+        return importlib.import_module("transformers")

@@ -11,6 +11,7 @@ from ...proto.errors import ModelLoadError, first_line
 from ...proto.model.layer_formats import FindFormat, LayerFormat, format_finder
 from ...proto.model.quantization import read_quantization
 from ...proto.model.registry import FAMILIES
+from ...proto.model.transformers_spec import import_transformers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -60,14 +61,17 @@ def make_meta_model(model: ModelConfig) -> nn.Module:
         ModelLoadError: transformers cannot make the model of this configuration.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    transformers = import_transformers()
 
     fields: dict[str, Any] = {
         name: value for name, value in model.hf.items() if name != "quantization_config"
     }
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+            module = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(**fields)
+            )
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{model.name}: {first_line(error)}") from error
     module.tie_weights()

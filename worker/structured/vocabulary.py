@@ -12,6 +12,7 @@ from typing import Any
 
 from ...proto.errors import ConfigError, first_line
 from ...proto.model.tiktoken_file import byte_alphabet, find_format, load_tiktoken, read_tokenizer_config
+from ...proto.model.transformers_spec import import_transformers
 
 _SPACE_MARK = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -100,9 +101,9 @@ def _read_tokenizer(folder: Path) -> tuple[Any, frozenset[str]]:
     try:
         if (found := _read_without_transformers(folder)) is not None:
             return found
-        from transformers import AutoTokenizer
-
-        whole = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        whole = import_transformers().AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
         return whole.backend_tokenizer, frozenset()
     except Exception as error:  # both libraries pass on the exceptions of their parsers
         raise ConfigError(f"{folder}: the tokenizer cannot be read: {first_line(error)}") from error

@@ -19,6 +19,7 @@ from ....proto.model.tiktoken_file import (
     load_tiktoken,
     read_tokenizer_config,
 )
+from ....proto.model.transformers_spec import import_transformers
 from .chat_template import Rendering, render
 
 # Limit for a rendered prompt.
@@ -167,9 +168,8 @@ class NoTokenizer(Tokenizer):
     def _load(self, path: str) -> Any:
         from tokenizers import Tokenizer as Backend
         from tokenizers import models
-        from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
+        return import_transformers().PreTrainedTokenizerFast(tokenizer_object=Backend(models.BPE()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True, pair: str | None = None) -> list[int]:
         """Raises InvalidRequest."""
@@ -212,12 +212,12 @@ def _fallback_bytes(backend: Any) -> dict[int, int]:
 
 def _load(path: str) -> Any:
     """Return transformers' tokenizer of a model directory."""
-    from transformers import AutoTokenizer
-
     try:
         if (tiktoken := find_format(Path(path))) is not None:
             return _load_tiktoken(Path(path), tiktoken)
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        loaded = import_transformers().AutoTokenizer.from_pretrained(
+            path, trust_remote_code=False, local_files_only=True
+        )
         _ = loaded.backend_tokenizer
     except Exception as error:  # transformers passes on the exceptions of its parsers
         raise ModelLoadError(f"{path}: the tokenizer cannot be read: {first_line(error)}") from error
@@ -226,15 +226,13 @@ def _load(path: str) -> Any:
 
 def _load_tiktoken(folder: Path, tiktoken: TiktokenFormat) -> Any:
     """Return transformers' class with a tokenizer in tiktoken's format."""
-    from transformers import PreTrainedTokenizerFast
-
     config, template = read_tokenizer_config(folder), folder / "chat_template.jinja"
     named = {
         name: text["content"] if isinstance(text, dict) else text
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         if (text := config.get(name))
     }
-    return PreTrainedTokenizerFast(
+    return import_transformers().PreTrainedTokenizerFast(
         tokenizer_object=load_tiktoken(folder, tiktoken),
         chat_template=template.read_text(encoding="utf-8")
         if template.is_file()
