@@ -209,6 +209,10 @@ class _Launch:
             namespace=self._target.namespace,
             node_ids=self._node_ids,
             pids=(self._scheduler_pid, *(process.pid for process in self._processes)),
+            device=config.parallel.device,
+            dtype=config.model.dtype,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
     @property

@@ -254,12 +254,28 @@ def _must_switch(served_version: str, version: str, reachable: Iterable[ReplicaE
 
 
 def _limit_to_smallest_replica(served: ServedModel, reachable: Iterable[ReplicaEntry]) -> None:
-    """Reject requests that do not fit into the smallest replica: a request may run on any of them."""
-    sizes = [entry.record.num_kv_blocks for entry in reachable if entry.record is not None]
-    config = served.config
-    if sizes and config.cache.num_kv_blocks != min(sizes):
-        config = replace(config, cache=replace(config.cache, num_kv_blocks=min(sizes)))
-        served.resize(config)
+    """Reject requests that do not fit into the smallest replica: a request may run on any of them.
+
+    A deployment does not tell on which nodes its replicas run; their records do.
+    """
+    records = [entry.record for entry in reachable if entry.record is not None]
+    if not records:
+        return
+    config, smallest = served.config, min(records, key=lambda record: record.num_kv_blocks)
+    limited = replace(config, cache=replace(config.cache, num_kv_blocks=smallest.num_kv_blocks))
+    if all(record.device for record in records):
+        limited = replace(
+            limited,
+            model=replace(config.model, dtype=smallest.dtype),
+            parallel=replace(config.parallel, device=smallest.device),
+            scheduler=replace(
+                config.scheduler,
+                max_num_seqs=min(record.max_num_seqs for record in records),
+                max_num_batched_tokens=min(record.max_num_batched_tokens for record in records),
+            ),
+        )
+    if limited != config:
+        served.resize(limited)
 
 
 def _remove_ended(pool: ReplicaPool, state: FleetState) -> None:

@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -397,7 +398,7 @@ def test_failure_to_apply_a_state_is_reported_and_the_next_state_applied(
 ) -> None:
     deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})
     monkeypatch.setattr(
-        "quire.cluster.gateway.routing.controller_sync.Tokenizer", lambda path: dict[str, Any]()["unexpected"]
+        "quire.cluster.gateway.routing.controller_sync.load_tokenizer", lambda model: dict[str, Any]()["unexpected"]
     )
 
     async def scenario() -> None:
@@ -417,3 +418,30 @@ def test_failure_to_apply_a_state_is_reported_and_the_next_state_applied(
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * DEADLINE_S))
     assert "the fleet's state is out of date" in caplog.text
+
+
+def test_limits_are_those_of_the_replicas_wherever_they_run(make_model: Callable[..., Path]) -> None:
+    """A deployment does not say that its nodes have no GPUs: the gateway took the limits of a large one."""
+    deployment = Deployment.from_table({"model": str(make_model("llama")), "served_model_name": "tiny"})
+    limits = {"device": "cpu", "dtype": "float32", "max_num_seqs": 7, "max_num_batched_tokens": 99}
+    entry = ready_replica("a", deployment)
+    assert entry.record is not None
+    entry = replace(entry, record=replace(entry.record, **limits))
+
+    async def scenario() -> None:
+        controller, models = ScriptedController(), ServedModels()
+        sync = ControllerSync(controller, models)  # type: ignore[arg-type]
+        sync.start()
+        try:
+            controller.put("1", deployment, replicas=[entry])
+            while "tiny" not in models or not models.find("tiny").pool.clients:
+                await models.wait_for_change()
+            config = models.find("tiny").config
+            assert (config.parallel.device, config.model.dtype) == ("cpu", "float32")
+            assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (7, 99)
+            with pytest.raises(InvalidRequest, match="runs at most 7 at once"):
+                models.find("tiny").checker.check([1], SamplingParams(beam_width=8))
+        finally:
+            await sync.close()
+
+    asyncio.run(scenario())
