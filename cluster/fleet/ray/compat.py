@@ -78,9 +78,10 @@ class _ShieldedPopen(services.ConsolePopen):  # type: ignore[misc]
 def start_local(temp_dir: Path, **options: Any) -> None:
     """Start a Ray instance on this machine whose files are in `temp_dir`; see `ray.init` for the options.
 
-    Its processes are in sessions of their own and ignore SIGTERM: only this process ends them.
+    Its processes listen on loopback alone. They are in sessions of their own and ignore SIGTERM: only this process
+    ends them.
     """
-    with _shielded_processes():
+    with _shielded_processes(), _on_loopback():
         ray.init(address="local", _temp_dir=str(temp_dir), **options)
 
 
@@ -91,6 +92,24 @@ def _shielded_processes() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Give the node the address 127.0.0.1, on which Ray listens there alone. Ray would replace it by an interface's."""
+    functions = (
+        (services, "get_node_ip_address"),
+        (services, "resolve_ip_for_localhost"),
+        (ray.util, "get_node_ip_address"),
+    )
+    before = [getattr(module, name) for module, name in functions]
+    for module, name in functions:
+        setattr(module, name, lambda *_, **__: "127.0.0.1")
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(functions, before, strict=True):
+            setattr(module, name, function)
 
 
 def reload_environment() -> None:

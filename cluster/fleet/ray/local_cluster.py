@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 class LocalCluster(Closing):
     """Ray on this machine only, until closed: a LaunchTarget and a context manager.
 
-    Ray's processes listen on every interface, so a secret token protects each instance. Ray's processes end with
-    the thread that opened the cluster (PR_SET_PDEATHSIG): open it in a thread that lives as long.
+    Ray's processes listen on loopback, where a secret token keeps other users of the machine out. They end with the
+    thread that opened the cluster (PR_SET_PDEATHSIG): open it in a thread that lives as long.
 
     Args:
         num_cpus: CPU slots; each actor of a replica takes one.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 import ray
 from deadlines import PROGRAM_TIMEOUT_S
@@ -84,6 +85,20 @@ def test_processes_of_start_local_are_shielded_from_signals(cluster: LocalCluste
         assert os.getsid(pid) != os.getsid(0)
         blocked = re.findall(r"^SigBlk:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         assert int(blocked[0], 16) >> (signal.SIGTERM - 1) & 1
+
+
+@pytest.mark.cluster
+def test_processes_of_start_local_listen_on_loopback_alone(cluster: LocalCluster) -> None:
+    processes = [psutil.Process(pid) for pid in children(os.getpid())]
+    processes += [each for process in processes for each in process.children(recursive=True)]
+    addresses = {
+        connection.laddr.ip
+        for process in [*processes, psutil.Process()]
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses
+    assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 @pytest.mark.cluster
