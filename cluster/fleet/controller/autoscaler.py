@@ -15,8 +15,8 @@ The recommendation is the largest number that any of these signals asks for:
 GPU utilization is no signal: it is 100 % with one sequence as with a hundred.
 
 The target follows the recommendations as in Kubernetes' horizontal pod autoscaler: it rises to the lowest
-recommendation of the last `up_delay_s`, falls to the highest recommendation of the last `down_delay_s`, and changes
-by limited steps.
+recommendation of the last `up_delay_s`, falls to the highest recommendation of the last `down_delay_s`, or to the
+minimum after `idle_timeout_s` without a request, and changes by limited steps.
 """
 
 from __future__ import annotations
@@ -314,6 +314,8 @@ def _scale_up(
 
 def _scale_down(current: int, now: float, limits: ScalingLimits, state: ScalingState) -> tuple[int, str]:
     highest = max(_recommendations_within(state.recommendations, now, limits.down_delay_s))
+    if now - state.busy_at >= limits.idle_timeout_s:  # a delay of its own
+        highest = limits.min_replicas
     if highest >= current:
         return current, f"held for down_delay_s ({limits.down_delay_s:g} s)"
     if now - state.changed_at < limits.cooldown_s:

@@ -165,7 +165,8 @@ class TestZero:
     IDLE = ReplicaSample(READY)
 
     def test_target_is_zero_after_idle_timeout(self) -> None:
-        fleet = Fleet(replace(LIMITS, down_delay_s=0.0), 1)
+        assert LIMITS.idle_timeout_s > LIMITS.down_delay_s > 0
+        fleet = Fleet(LIMITS, 1)
         assert fleet.run(120, self.IDLE) == [1] * 120
         assert fleet.run(1, self.IDLE) == [0]
         assert "no request for 120 s" in fleet.reason
