@@ -158,7 +158,10 @@ class FleetSite:
 
     def _of_replica(self, harm: Callable[[ReplicaInfo], Awaitable[None]]) -> Fault:
         async def fault() -> None:
-            await harm(self._rng.choice(await _ready(self.observer)))
+            async with asyncio.timeout(SETTLED_TIMEOUT_S):
+                while not (replicas := await _ready(self.observer)):  # an earlier fault took the last one
+                    await asyncio.sleep(0.2)
+            await harm(self._rng.choice(replicas))
 
         return fault
 

@@ -81,11 +81,15 @@ def open_network(stack: ExitStack) -> FarNetwork:
         run(*network.inside, "ip", "address", "add", f"{network.far_ip}/30", "dev", "far")
         for device in ("far", "lo"):
             run(*network.inside, "ip", "link", "set", device, "up")
+        with network.lossy(0.0):  # kernels and images may lack the match `statistic` or the qdisc `tbf`
+            pass
+        with network.slow(10**9):
+            pass
     except FileNotFoundError as error:
-        raise NetworkNotPermitted(f"a network namespace takes iproute2: {error}") from error
+        raise NetworkNotPermitted(f"a network namespace takes iproute2 and iptables: {error}") from error
     except subprocess.CalledProcessError as error:
         problem = f"{' '.join(error.cmd)}: {error.stderr.strip()}"
-        raise NetworkNotPermitted(f"this user may not make a network namespace: {problem}") from error
+        raise NetworkNotPermitted(f"no network namespace with losses can be made here: {problem}") from error
     return network
 
 
