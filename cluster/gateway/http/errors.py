@@ -178,6 +178,12 @@ def install_error_handlers(app: FastAPI, on_refused: Callable[[QuireError], None
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
+        if isinstance(
+            error.body, bytes
+        ):  # was not read as JSON; a page of another site may send other types unasked
+            given = request.headers.get("content-type", "missing")
+            problem = f"content-type is {given[:100]}, must be application/json"
+            return await _on_http_error(request, HTTPException(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, problem))
         invalid = describe_validation_error(error)
         on_refused(invalid)
         return error_response(invalid, request.url.path)

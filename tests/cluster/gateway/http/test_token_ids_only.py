@@ -72,6 +72,15 @@ def test_token_ids_are_answered_over_http(http: httpx.Client) -> None:
             assert len(response.json()["choices"][0]["token_ids"]) == 4
 
 
+def test_body_without_the_type_of_json_is_refused_by_its_header(http: httpx.Client) -> None:
+    """As `curl -d` sends it. A page of another site may send this type without being asked for permission."""
+    for given in ("application/x-www-form-urlencoded", "text/plain", None):
+        headers = {} if given is None else {"content-type": given}
+        response = http.post("/v1/completions", content=b'{"prompt": [1]}', headers=headers)
+        assert response.status_code == 415, response.text
+        assert f"content-type is {given or 'missing'}, must be application/json" in response.text
+
+
 def test_grpc_answers_token_ids_and_refuses_texts(server: ThreadedServer) -> None:
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     with Client(server.server.target) as client:
