@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from ..client.wire.status import FleetInfo, ReplicaInfo
 
+# Columns of --wide.
+_WIDE = 240
 _CLEAR_SCREEN = "\033[2J\033[H"
 
 
@@ -30,6 +33,9 @@ def status(
         float | None,
         typer.Option(metavar="SECONDS", help="Show the state again after this time, until Ctrl-C.", min=0.1),
     ] = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Cut no column to the terminal's width, and show stopped replicas.")
+    ] = False,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
@@ -39,7 +45,7 @@ def status(
 
     Example: `quire status --target 127.0.0.1:50051`
     """
-    show = _print_json if as_json else _print
+    show = _print_json if as_json else partial(_print, wide=wide)
     with connect(target, token_file, tls_ca) as client:
         if watch is None:
             state = client.fleet()
@@ -59,18 +65,23 @@ def _print_json(state: FleetInfo) -> None:
     print(json.dumps({"healthy": not state.problem and _is_healthy(state), **asdict(state)}), flush=True)
 
 
-def _print(state: FleetInfo) -> None:
+def _print(state: FleetInfo, wide: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    console = Console()
+    console = Console(width=_WIDE if wide else None)
     if state.problem:
         console.print(f"[red]the fleet's state is out of date[/]: {escape(state.problem)}")
     for part in _describe_fleet(state):
         console.print(part)
+    stopped = [] if wide else [replica for replica in state.replicas if replica.state == "stopped"]
     for replica in state.replicas:
-        for part in _describe(replica):
-            console.print(part)
+        if replica not in stopped:
+            for part in _describe(replica):
+                console.print(part)
+    if stopped:
+        names = "replica" if len(stopped) == 1 else "replicas"
+        console.print(f"[dim]{len(stopped)} stopped {names}; --wide shows them[/]")
 
 
 def _is_healthy(status: FleetInfo) -> bool:
@@ -104,13 +115,15 @@ def _describe_fleet(status: FleetInfo) -> list[RenderableType]:
             )
         parts.append(table)
     if status.nodes:
-        table = Table("node", "address", "resources", "", title="Nodes", title_justify="left")
+        table = Table("node", "address", "resources", "state", title="Nodes", title_justify="left")
         for node in status.nodes:
             resources = ", ".join(
                 f"{amount:g} {name}" if name != "memory" else f"{amount / 2**30:.0f} GiB"
                 for name, amount in sorted(node.resources.items())
             )
-            table.add_row(node.node_id[:12], node.address, resources, "draining" if node.draining else "")
+            table.add_row(
+                node.node_id[:12], node.address, resources, "draining" if node.draining else "ready"
+            )
         parts.append(table)
     return parts
 

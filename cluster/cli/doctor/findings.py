@@ -121,7 +121,10 @@ def _ops(facts: MachineFacts) -> Iterator[Finding]:
         )
     elif ops.path is None:
         yield Finding(
-            "C++ ops", "not built yet", Verdict.NOTE, "the first start on a CPU compiles them, for 10 to 60 s of processor time"
+            "C++ ops",
+            "not built yet",
+            Verdict.NOTE,
+            "the first start on a CPU compiles them, for 10 to 60 s of processor time",
         )
     else:
         yield Finding("C++ ops", "of the wheel" if ops.is_prebuilt else f"built, {ops.path}")
