@@ -133,7 +133,7 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "rope_scaling": (str, Refused("the model is that of its config.json; change the file")),
     "task": (str, Refused("--runner pooling serves embeddings and scores", ("auto", "generate"))),
     "tokenizer": (str, Refused("the tokenizer is that of the model", ("the model itself",))),
-    "trust_remote_code": (bool, Refused("code of a model's directory is never run")),
+    "trust_remote_code": (bool, Refused("code of a model's directory is never run; drop the flag")),
 }  # fmt: skip
 SERVER_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "host": (str, Renamed("http")),

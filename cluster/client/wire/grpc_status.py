@@ -27,6 +27,8 @@ from ....proto.errors import (
 
 DOMAIN = "quire"
 # In gRPC's words for a server that speaks HTTP/1.1.
+# Of a server that expects TLS and cuts the connection at the first byte in the clear.
+_CUT_SIGN = "Socket closed"
 _HTTP_SIGNS = ("http1.x server", "Expected SETTINGS frame")
 # A status travels as trailers, twice: percent-encoded text and base64. gRPC rejects trailers of more than 8 KiB.
 MAX_TEXT_BYTES = 1000
@@ -56,6 +58,8 @@ def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
             message += (
                 "; an HTTP server listens there; give the address of the gRPC server, by default port 50051"
             )
+        if _CUT_SIGN in message:
+            message += "; if it uses TLS, name the authority of its certificate: --tls-ca FILE, or tls_ca in Python"
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             return ServerUnreachable(message)
         return from_status(error.code().name, message)

@@ -398,7 +398,8 @@ def test_failure_to_apply_a_state_is_reported_and_the_next_state_applied(
 ) -> None:
     deployment = Deployment.from_table({"model": str(make_model("llama")), "device": "cpu"})
     monkeypatch.setattr(
-        "quire.cluster.gateway.routing.controller_sync.load_tokenizer", lambda model: dict[str, Any]()["unexpected"]
+        "quire.cluster.gateway.routing.controller_sync.load_tokenizer",
+        lambda model: dict[str, Any]()["unexpected"],
     )
 
     async def scenario() -> None:
