@@ -59,7 +59,9 @@ def from_grpc_error(error: grpc.RpcError, waited_for: str) -> QuireError:
                 "; an HTTP server listens there; give the address of the gRPC server, by default port 50051"
             )
         if _CUT_SIGN in message:
-            message += "; if it uses TLS, name the authority of its certificate: --tls-ca FILE, or tls_ca in Python"
+            message += (
+                "; if it uses TLS, name the authority of its certificate: --tls-ca FILE, or tls_ca in Python"
+            )
         if error.code() is grpc.StatusCode.UNAVAILABLE:
             return ServerUnreachable(message)
         return from_status(error.code().name, message)

@@ -96,7 +96,7 @@ def _shielded_processes() -> Iterator[None]:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Give the node the address 127.0.0.1, on which Ray listens there alone. Ray would replace it by an interface's."""
+    """Give the node the address 127.0.0.1, where Ray listens alone. Ray would replace it by that of an interface."""
     functions = (
         (services, "get_node_ip_address"),
         (services, "resolve_ip_for_localhost"),

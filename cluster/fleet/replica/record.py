@@ -19,8 +19,8 @@ class ReplicaRecord:
         namespace: Ray namespace of the actors' names.
         node_ids: Ray node ids of the scheduler and then of each rank.
         pids: process ids of the scheduler and then of each rank, as seen on their own hosts.
-        device, dtype, max_num_seqs, max_num_batched_tokens: as its configuration has them, which depends on its nodes;
-            empty and 0 of a replica of an earlier release.
+        device, dtype, max_num_seqs, max_num_batched_tokens: as its configuration has them, which depends on its
+            nodes; empty and 0 of a replica of an earlier release.
     """
 
     replica_id: str

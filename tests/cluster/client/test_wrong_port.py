@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import grpc
 import pytest
+from certificates import HAS_OPENSSL, make_authority, make_certificate
 
 from quire import Client
 from quire.cluster.cli.batch.http_caller import HttpCaller, Server
@@ -43,5 +45,22 @@ def test_batch_on_a_grpc_port_gets_a_hint() -> None:
         caller = HttpCaller(Server(f"http://127.0.0.1:{port}", retry_s=0.0), threading.Event())
         with caller, pytest.raises(ConfigError, match=r"does not speak HTTP/1\.1"):
             caller.post("/v1/completions", {})
+    finally:
+        server.stop(0)
+
+
+@pytest.mark.skipif(not HAS_OPENSSL, reason="openssl makes the certificates")
+def test_client_without_tls_on_a_port_with_tls_gets_a_hint(tmp_path: Path) -> None:
+    pair = make_certificate(tmp_path, "server", make_authority(tmp_path, "authority"))
+    credentials = grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())])
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    try:
+        with (
+            Client(f"127.0.0.1:{port}", timeout_s=30.0) as client,
+            pytest.raises(ServerUnreachable, match="if it uses TLS"),
+        ):
+            client.models()
     finally:
         server.stop(0)
