@@ -129,6 +129,12 @@ class LoadReport:
     seconds: dict[str, float]
 
 
+def build_ops(config: EngineConfig) -> None:
+    """Compile the C++ ops if the ranks compute on CPUs and this host lacks them."""
+    if config.parallel.device == "cpu":
+        build_library()
+
+
 class WorkerActor:
     """One rank: joins its group, loads its shard, and executes plans until the channel closes.
 
@@ -178,8 +184,7 @@ class WorkerActor:
 
     def build_ops(self) -> None:
         """Compile the C++ ops of a CPU if this host lacks them; before `load`, where ranks wait for each other."""
-        if self._device.type == "cpu":
-            build_library()
+        build_ops(self._config)
 
     def create_store(self, one_host: bool) -> tuple[str, int]:
         """Create the store for the rendezvous of the ranks; on rank 0 only.

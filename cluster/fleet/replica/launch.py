@@ -13,9 +13,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ....kernels.native.build import build_library
 from ....proto.config import EngineConfig
-from ....worker.rank.actor import LoadReport, RankProcess
+from ....worker.rank.actor import LoadReport, RankProcess, build_ops
 from ....worker.rank.start_log import StartRecord
 from ...config.hub import download_model
 from ...os_utils.stopwatch import Stopwatch, format_seconds
@@ -63,8 +62,8 @@ def launch_replica(
     launch = _Launch(config, replica_id, target, on_progress)
     try:
         stopwatch = Stopwatch()
-        if config.parallel.device == "cpu" and not target.is_detached:
-            build_library()  # in this process, whose log shows at once what a first start waits for
+        if not target.is_detached:
+            build_ops(config)  # in this process, whose log shows at once what a first start waits for
         launch.place()
         stopwatch.lap("place")
         launch.fetch_model()

@@ -424,10 +424,10 @@ def test_failure_to_apply_a_state_is_reported_and_the_next_state_applied(
 def test_limits_are_those_of_the_replicas_wherever_they_run(make_model: Callable[..., Path]) -> None:
     """A deployment does not say that its nodes have no GPUs: the gateway took the limits of a large one."""
     deployment = Deployment.from_table({"model": str(make_model("llama")), "served_model_name": "tiny"})
-    limits = {"device": "cpu", "dtype": "float32", "max_num_seqs": 7, "max_num_batched_tokens": 99}
     entry = ready_replica("a", deployment)
     assert entry.record is not None
-    entry = replace(entry, record=replace(entry.record, **limits))
+    record = replace(entry.record, device="cpu", dtype="float32", max_num_seqs=7, max_num_batched_tokens=99)
+    entry = replace(entry, record=record)
 
     async def scenario() -> None:
         controller, models = ScriptedController(), ServedModels()
