@@ -41,7 +41,7 @@ class Server:
 
     def __init__(self, folder: Path, **options: Any) -> None:
         started = time.perf_counter()
-        config = resolve(EngineOptions(str(folder), **options), Machine.this())
+        config = resolve(EngineOptions(str(folder), skip_tokenizer_init=True, **options), Machine.this())
         self.config, self.group = load_in_process(config)
         self.load_s = time.perf_counter() - started
         self.scheduler = Scheduler(self.config)

@@ -145,7 +145,7 @@ def read_indexer_layers(model: ModelConfig) -> list[bool]:
             f"{model.name}: indexer_types is {kinds!r}, must name 'full' or 'shared' for each of "
             f"{model.num_layers} layers, and 'full' for the first"
         )
-    return [kind == "full" for kind in kinds]
+    return [kind == "full" for kind in kinds[: model.num_layers]]
 
 
 def _scale(hf: dict[str, Any], qk_dim: int) -> float:

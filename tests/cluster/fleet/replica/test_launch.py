@@ -63,7 +63,7 @@ def test_every_rank_gets_the_smallest_number_of_blocks_of_all(
     launch = Launch(*num_blocks)
     monkeypatch.setattr(module, "_Launch", lambda *_: launch)
     monkeypatch.setattr(module, "Replica", lambda record, *_: record)
-    target: Any = SimpleNamespace(on_processes_started=lambda: None, namespace="none")
+    target: Any = SimpleNamespace(on_processes_started=lambda: None, namespace="none", is_detached=True)
     started: Any = module.launch_replica(small_config(num_blocks=99), "replica-1", target)
     assert launch.allocated == [min(num_blocks)]
     assert started.cache.num_kv_blocks == min(num_blocks)
