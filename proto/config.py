@@ -167,7 +167,6 @@ class ParallelConfig(ParallelOptions):
     """
 
     device: str = field()
-    batch_invariant: bool = field()
     threads_per_rank: int
 
     @property
