@@ -260,8 +260,7 @@ class SamplingParams:
 
     def _check_extra_args(self) -> None:
         pairs = self.extra_arg_pairs
-        most = MAX_EXTRA_ARGS
-        _require(len(pairs) <= most, "extra_args", f"{len(pairs)} processors", f"at most {most} processors")
+        _check_num_processors(len(pairs))
         num_chars = sum(len(name) + len(text) for name, text in pairs)
         allowed = f"at most {MAX_EXTRA_ARGS_CHARS} characters of JSON"
         _require(num_chars <= MAX_EXTRA_ARGS_CHARS, "extra_args", f"{num_chars} characters of JSON", allowed)
@@ -376,6 +375,18 @@ def _require(holds: bool, field: str, given: Any, allowed: str, owner: str = "sa
         raise InvalidRequest(f"{owner}.{field}", f"is {shown}, must be {allowed}")
 
 
+def _check_num_processors(count: int) -> None:
+    allowed = f"at most {MAX_EXTRA_ARGS} processors"
+    _require(count <= MAX_EXTRA_ARGS, "extra_args", f"{count} processors", allowed)
+
+
+def _extra_args(field: str, given: Any) -> tuple[tuple[str, str], ...]:
+    # Arguments of thousands of processors are refused before they are encoded.
+    if isinstance(given, Mapping):
+        _check_num_processors(len(given))
+    return plain.json_arguments(field, given)
+
+
 # Type of a field |-> the function that converts its value to plain Python.
 _CONVERTER_OF: dict[type, Callable[[str, Any], Any]] = {
     int: plain.whole_number,
@@ -393,7 +404,7 @@ _LIST_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "logit_bias": plain.biases,
     "bad_words": plain.bad_words,
     "allowed_token_ids": plain.distinct_token_ids,
-    "extra_args": plain.json_arguments,
+    "extra_args": _extra_args,
 }
 # Field of one value |-> its type, without None.
 VALUE_TYPES: dict[str, Any] = {

@@ -24,8 +24,11 @@ from quire.proto.errors import InvalidRequest
 
 Schema = Mapping[str, Any]
 
-# In times of parsing a body of MAX_ITEMS small numbers, which takes 12 ms on an idle core.
-MAX_COST = 3.0
+# In times of parsing a body of MAX_ITEMS small numbers, which takes 12 ms on an idle core. Bodies whose values were
+# not bounded took 100 to 5,000 times as long.
+MAX_COST = 4.0
+# Where other processes take the caches, one measurement in a thousand is twice as long as usual.
+MAX_TRIES = 20
 MAX_ERROR_CHARS = 2000
 
 # Values of any body that passes JsonSize.
@@ -149,22 +152,30 @@ def cost_s(work: Callable[[], object]) -> float:
     return time.thread_time() - before
 
 
-@pytest.fixture(scope="module")
+UNIT = json.dumps(wide(1))
+
+
 def unit_s() -> float:
-    raw = json.dumps(wide(1))
-    return min(cost_s(lambda: json.loads(raw)) for _ in range(5))
+    return min(cost_s(partial(json.loads, UNIT)) for _ in range(5))
+
+
+def least_cost(work: Callable[[], object], unit: float) -> float:
+    """Return the least cost of several tries, up to the first within the limit."""
+    cost = cost_s(work) / unit
+    for _ in range(MAX_TRIES - 1):
+        if cost <= MAX_COST:
+            break
+        cost = min(cost, cost_s(work) / unit_s())
+    return cost
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_field_costs_little_with_values_of_any_type(field: str, unit_s: float) -> None:
+def test_field_costs_little_with_values_of_any_type(field: str) -> None:
     body, schema, place = FIELDS[field]
-    valid, name = sample(schema), field.partition(".")[2]
+    valid, name, unit = sample(schema), field.partition(".")[2], unit_s()
     for value in values(place):
-        given, cost = valid | {name: value}, math.inf
-        for _ in range(3):
-            cost = min(cost, cost_s(partial(outcome, body, given)) / unit_s)
-            if cost <= MAX_COST:
-                break
+        given = valid | {name: value}
+        cost = least_cost(partial(outcome, body, given), unit)
         assert cost <= MAX_COST, (str(value)[:80], outcome(body, given)[:200])
         assert len(outcome(body, given)) <= MAX_ERROR_CHARS
 
