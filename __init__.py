@@ -20,6 +20,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .proto.lazy_names import lazy_names
+
 if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
     __version__: str
     from .cluster.client.client import AsyncClient as AsyncClient, Client as Client
@@ -126,9 +128,9 @@ _MODULES = {
     ".proto.stream": "Timings",
     ".proto.structured_outputs": "RepetitionDetectionParams StructuredOutputsParams",
 }
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+_names, _load = lazy_names(__name__, _MODULES)
 
-__all__ = [*_MODULE_OF, "errors"]
+__all__ = [*_names, "errors"]
 
 
 def __getattr__(name: str) -> Any:
@@ -136,9 +138,7 @@ def __getattr__(name: str) -> Any:
         return _version()
     if name == "errors":
         return import_module(".proto.errors", __name__)
-    if name in _MODULE_OF:
-        return getattr(import_module(_MODULE_OF[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _load(name)
 
 
 def _version() -> str:

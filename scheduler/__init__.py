@@ -3,4 +3,33 @@
 `core`, `kv` and `sequences` are the scheduler proper: pure Python and numpy, without Ray, ZeroMQ, threads or a clock
 (time is passed in), as an import contract in pyproject.toml checks. `service` runs it: the step loop, its mailboxes
 and the Ray actor.
+
+The names below are what the rest of quire may import. They are imported at their first use, since some load Ray.
 """
+
+# ruff: noqa: I001  (isort gives each "X as X" a line of its own)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..proto.lazy_names import lazy_names
+
+if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
+    from .core.scheduler import Scheduler as Scheduler
+    from .kv.kv_tiers import KvTiers as KvTiers
+    from .service.actor import WATCH_GROUP as WATCH_GROUP, SchedulerActor as SchedulerActor
+    from .service.loop import StepLoop as StepLoop
+    from .service.mailbox import InMemoryMailbox as InMemoryMailbox
+    from .service.worker_group import Rebuilt as Rebuilt
+else:
+    __all__, __getattr__ = lazy_names(
+        __name__,
+        {
+            ".core.scheduler": "Scheduler",
+            ".kv.kv_tiers": "KvTiers",
+            ".service.actor": "WATCH_GROUP SchedulerActor",
+            ".service.loop": "StepLoop",
+            ".service.mailbox": "InMemoryMailbox",
+            ".service.worker_group": "Rebuilt",
+        },
+    )

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ...proto.config import ModelConfig
-    from ...worker.models.weight_size import WeightSize
+    from ...worker import WeightSize
     from ..config.capacity import Capacity, Workload
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -136,8 +136,7 @@ def _capacities(
     """
     from ...proto.model.registry import check_dp_attention
     from ...proto.model.target_modules import TargetModules
-    from ...worker.models.slot_size import measure_slot
-    from ...worker.models.weight_size import make_meta_model, measure_weights
+    from ...worker import make_meta_model, measure_slot, measure_weights
     from ..config.capacity import capacity
 
     sizes = _parallel_sizes(model, num_gpus, expert_parallel)

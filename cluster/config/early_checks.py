@@ -16,7 +16,7 @@ from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads,
 from ...proto.model.transformers_spec import has_architecture, has_model_type
 from ...proto.options.sections import DTYPES
 from ...proto.options.values import in_words
-from ...worker.memory.host_memory import available_bytes
+from ...worker import available_bytes
 from .engine_options import EngineOptions
 from .machine import Machine
 from .model_checks import (

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...proto.errors import ConfigError
-from ...worker.rank.device import cuda_device_count
+from ...worker import cuda_device_count
 from ..os_utils.nvml import smallest_gpu_bytes
 
 GIB = 1 << 30

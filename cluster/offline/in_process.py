@@ -18,15 +18,8 @@ from ...proto.errors import InvalidRequest, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
-from ...scheduler.core.scheduler import Scheduler
-from ...scheduler.kv.kv_tiers import KvTiers
-from ...scheduler.service.loop import StepLoop
-from ...scheduler.service.mailbox import InMemoryMailbox
-from ...scheduler.service.worker_group import Rebuilt
-from ...worker.comm.communicator import SingleRank
-from ...worker.rank.device import compute_device, on_device
-from ...worker.rank.runner import ModelRunner
-from ...worker.rank.step_executor import LaunchedStep
+from ...scheduler import InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
+from ...worker import LaunchedStep, ModelRunner, SingleRank, compute_device, on_device
 from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
 from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle

@@ -16,8 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....worker.memory.host_memory import available_bytes
-from ....worker.rank.ops_state import LibraryState, cache_directory, library_state
+from ....worker import LibraryState, available_bytes, cache_directory, library_state
 from ...config.server_options import ServerOptions
 from ...os_utils.nvml import GpuDriver, gpu_driver
 

@@ -22,8 +22,7 @@ from ....proto.lora import LoraReport
 from ....proto.replica_status import RankStatus
 from ....proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ....proto.transport.channel import ChannelAddress, StepSender
-from ....scheduler.kv.kv_tiers import KvTiers
-from ....scheduler.service.worker_group import Rebuilt
+from ....scheduler import KvTiers, Rebuilt
 from .rank_processes import Rank, RankHandles, RankProcesses
 
 _log = logging.getLogger(__name__)

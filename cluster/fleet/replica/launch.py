@@ -14,8 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ....proto.config import EngineConfig
-from ....worker.rank.actor import LoadReport, RankProcess, build_ops
-from ....worker.rank.start_log import StartRecord
+from ....worker import LoadReport, RankProcess, StartRecord, build_ops
 from ...config.hub import download_model
 from ...os_utils.stopwatch import Stopwatch, format_seconds
 from ..ray.errors import await_all

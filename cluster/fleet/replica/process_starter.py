@@ -18,8 +18,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ....proto.config import EngineConfig
-from ....scheduler.service.actor import WATCH_GROUP, SchedulerActor
-from ....worker.rank.actor import WorkerActor
+from ....scheduler import WATCH_GROUP, SchedulerActor
+from ....worker import WorkerActor
 from ..ray import compat
 from .placement import Resources
 from .rank_lookup import STANDBY_ROLE, actor_name

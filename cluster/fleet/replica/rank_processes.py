@@ -16,10 +16,8 @@ from ray.exceptions import RayError
 
 from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.replica_status import RankStatus
-from ....scheduler.kv.kv_tiers import KvTiers
-from ....scheduler.service.worker_group import Rebuilt
-from ....worker.memory.shared_segment import SegmentAddress
-from ....worker.rank.actor import RankProcess
+from ....scheduler import KvTiers, Rebuilt
+from ....worker import RankProcess, SegmentAddress
 from ...os_utils.process_exit import ProcessExit, last_lines
 from ...os_utils.stopwatch import Stopwatch
 from ..ray.errors import await_all, describe

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from ....proto.config import EngineConfig
 from ....proto.errors import QuireError, ReplicaUnavailable
-from ....scheduler.service.actor import WATCH_GROUP
+from ....scheduler import WATCH_GROUP
 from ...os_utils.closing import Closing
 from ...os_utils.process_exit import ProcessExit
 from ..ray.errors import await_all, unwrap

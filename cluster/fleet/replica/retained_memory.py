@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from ....worker.memory.shared_segment import SegmentAddress, SharedSegment
+from ....worker import SegmentAddress, SharedSegment
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

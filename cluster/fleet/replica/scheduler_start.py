@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 from ....proto.config import EngineConfig
 from ....proto.errors import ReplicaUnavailable
 from ....proto.replica_status import RankStatus
-from ....worker.rank.actor import RankProcess
+from ....worker import RankProcess
 from ...os_utils.stopwatch import Stopwatch
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from ....proto.config import EngineConfig
 from ....proto.errors import ConfigError, InvalidRequest
 from ....proto.structured_outputs import StructuredOutputsParams
-from ....worker.structured.compilation import GrammarLibrary
-from ....worker.structured.grammar import GrammarSpec, UnsupportedConstraint
+from ....worker import GrammarLibrary, GrammarSpec, UnsupportedConstraint
 
 
 class GrammarCompiler(Protocol):

@@ -10,8 +10,7 @@ from typing import Any
 import msgpack
 
 from ....proto.errors import ConfigError
-from ....worker.structured.compilation import GrammarLibrary
-from ....worker.structured.grammar import GrammarSpec, UnsupportedConstraint
+from ....worker import GrammarLibrary, GrammarSpec, UnsupportedConstraint
 from .limits import limits, used_bytes
 
 # Beyond what the idle process has.

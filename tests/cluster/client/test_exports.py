@@ -6,10 +6,12 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import quire
+from quire import scheduler, worker
 
 HEAVY = ("torch", "transformers", "ray", "zmq", "grpc")
 
@@ -38,14 +40,19 @@ def test_unknown_name_is_an_attribute_error() -> None:
         ("import quire", set()),
         ("from quire import SamplingParams, RequestOutput, CompletionDelta, FleetInfo, Deployment", set()),
         ("from quire import Client, AsyncClient", {"grpc"}),
+        ("from quire.worker import available_bytes, library_state", set()),
+        ("from quire.scheduler import KvTiers, Rebuilt", set()),
     ],
 )
 def test_import_loads_no_more_than_it_needs(statement: str, expected: set[str]) -> None:
     assert loaded_by(statement) == expected
 
 
-def test_type_checkers_see_the_names_that_are_exported() -> None:
-    tree = ast.parse(Path(quire.__file__).read_text())
+@pytest.mark.parametrize("package", [quire, scheduler, worker], ids=lambda package: package.__name__)
+def test_type_checkers_see_the_names_that_are_exported(package: ModuleType) -> None:
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-    shown = {alias.asname for node in imports for alias in node.names}
-    assert shown == set(quire.__all__)
+    shown = {alias.asname for node in imports for alias in node.names} - {None}
+    assert shown == set(package.__all__)
+    assert all(getattr(package, name) is not None for name in package.__all__)
