@@ -36,18 +36,16 @@ VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """A sequence to run.
+class SequenceRequest:
+    """What a sequence is to be generated from and how, in a gateway's Request as in the Submit to a scheduler.
 
     Attributes:
-        handle: the gateway's number for the sequence, unique among its running sequences.
         request_id: the client's name for the request, for logs and errors.
         generated_token_ids: tokens that the sequence has generated on another replica. The output continues after
             them exactly as it would have there: limits, seeds and usage count from the sequence's start, and only
-            new tokens are sent. Then the message holds one output: output i of n is submitted alone, with
-            ``seed`` + i.
+            new tokens are sent. Then there is one output: output i of n is submitted alone, with ``seed`` + i.
         sampling: validated by the gateway, with its seed set, so that any replica can run the sequence again.
-            The gateway itself matches stop strings. With ``n`` outputs, output i has the handle ``handle + i``.
+            The gateway itself matches stop strings.
         tenant: the request's tenant, for the fair policy.
         priority: higher runs first; equal priorities run in order of arrival.
         timeout_s: seconds left to the deadline; None for no deadline.
@@ -58,7 +56,6 @@ class Submit:
         pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
     """
 
-    handle: int
     request_id: str
     prompt_token_ids: IntArray
     generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS, kw_only=True)
@@ -73,18 +70,29 @@ class Submit:
     pooling: PoolingParams | None = sent_if_set(None)
 
 
+@dataclass(frozen=True)
+class _Handled:
+    """A message about a sequence.
+
+    Attributes:
+        handle: the gateway's number for the sequence, unique among its running sequences.
+    """
+
+    handle: int
+
+
+# A dataclass has the fields of its last base first, so the handle is the first on the wire.
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Submit(SequenceRequest, _Handled):
+    """A sequence to run. With ``n`` outputs, output i has the handle ``handle + i``."""
+
+
+class Abort(_Handled):
     """Aborts a sequence and frees its blocks; the scheduler sends no Finish. Unknown handles are ignored."""
 
-    handle: int
 
-
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(_Handled):
     """Ends a sequence in which the gateway found a stop string. Unlike after an Abort, its Finish is sent."""
-
-    handle: int
 
 
 @dataclass(frozen=True, slots=True)

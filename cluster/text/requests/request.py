@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ....proto.errors import InvalidRequest
 from ....proto.lora import LoraReference
 from ....proto.pooling import PoolingParams
 from ....proto.sampling import RANDOM_SEED, SamplingParams
-from ....proto.stream import Recall, Submit
+from ....proto.stream import Recall, SequenceRequest, Submit
 from ....proto.structured_outputs import OutputConstraint, StructuredOutputsParams
 from ..chat_format.chat_format import OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
@@ -52,31 +52,14 @@ AnyPrompt = Prompt | TextPair
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class Request(SequenceRequest):
     """A valid request: the prompt is tokenized and fits, and every sampling parameter has a value.
-
-    The fields from `tenant` to `generated_token_ids` are those of Submit.
 
     Attributes:
         new_parser: for a chat, returns a parser for one completion.
-        constraint: the constraints of the sampling, compiled; None if the outputs may have any form.
-        lora: the adapter; None for the model alone.
-        pooling: the prompt's pooled vector is the output; None for a request that generates.
     """
 
-    request_id: str
-    prompt_token_ids: IntArray
-    sampling: SamplingParams
-    tenant: str = ""
-    priority: int = 0
-    timeout_s: float | None = None
-    salt: bytes = b""
-    prefix_pool: str = ""
-    generated_token_ids: IntArray = field(default_factory=lambda: NO_INTS)
     new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
-    constraint: OutputConstraint | None = None
-    lora: LoraReference | None = None
-    pooling: PoolingParams | None = None
 
     @property
     def reports_logprobs(self) -> bool:
@@ -88,21 +71,8 @@ class Request:
         sampling = self.sampling
         if self.reports_logprobs and sampling.logprobs is None:
             sampling = replace(sampling, logprobs=0)
-        return Submit(
-            handle,
-            self.request_id,
-            self.prompt_token_ids,
-            sampling,
-            tenant=self.tenant,
-            priority=self.priority,
-            timeout_s=self.timeout_s,
-            salt=self.salt,
-            prefix_pool=self.prefix_pool,
-            generated_token_ids=self.generated_token_ids,
-            constraint=self.constraint,
-            lora=self.lora,
-            pooling=self.pooling,
-        )
+        shared = {each.name: getattr(self, each.name) for each in fields(SequenceRequest)}
+        return Submit(handle, **shared | {"sampling": sampling})
 
     @property
     def may_be_recalled(self) -> bool:
