@@ -190,21 +190,6 @@ class SchedulerConfig(SchedulerOptions):
     policy: str = field()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatConfig(ChatOptions):
-    """Conversations: their template, and the formats of the model's output.
-
-    `chat_template` is its text. EngineOptions declares the two parsers, since it knows the names of all formats.
-
-    Attributes:
-        tool_call_parser, reasoning_parser: names of formats; ``auto`` for what the chat template shows, ``none`` for
-            none.
-    """
-
-    tool_call_parser: str = "auto"
-    reasoning_parser: str = "auto"
-
-
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Speculative decoding.
@@ -260,7 +245,7 @@ class EngineConfig:
     cache: CacheConfig
     parallel: ParallelConfig
     scheduler: SchedulerConfig
-    chat: ChatConfig = field(default_factory=ChatConfig)
+    chat: ChatOptions = field(default_factory=ChatOptions)
     structured_outputs: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
     speculative: SpeculativeConfig | None = None
     lora: LoraConfig | None = None

@@ -3,7 +3,7 @@
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from ...proto.options.option import validate_options
+from ...proto.options.option import validate_options, with_check
 from ...proto.options.sections import (
     CacheOptions,
     ChatOptions,
@@ -12,7 +12,6 @@ from ...proto.options.sections import (
     ParallelOptions,
     SchedulerOptions,
     StructuredOutputsOptions,
-    chat_option,
     execution_option,
     model_option,
 )
@@ -96,15 +95,11 @@ class EngineOptions(
         kind=JSON_OBJECT,
         metavar="JSON",
     )
-    tool_call_parser: str = chat_option(
-        AUTO,
-        help="Format of the model's tool calls; auto is the one that its chat template shows.",
-        check=one_of(AUTO, NONE, *sorted(TOOL_CALL_FORMATS)),
+    tool_call_parser: str = with_check(
+        ChatOptions, "tool_call_parser", one_of(AUTO, NONE, *sorted(TOOL_CALL_FORMATS))
     )
-    reasoning_parser: str = chat_option(
-        AUTO,
-        help="Format of the model's reasoning; auto is the one that its chat template shows.",
-        check=one_of(AUTO, NONE, *sorted(REASONING_FORMATS)),
+    reasoning_parser: str = with_check(
+        ChatOptions, "reasoning_parser", one_of(AUTO, NONE, *sorted(REASONING_FORMATS))
     )
 
     def __post_init__(self) -> None:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from ...proto.config import (
     CacheConfig,
-    ChatConfig,
     EngineConfig,
     LoraConfig,
     ModelConfig,
@@ -29,7 +28,7 @@ from ...proto.model.registry import (
     check_supported,
 )
 from ...proto.options.option import declared_options
-from ...proto.options.sections import StructuredOutputsOptions
+from ...proto.options.sections import ChatOptions, StructuredOutputsOptions
 from .deployment import Deployment
 from .early_checks import (
     check_early,
@@ -117,13 +116,7 @@ def engine_config(
             max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
             policy=resolve_policy(options),
         ),
-        _section(
-            ChatConfig,
-            options,
-            chat_template=_read_template(options.chat_template),
-            tool_call_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
-        ),
+        _section(ChatOptions, options, chat_template=_read_template(options.chat_template)),
         _section(StructuredOutputsOptions, options),
         _speculative_config(options),
         _section(LoraConfig, options, max_cpu_loras=max_cpu_loras) if options.enable_lora else None,

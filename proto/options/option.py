@@ -121,6 +121,14 @@ def option(
     return field(default=default, metadata={_METADATA: declaration})
 
 
+def with_check(owner: type, name: str, check: Check) -> Any:
+    """Declare an option of a base class again, with a check that the module of the base cannot know."""
+    declared = next(each for each in fields(owner) if each.name == name)
+    return field(
+        default=declared.default, metadata={_METADATA: declared.metadata[_METADATA] | {"check": check}}
+    )
+
+
 def declared_options(owner: type) -> Mapping[str, Option]:
     """Return the options that are fields of the dataclass, by name, in order.
 

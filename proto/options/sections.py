@@ -38,7 +38,7 @@ MAX_LORAS = 1024
 MAX_LORA_RANK = 512
 
 # Options by the panel of --help that shows them.
-model_option, execution_option, chat_option = (
+model_option, execution_option, _chat_option = (
     partial(option, group=group) for group in ("Model", "Execution", "Chat")
 )
 _kv_option, _scheduling_option, _constraint_option, _lora_option = (
@@ -240,15 +240,24 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Conversations: their template."""
+    """Conversations: their template, and the formats of the model's output, whose names EngineOptions checks.
 
-    chat_template: str | None = chat_option(
+    In an EngineConfig the template is its text.
+    """
+
+    chat_template: str | None = _chat_option(
         None,
         help="File of a chat template to use instead of the model's own, or the template itself.",
         metavar="FILE",
     )
-    trust_request_chat_template: bool = chat_option(
+    trust_request_chat_template: bool = _chat_option(
         False, help="Allow requests to bring chat templates of their own."
+    )
+    tool_call_parser: str = _chat_option(
+        "auto", help="Format of the model's tool calls; auto is the one that its chat template shows."
+    )
+    reasoning_parser: str = _chat_option(
+        "auto", help="Format of the model's reasoning; auto is the one that its chat template shows."
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....proto.block_tables import IntArray
-from ....proto.config import ChatConfig
 from ....proto.errors import InvalidRequest
+from ....proto.options.sections import ChatOptions
 from ....proto.structured_outputs import StructuredOutputsParams
 from ..chat_format.chat_format import ChatFormat, OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
@@ -56,7 +56,7 @@ class EncodedPrompt:
 class ChatEncoder:
     """Renders and tokenizes the conversations of one model. Threads may share one."""
 
-    def __init__(self, config: ChatConfig, tokenizer: Tokenizer, prompt_encoder: PromptEncoder) -> None:
+    def __init__(self, config: ChatOptions, tokenizer: Tokenizer, prompt_encoder: PromptEncoder) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder

@@ -9,8 +9,8 @@ import pytest
 from quire.cluster.text.requests.chat import Chat
 from quire.cluster.text.requests.chat_encoder import ChatEncoder
 from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
-from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
+from quire.proto.options.sections import ChatOptions
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def tokenizer(demo_model_dir: Path) -> Tokenizer:
 
 def prompt(tokenizer: Tokenizer, chat: Chat) -> str:
     token_ids = (
-        ChatEncoder(ChatConfig(), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat).token_ids.tolist()
+        ChatEncoder(ChatOptions(), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat).token_ids.tolist()
     )
     return tokenizer.decode(token_ids, skip_special_tokens=False)
 

@@ -24,7 +24,7 @@ from quire.cluster.text.requests.outputs import CompletionDelta
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
-from quire.proto.config import ChatConfig
+from quire.proto.options.sections import ChatOptions
 from quire.proto.stream import Finish, FinishReason
 
 FIRST_BYTE = len(SPECIAL)
@@ -146,7 +146,7 @@ def test_completion_continues_its_prompt_and_a_message_begins_anew(
     save_byte_fallback_tokenizer(tmp_path)
     tokenizer = Tokenizer(str(tmp_path))
     chat = Chat([{"role": "user", "content": "Where?"}])
-    config = ChatConfig(chat_template="{{ messages[0].content }}")
+    config = ChatOptions(chat_template="{{ messages[0].content }}")
     encoded = ChatEncoder(config, tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
     request = Request(
         "r",

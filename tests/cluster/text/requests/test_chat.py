@@ -28,8 +28,8 @@ from quire.cluster.text.requests.chat import MAX_MESSAGES, Chat
 from quire.cluster.text.requests.chat_encoder import ChatEncoder
 from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished, RequestStarted
 from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
-from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
+from quire.proto.options.sections import ChatOptions
 from quire.proto.sampling import SamplingDefaults
 
 TEMPLATE = """{%- for message in messages -%}
@@ -63,7 +63,7 @@ def tokenizer(chat_dir: Path) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, chat: Chat, **config: Any) -> list[int]:
     return (
-        ChatEncoder(ChatConfig(**config), tokenizer, LocalPromptEncoder(tokenizer))
+        ChatEncoder(ChatOptions(**config), tokenizer, LocalPromptEncoder(tokenizer))
         .encode(chat)
         .token_ids.tolist()
     )

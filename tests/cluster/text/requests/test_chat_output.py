@@ -30,8 +30,8 @@ from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.cluster.text.requests.tokenizer import LocalPromptEncoder, Tokenizer
 from quire.proto.codec import NO_INTS
-from quire.proto.config import ChatConfig
 from quire.proto.errors import InvalidRequest
+from quire.proto.options.sections import ChatOptions
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason
 
@@ -63,7 +63,7 @@ def tokenizer(make_model: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 
 def render(tokenizer: Tokenizer, chat: Chat, **config: Any) -> str:
-    encoded = ChatEncoder(ChatConfig(**config), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
+    encoded = ChatEncoder(ChatOptions(**config), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
     return tokenizer.decode(encoded.token_ids.tolist(), skip_special_tokens=False)
 
 
@@ -119,7 +119,7 @@ def test_tools_are_refused_without_a_known_format(tokenizer: Tokenizer) -> None:
 
 def outputs(tokenizer: Tokenizer, chat: Chat, reply: str, reason: FinishReason, **config: Any) -> Any:
     """Return the events of a stream in which the model writes this reply, two tokens per update."""
-    encoded = ChatEncoder(ChatConfig(**config), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
+    encoded = ChatEncoder(ChatOptions(**config), tokenizer, LocalPromptEncoder(tokenizer)).encode(chat)
     sampling = SamplingParams(max_tokens=500, skip_special_tokens=not encoded.needs_special_tokens)
     request = Request("r", NO_INTS, sampling, new_parser=encoded.new_parser)
     processor = OutputProcessor(request, tokenizer)
