@@ -19,7 +19,7 @@ from typing import Any
 from ....proto.errors import InvalidRequest, ModelNotFound
 from ...config.deployment import Deployment
 from ...os_utils.backoff import Backoff
-from ...os_utils.change_notifier import ChangeNotifier
+from ...os_utils.event_loop import ChangeNotifier
 from .autoscaler import Decision, DemandCounter, ScalingState, decide, take_snapshot
 from .fleet_state import (
     ChangeLog,

@@ -19,8 +19,8 @@ from ....proto.errors import QuireError, ReplicaUnavailable
 from ....proto.replica_status import ReplicaStatus
 from ....proto.stream import Drain
 from ...config.deployment import Deployment
-from ...os_utils.background import run_in_background
 from ...os_utils.backoff import Backoff
+from ...os_utils.event_loop import run_in_background
 from ..replica.canary import run_canary
 from ..replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ..replica.launch_progress import LaunchProgress, LaunchStage

@@ -45,7 +45,7 @@ from ....proto.stream import (
     encode,
 )
 from ....proto.transport.network import CurveKeys
-from ...os_utils.background import run_in_background
+from ...os_utils.event_loop import run_in_background
 from ...text.requests.request import Request
 from ...text.requests.sequence_update import SequenceUpdate, UpdateQueue, updates_by_handle
 from .connection import Connection, ZmqConnection

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from ...os_utils.background import run_in_background
+from ...os_utils.event_loop import run_in_background
 from ...text.requests.observer import Observers, RequestObserver
 from ..access.authentication import Authenticator
 from ..access.security import Security

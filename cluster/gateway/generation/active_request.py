@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ....proto.errors import DeadlineExpired, QuireError
-from ...os_utils.background import run_in_background
+from ...os_utils.event_loop import run_in_background
 from ...text.requests.request import Request
 from ..routing.request_migration import MigratingRequest
 from ..routing.served_models import ServedModel

@@ -31,7 +31,7 @@ from ....proto.pooling import PoolingParams
 from ....proto.sampling import RANDOM_SEED, SamplingParams
 from ....proto.stream import RecalledOutput
 from ...config.tenants import Tenants
-from ...os_utils.change_notifier import ChangeNotifier
+from ...os_utils.event_loop import ChangeNotifier
 from ...os_utils.watched_file import Source
 from ...text.requests.chat import Chat
 from ...text.requests.observer import Observers, RequestObserver, RequestWatch

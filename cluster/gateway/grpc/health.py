@@ -12,7 +12,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 
 from ....proto import inference_pb2
 from ....proto.errors import Overloaded
-from ...os_utils.change_notifier import ChangeNotifier
+from ...os_utils.event_loop import ChangeNotifier
 from ..routing.served_models import ServedModels
 from .responses import Context, convert_errors, end_call, write_in_time
 

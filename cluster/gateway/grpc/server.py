@@ -15,8 +15,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from ....proto import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from ....proto.errors import ConfigError
-from ...os_utils.background import run_in_background
 from ...os_utils.descriptors import max_connections
+from ...os_utils.event_loop import run_in_background
 from ..access.authentication import AuthenticationInterceptor
 from ..access.security import ListenAddress
 from ..admin.services import GatewayServices

@@ -18,7 +18,7 @@ from ....proto.errors import (
     QuotaExceeded,
     RequestNotFound,
 )
-from ...os_utils.change_notifier import ChangeNotifier
+from ...os_utils.event_loop import ChangeNotifier
 from ..generation.generation import Generation
 from ..generation.retention import RequestKey, RetainedRequests, RetentionLimits
 from .errors import UNEXPECTED

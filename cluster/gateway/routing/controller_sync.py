@@ -30,8 +30,8 @@ from ...fleet.controller.fleet_state import (
 )
 from ...fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ...fleet.replica.record import ReplicaRecord
-from ...os_utils.background import run_in_background
 from ...os_utils.backoff import Backoff
+from ...os_utils.event_loop import run_in_background
 from ...text.requests.tokenizer import Tokenizer, load_tokenizer
 from .replica_pool import ReplicaPool
 from .served_models import ServedModel, ServedModels

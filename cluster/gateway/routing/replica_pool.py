@@ -18,8 +18,7 @@ from ....proto.stream import CacheQuery, CacheReport, RecalledOutput, best_outpu
 from ...fleet.controller.fleet_state import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
-from ...os_utils.background import run_in_background
-from ...os_utils.change_notifier import ChangeNotifier
+from ...os_utils.event_loop import ChangeNotifier, run_in_background
 from ...text.requests.request import Request
 from .lora_registry import LoraRegistry
 from .request_migration import MigratingRequest, MoveListener, ignore_move

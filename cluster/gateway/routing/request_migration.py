@@ -17,7 +17,7 @@ from typing import Protocol
 from ....proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
 from ....proto.stream import Finish, FinishReason, RecalledOutput, Timings
 from ...fleet.replica.client import ReplicaClient
-from ...os_utils.background import run_in_background
+from ...os_utils.event_loop import run_in_background
 from ...text.requests.observer import MoveCause
 from ...text.requests.request import Request
 from ...text.requests.sequence_update import SequenceUpdate, UpdateQueue

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ....proto.config import EngineConfig
 from ....proto.errors import InvalidRequest, ModelNotFound
 from ...fleet.replica.client import ReplicaClient
-from ...os_utils.change_notifier import ChangeNotifier
+from ...os_utils.event_loop import ChangeNotifier
 from ...text.requests.request import RequestChecker
 from ...text.requests.tokenizer import Tokenizer
 from ...text.sandbox.grammar_workers import GrammarWorkers

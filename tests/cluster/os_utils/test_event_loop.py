@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.cluster.os_utils.change_notifier import ChangeNotifier
+from quire.cluster.os_utils.event_loop import ChangeNotifier
 
 DEADLINE_S = 60.0
 
