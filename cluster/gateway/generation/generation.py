@@ -41,8 +41,7 @@ from ...text.requests.request import AnyPrompt, Request, TextPair
 from ...text.requests.resume_position import ResumePosition
 from ...text.requests.resumed_output import ResumedOutput
 from ...text.requests.sequence_update import RequestStream
-from ..access.tenant_concurrency import TenantConcurrency
-from ..access.tenant_limits import NO_TENANTS, Admission, TenantLimiter
+from ..access.tenant_limits import NO_TENANTS, Admission, TenantConcurrency, TenantLimiter
 from ..routing.served_models import ServedModel, ServedModels
 from .active_request import ActiveRequest
 from .request_log import RequestLog

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.gateway.access import tenant_concurrency
-from quire.cluster.gateway.access.tenant_concurrency import TenantConcurrency
+from quire.cluster.gateway.access import tenant_limits
+from quire.cluster.gateway.access.tenant_limits import TenantConcurrency
 from quire.cluster.gateway.generation.generation import GenerationCall
 from quire.cluster.text.sandbox import grammar_workers, tokenizer_workers
 from quire.proto.errors import InvalidRequest, Overloaded
@@ -32,7 +32,7 @@ def test_other_tenants_do_not_wait_for_long_work() -> None:
             return is_over.wait(DEADLINE_S)
 
         calls = [asyncio.create_task(limit.run("iron", long_work)) for _ in range(9)]
-        for _ in range(tenant_concurrency.MAX_CONCURRENT):
+        for _ in range(tenant_limits.MAX_CONCURRENT):
             await asyncio.to_thread(started.acquire)
         assert await limit.run("gold", lambda: 7) == 7
         assert not started.acquire(blocking=False)
@@ -46,7 +46,7 @@ def test_other_tenants_do_not_wait_for_long_work() -> None:
 def test_work_of_a_caller_who_has_gone_counts_until_it_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tenant_concurrency, "QUEUE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(tenant_limits, "QUEUE_TIMEOUT_S", 0.01)
 
     async def scenario() -> None:
         limit, is_over, has_begun = TenantConcurrency(1), threading.Event(), asyncio.Event()
@@ -81,8 +81,8 @@ def test_work_that_raises_counts_no_more() -> None:
 
 
 def test_one_tenant_cannot_use_all_worker_processes() -> None:
-    assert 2 * tenant_concurrency.MAX_CONCURRENT < tokenizer_workers.NUM_WORKERS
-    assert tenant_concurrency.MAX_CONCURRENT < grammar_workers.NUM_WORKERS
+    assert 2 * tenant_limits.MAX_CONCURRENT < tokenizer_workers.NUM_WORKERS
+    assert tenant_limits.MAX_CONCURRENT < grammar_workers.NUM_WORKERS
 
 
 def test_digest_of_a_prompt_with_a_huge_number_is_refused() -> None:
