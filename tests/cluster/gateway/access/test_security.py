@@ -8,8 +8,7 @@ import pytest
 
 from quire.cluster.client.wire.tokens import USER_ONLY, Role, Token, TokenSet, new_token
 from quire.cluster.config.server_options import ServerOptions
-from quire.cluster.gateway.access.security import ListenAddress, Security
-from quire.cluster.gateway.access.tls import Certificate
+from quire.cluster.gateway.access.security import Certificate, ListenAddress, Security
 from quire.cluster.os_utils.watched_file import constant
 from quire.proto.errors import ConfigError
 

@@ -14,8 +14,7 @@ from serving import PROMPT, ServerFactory, run
 
 from quire.cluster.client.client import AsyncClient
 from quire.cluster.config.server_options import ServerOptions
-from quire.cluster.gateway.access.security import Security
-from quire.cluster.gateway.access.tls import load_certificate
+from quire.cluster.gateway.access.security import Security, load_certificate
 from quire.cluster.os_utils.watched_file import WatchedFiles, constant
 from quire.proto.errors import ConfigError, ReplicaUnavailable
 from quire.proto.sampling import SamplingParams
