@@ -43,8 +43,7 @@ from ...text.requests.resumed_output import ResumedOutput
 from ...text.requests.sequence_update import RequestStream
 from ..access.tenant_limits import NO_TENANTS, Admission, TenantConcurrency, TenantLimiter
 from ..routing.served_models import ServedModel, ServedModels
-from .active_request import ActiveRequest
-from .request_log import RequestLog
+from .active_request import ActiveRequest, RequestLog
 from .retention import RequestKey, RetainedRequests, RetentionLimits
 
 # Longer calls are checked in a thread, so that they do not block other streams in the event loop: characters or

@@ -12,7 +12,7 @@ from quire.cluster.client.client import AsyncClient
 from quire.cluster.client.wire.tokens import Token, TokenSet
 from quire.cluster.config.tenants import TenantOptions, Tenants
 from quire.cluster.gateway.access.security import Security
-from quire.cluster.gateway.generation.request_log import RequestLog
+from quire.cluster.gateway.generation.active_request import RequestLog
 from quire.cluster.os_utils.watched_file import constant
 from quire.cluster.text.requests.output_processor import OutputProcessor
 from quire.cluster.text.requests.outputs import (
