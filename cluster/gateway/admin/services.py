@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any, Protocol
 
+from ....proto import admin_pb2
+from ....proto.faults import Fault
+from ...fleet.controller.fleet_state import FleetCommand
 from ...os_utils.event_loop import run_in_background
 from ...text.requests.observer import Observers, RequestObserver
 from ..access.authentication import Authenticator
@@ -19,7 +23,6 @@ from ..metrics.exposition import Exposition
 from ..metrics.recent_traffic import INTERVAL_S, SAMPLE_S, RecentTraffic, TrafficLog
 from ..metrics.request_metrics import RequestMetrics
 from ..metrics.views import FleetView, ModelsView
-from ..routing.fleet_interface import FaultInjector, Fleet
 from ..routing.served_models import ServedModels
 
 
@@ -151,3 +154,32 @@ def server_version() -> str:
         return metadata.version("quire")
     except metadata.PackageNotFoundError:
         return "0"
+
+
+class Fleet(Protocol):
+    """The fleet behind a gateway."""
+
+    def describe(self) -> admin_pb2.GetStatusResponse:
+        """Return the fleet's state, without the load figures that only replicas have."""
+        ...
+
+    async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
+        """Have an operator's command carried out; return the fields of its response.
+
+        Raises:
+            QuireError: the fleet refused the command; ReplicaUnavailable if its controller does not answer.
+        """
+        ...
+
+
+class FaultInjector(Protocol):
+    """Causes faults in the processes of replicas."""
+
+    async def inject(self, replica_id: str, rank: int | None, fault: Fault) -> int:
+        """Cause a fault in a rank, or in the scheduler if `rank` is None; return its process id.
+
+        Raises:
+            InvalidRequest: the replica has no such rank.
+            ReplicaUnavailable: the process does not run or does not answer.
+        """
+        ...

@@ -20,9 +20,8 @@ from ..admin.engine_control import (
     update_command,
     wake_up_command,
 )
-from ..admin.services import GatewayServices
+from ..admin.services import Fleet, GatewayServices
 from ..admin.status import FleetEvents, block_map, current_load, current_status, latest_status
-from ..routing.fleet_interface import Fleet
 from .responses import Context, convert_errors, write_in_time
 
 # A map is for a display, which shows the replica's silence instead.
