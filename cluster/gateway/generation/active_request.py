@@ -1,4 +1,4 @@
-"""ActiveRequest: a request of a gateway, the log of its events, and the calls that read it until the last has left."""
+"""ActiveRequest: a request of a gateway, the log of its events, and the calls that read them."""
 
 from __future__ import annotations
 

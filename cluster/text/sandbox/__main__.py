@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from .frames import receive_frame, send_frame
+from .worker_pool import receive_frame, send_frame
 
 # Operation |-> its module, which imports what the operation needs. `prepare(setup)` returns the operation, a function
 # from a task to its answer, both values of msgpack.

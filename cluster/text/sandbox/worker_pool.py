@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import msgpack
+
 from ....proto.errors import Overloaded, ReplicaUnavailable, ShuttingDown
-from .frames import receive_frame, send_frame
 
 # Until a worker is free.
 QUEUE_TIMEOUT_S = 30.0
@@ -202,3 +203,25 @@ def _end_all(workers: list[_Worker], descriptor: int) -> None:
     for worker in workers:
         worker.wait(max(0.0, deadline - time.monotonic()))
     os.close(descriptor)
+
+
+def send_frame(connection: socket.socket, message: Any, timeout_s: float | None = None) -> None:
+    """Raises TimeoutError, or another OSError if the other end has gone."""
+    connection.settimeout(timeout_s)
+    connection.sendall(msgpack.packb(message))
+
+
+def receive_frame(connection: socket.socket, timeout_s: float | None = None) -> Any:
+    """Return the next message; None at the end of the connection. Raises TimeoutError or another OSError."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    unpacker = msgpack.Unpacker()
+    while True:
+        if deadline is not None and (timeout_s := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(timeout_s)
+        piece = connection.recv(1 << 20)
+        if not piece:
+            return None
+        unpacker.feed(piece)
+        for message in unpacker:
+            return message
