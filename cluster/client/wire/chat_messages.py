@@ -26,8 +26,7 @@ from ...text.requests.chat import (
     is_allowed_tools,
 )
 from ...text.requests.chat_messages import Message
-from ...text.requests.json_size import JsonSize
-from ...text.requests.json_values import MAX_VALUES
+from ...text.requests.json_values import MAX_VALUES, JsonSize
 from .message_fields import from_message, to_message
 
 # Content parts and tool calls of a conversation, which are counted before any is converted.

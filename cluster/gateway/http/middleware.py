@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....proto.errors import InvalidRequest, QuireError
 from ...client.wire.tokens import BEARER, Role
-from ...text.requests.json_size import JsonSize
+from ...text.requests.json_values import JsonSize
 from ..admin.services import GatewayServices
 from .endpoints.pages import DOCS_FILES, EVENTS_PATH, PAGE_FILES
 from .errors import error_response, http_error_response

@@ -14,8 +14,7 @@ from pydantic import BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from .....proto.sampling import MAX_ALLOWED_TOKEN_IDS
-from ....text.requests.json_size import MAX_ITEMS
-from ....text.requests.json_values import MAX_VALUES, has_more_values
+from ....text.requests.json_values import MAX_ITEMS, MAX_VALUES, has_more_values
 
 # Far above the limits that the service has for each field and names in its errors.
 MAX_ENTRIES = 16_384

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from loop_stall import shortest_stall
 from serving import ServerFactory, run
 
-from quire.cluster.text.requests.json_size import MAX_ITEMS, MAX_PARTS, JsonSize
+from quire.cluster.text.requests.json_values import MAX_ITEMS, MAX_PARTS, JsonSize
 
 # In rounds of 100,000, of about 2 ms. Without the count, 1.3 million empty lists took 3,000, 400,000 biases 600, two
 # million token ids 170. With an error per item, 524,288 fractions took 5,000.

@@ -19,7 +19,7 @@ from quire.cluster.gateway.http.errors import describe_validation_error
 from quire.cluster.gateway.http.schema.bounded import MAX_ENTRIES
 from quire.cluster.gateway.http.schema.completion import CompletionRequest
 from quire.cluster.gateway.http.schema.request_model import RequestModel
-from quire.cluster.text.requests.json_size import MAX_ITEMS, MAX_PARTS
+from quire.cluster.text.requests.json_values import MAX_ITEMS, MAX_PARTS
 from quire.proto.errors import InvalidRequest
 
 Schema = Mapping[str, Any]
