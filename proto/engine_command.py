@@ -54,12 +54,12 @@ class EngineCommand:
 
     Attributes:
         mode: see PauseMode; without effect on RESUME and WAKE_UP.
-        level: of SLEEP. 1: WAKE_UP reads the same weights again. 2: the weights are discarded, and other ones must be
-            named by UPDATE_WEIGHTS before all is awake.
-        path: of UPDATE_WEIGHTS: a model directory with the same tensors, on every node of the replica.
-        version: of UPDATE_WEIGHTS: the name of these weights, which outputs report.
-        timestamp: of UPDATE_WEIGHTS by a gateway: updates sort by it, and a replica carries out the latest one once.
-        tags: of WAKE_UP: what wakes; all if empty. Requests are refused until all is awake.
+        level: level of a SLEEP. 1: WAKE_UP reads the same weights again. 2: the weights are discarded, and other
+            ones must be named by UPDATE_WEIGHTS before all is awake.
+        path: new weights of an UPDATE_WEIGHTS: a model directory with the same tensors, on every node.
+        version: name of the weights of an UPDATE_WEIGHTS, which outputs report.
+        timestamp: time of an UPDATE_WEIGHTS: updates sort by it, and a replica carries out the latest one once.
+        tags: parts that a WAKE_UP wakes; all if empty. Requests are refused until all is awake.
     """
 
     action: Action

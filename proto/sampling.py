@@ -128,7 +128,7 @@ class SamplingParams:
             holds beside max_tokens; None for all.
         detokenize: False leaves the text empty, and log-probabilities without the tokens' text. Stop strings need
             the text.
-        structured_outputs: the form that the output must have, once the reasoning of a chat has ended. Excludes
+        structured_outputs: the constraint on the output, once the reasoning of a chat has ended. Excludes
             bad_words and allowed_token_ids. The tokens that end the output ignore min_tokens once nothing else is
             allowed.
         thinking_token_budget: most tokens of the reasoning of a chat, which is ended after them; None or -1 for no

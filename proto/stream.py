@@ -51,7 +51,7 @@ class SequenceRequest:
         timeout_s: seconds left to the deadline; None for no deadline.
         salt: prefixes are shared only between equal salts.
         prefix_pool: prefixes are shared with the other tenants of this pool; empty for the tenant's own alone.
-        constraint: the compiled form of the sampling's constraints; None if the output may have any form.
+        constraint: the compiled constraints of the sampling; None for an output without constraints.
         lora: the adapter; None for the model alone.
         pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
     """
@@ -219,7 +219,7 @@ class Finish:
         grpc_status: with reason ERROR, the status of the error.
         error_reason: with reason ERROR, the error's own reason (`errors.from_reason` rebuilds the error).
         retry_after_s: with reason ERROR, the delay of the error, if it has one.
-        weights_version: of the weights that sampled the last token; empty for those that the replica started with.
+        weights_version: name of the weights that sampled the last token; empty for the weights of the start.
     """
 
     handle: int
@@ -246,8 +246,8 @@ class Recall:
     """Requests the tokens that a request has so far, of a gateway that may have died; a Recalled answers.
 
     Attributes:
-        seed: of the request's first output.
-        num_outputs: of the request.
+        seed: seed of the request's first output.
+        num_outputs: number of the request's outputs.
         content: what else determines the tokens, see `retained_outputs.content_digest`.
     """
 
@@ -264,8 +264,8 @@ class RecalledOutput:
     """The tokens of an output so far.
 
     Attributes:
-        index: of the output within its request.
-        token_ids: [n] int32, the generated ones.
+        index: number of the output within its request.
+        token_ids: [n] int32, the generated tokens.
         finish: with reason MOVED if the output is not complete. Its handle means nothing.
     """
 
@@ -304,9 +304,9 @@ class TokenBatch:
         handles: [n] int32, the sequence of each token; a handle may repeat, with its tokens in order.
         token_ids: [n] int32.
         finished: sequences that ended, after their tokens above.
-        prompt_logprobs: of prompt tokens, by handle, in a batch of their own; sent in prompt order, and possibly
-            a second time after a move.
-        pooled: vectors by handle, in a batch with the ends of their sequences.
+        prompt_logprobs: log-probabilities of prompt tokens, by handle, in a batch of their own; sent in prompt order,
+            and possibly a second time after a move.
+        pooled: vectors by handle; the batch has the ends of their sequences too.
     """
 
     step_id: int
@@ -323,7 +323,7 @@ class CacheReport:
     """The cached prefixes of a replica, in full or as a diff.
 
     Attributes:
-        version: of this state; a CacheQuery can ask for the changes since.
+        version: version of this state; a CacheQuery can ask for the changes since.
         since: the version to which `added` and `removed` apply. 0: `added` is the full state (of a very large
             cache, its newest part) and replaces every earlier one.
         added, removed: concatenated hashes of CACHE_HASH_BYTES each; see `digests.prefix_hashes`.

@@ -1,4 +1,4 @@
-"""Constraints on the form of an output: as a client states them, and compiled as ranks apply them."""
+"""Constraints on an output: as a client states them, and compiled as ranks apply them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_PATTERN_REPEATS = 1024
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """The form that an output must have, named as in vLLM. Exactly one of the first six fields is set.
+    """A constraint on an output, named as in vLLM. Exactly one of the first six fields is set.
 
     Args:
         json: a JSON schema, as a mapping or as JSON text. Stored as text.
@@ -34,7 +34,7 @@ class StructuredOutputsParams:
         grammar: a context-free grammar in EBNF as llama.cpp writes it (GBNF), whose root is the rule ``root``; or in
             Lark's syntax, whose root is the rule ``start``.
         json_object: True for any JSON object.
-        structural_tag: free text with parts of a prescribed form, as xgrammar's structural tags describe it.
+        structural_tag: free text with constrained parts, as xgrammar's structural tags describe it.
             A mapping or JSON text; stored as text.
         disable_any_whitespace: JSON without white space between its parts.
         disable_additional_properties: objects have no properties beside those that their schema lists.

@@ -38,7 +38,7 @@ class Capacity:
         lora_bytes: bytes of one rank's slots for adapters.
         kv_token_bytes: of one token on one rank, the mean of a sequence as long as the context: layers with a window
             keep its last tokens only.
-        num_kv_tokens: of such sequences, in the whole replica; 0 if the weights do not fit.
+        num_kv_tokens: tokens of such sequences in the whole replica; 0 if the weights do not fit.
         num_slots: tokens of all blocks, each of which holds the layers of one cache group.
     """
 

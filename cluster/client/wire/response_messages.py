@@ -71,7 +71,7 @@ def output_to_message(output: RequestOutput, sampling: SamplingParams) -> infere
     """`output.prompt_token_ids` must be set if `output.prompt_logprobs` is.
 
     Args:
-        sampling: of the request, with the numbers of log-probabilities that it asked for.
+        sampling: settings of the request, with the numbers of log-probabilities that it asked for.
     """
     completions = (_completion_to_message(completion, sampling.logprobs) for completion in output.outputs)
     response = inference_pb2.GenerateResponse(

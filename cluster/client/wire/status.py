@@ -120,7 +120,7 @@ class BlockMapInfo:
     Attributes:
         stride: 1 unless the pool is so large that only a sample of its blocks is shown.
         states: one BlockState per cell.
-        rows: per cell the row of the sequence that holds the block, of one of them if several do; -1 if none does.
+        rows: row of a sequence that holds the cell's block; -1 if none does.
         sequences: the running sequences with the most blocks.
     """
 

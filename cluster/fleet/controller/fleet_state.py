@@ -95,7 +95,7 @@ class FleetChanges:
 
     Attributes:
         since: version of the state that has changed; empty for a whole state.
-        version: of the new state.
+        version: version of the new state.
         deployments: all of them.
         replicas: that are new or have changed.
         removed: ids of replicas that are gone.

@@ -24,7 +24,7 @@ class ReplicaView:
         drain_by: when the replica must drain at the latest, because its node departs or an operator drains it; None
             if it may stay.
         is_adopted: an earlier controller launched it; it may run requests although it is not ready here yet.
-        no_room_since: since when the replica waits for room; None if it does not wait.
+        no_room_since: time at which the replica began to wait for room; None if it does not wait.
     """
 
     replica_id: str

@@ -42,7 +42,7 @@ def full_disk(log: Path) -> str:
     Ray starts no process then, and does not say why.
 
     Args:
-        log: of a process of Ray, whose standard error it is; others have no file as theirs.
+        log: standard error of the process, if Ray started it; other processes have no such file.
     """
     try:
         is_full = log.is_file() and shutil.disk_usage(log.parent).free < MIN_DISK_BYTES

@@ -38,7 +38,7 @@ class _Running:
     """A batch that runs.
 
     Attributes:
-        outputs: of the requests that succeeded and of those that failed.
+        outputs: outputs of the requests that succeeded, and of the requests that failed.
     """
 
     task: asyncio.Task[None]

@@ -105,7 +105,7 @@ class ResponseHead:
     Attributes:
         id: for example ``cmpl-`` and the request's id.
         created: seconds since 1970.
-        request_id: of the client's header X-Request-Id; empty if it sent none.
+        request_id: value of the client's header X-Request-Id; empty if it sent none.
     """
 
     id: str

@@ -45,7 +45,7 @@ class EventLog:
     """Events by their sequence numbers, from 0 on. For one event loop.
 
     Attributes:
-        num_bytes: of the events that are kept.
+        num_bytes: memory of the events that are kept.
     """
 
     def __init__(self, max_bytes: int = MAX_EVENT_BYTES) -> None:
@@ -96,12 +96,12 @@ class BackgroundResponse:
     """One response and the task that makes it. For one event loop.
 
     Args:
-        builder: of the response, without events.
+        builder: makes the response, without events.
         cleanup: left when the response has ended.
         on_end: called then.
 
     Attributes:
-        events: of its stream.
+        events: the events of its stream.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class StoredResponse:
     """A complete response and the conversation up to it.
 
     Attributes:
-        events: of its stream; None unless it was made in the background.
+        events: the events of its stream; None unless it was made in the background.
     """
 
     response: dict[str, Any]

@@ -62,7 +62,7 @@ def create_app(
 
     Args:
         allowed_origins: origins of web pages that may call it; ``*`` for all.
-        store: of /v1/files and /v1/batches; None to leave them out.
+        store: keeps the files of /v1/files and /v1/batches; None to leave both out.
     """
     app = FastAPI(
         title="quire",

@@ -31,8 +31,8 @@ class StreamPosition:
     """The part of one request's stream that its client has.
 
     Attributes:
-        number: of the latest event; None before the first.
-        cached_tokens, reasoning_tokens: of the completions whose end the client has, for the usage.
+        number: number of the latest event; None before the first.
+        cached_tokens, reasoning_tokens: these tokens of the completions whose end the client has, for the usage.
     """
 
     number: int | None = None

@@ -40,9 +40,9 @@ class EncodedPrompt:
     Attributes:
         constraint: applies to the output after the reasoning; None for any output.
         reasoning: reasoning that the prompt leaves the model in, or that may begin next; None if there is none.
-        new_parser: of a conversation, returns a parser for one completion.
+        new_parser: returns a parser for one completion of a conversation.
         needs_special_tokens: the parser finds special tokens in the text, which must not be left out.
-        can_reason: of a conversation, the format of the model's reasoning is known.
+        can_reason: the prompt is a conversation, and the format of the model's reasoning is known.
     """
 
     token_ids: IntArray
@@ -65,7 +65,7 @@ class ChatEncoder:
         """Return the prompt of a conversation, rendered by the chat template with its special tokens.
 
         Args:
-            constraint: the one that the request asks for.
+            constraint: constraint that the request asks for.
 
         Raises:
             InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
@@ -144,8 +144,8 @@ def tool_constraint(
     """Return the constraint of the reply; None if tool_choice and the functions ask for none.
 
     Args:
-        structure: of the model's tool calls; None if it is not known.
-        constraint: the one that the request itself asks for.
+        structure: structure of the model's tool calls; None if it is not known.
+        constraint: constraint that the request itself asks for.
 
     Raises:
         InvalidRequest: the model's format of tool calls cannot be forced, or the request asks for a constraint too.

@@ -34,8 +34,8 @@ class Rendering:
     """All that a prompt is rendered from, as plain values that can be sent to another process.
 
     Attributes:
-        source: of the template.
-        variables: of the template by name.
+        source: text of the template.
+        variables: name |-> value of the template's variables.
         ends_at_mark: the prompt ends where the final message's content ends.
     """
 

@@ -117,7 +117,7 @@ class _SequenceOutput:
     """Text and log-probabilities of one sequence of a request.
 
     Attributes:
-        logprob_sum: of its tokens, as far as their log-probabilities were reported.
+        logprob_sum: sum of its tokens' log-probabilities, as far as they were reported.
     """
 
     def __init__(

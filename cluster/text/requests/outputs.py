@@ -23,7 +23,7 @@ class Logprob:
     """Natural logarithm of a token's probability at one position, before temperature and truncation.
 
     Attributes:
-        rank: in the vocabulary; 1 for the most likely token.
+        rank: place in the vocabulary by likelihood; 1 for the most likely token.
         decoded_token: the token's text; None in outputs of Client and AsyncClient, since the server does not send it.
     """
 

@@ -254,7 +254,7 @@ class RequestChecker:
             max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
             seed=self._seeds.getrandbits(63) if sampling.seed in (None, RANDOM_SEED) else sampling.seed,
             bad_words=self._bad_word_token_ids(sampling.bad_words),
-            structured_outputs=None,  # `Request.constraint` is its compiled form
+            structured_outputs=None,  # `Request.constraint` is compiled from it
             logprobs=self._num_logprobs("logprobs", sampling.logprobs),
             prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
         )

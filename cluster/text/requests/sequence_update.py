@@ -19,8 +19,8 @@ class TokenLogprobs:
     """Log-probabilities at one position as the worker reports them.
 
     Attributes:
-        chosen: of the token at the position, sampled or part of the prompt.
-        rank: of that token in the vocabulary; 1 for the most likely one.
+        chosen: log-probability of the token at the position, sampled or part of the prompt.
+        rank: place of this token in the vocabulary by likelihood; 1 for the most likely one.
         top_token_ids: the most likely tokens, in descending order.
         top_logprobs: one per token of `top_token_ids`.
     """

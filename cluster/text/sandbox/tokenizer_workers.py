@@ -12,7 +12,7 @@ from ..requests.chat_template import Rendering, TemplateError
 from ..requests.tokenizer import END_CHARS, MAX_PROMPT_CHARS, LocalPromptEncoder, Tokenizer
 from .worker_pool import LimitExceeded, WorkerPool
 
-# Tenants may use two at once for prompts without and two with a form.
+# Tenants may use two at once for prompts without and two with a constraint.
 NUM_WORKERS = 5
 # A shorter text is tokenized in the caller's thread, in a few milliseconds.
 MAX_LOCAL_CHARS = 4096

@@ -39,7 +39,7 @@ class WorkerPool:
     Args:
         operation: one of `__main__.OPERATIONS`.
         setup: what the operation needs, of its model.
-        purpose: of the operation, for errors: ``tokenize the prompt``.
+        purpose: what the operation does, for errors: ``tokenize the prompt``.
     """
 
     def __init__(self, operation: str, setup: bytes, num_workers: int, purpose: str) -> None:
