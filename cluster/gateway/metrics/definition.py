@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 MODEL, REPLICA = "model_name", "engine"
 
@@ -16,7 +17,7 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A metric, as documented, exposed and drawn.
 
@@ -28,8 +29,8 @@ class Metric:
         buckets: upper bounds of a histogram's buckets, without infinity.
     """
 
-    name: str
     kind: Kind
+    name: str
     help: str
     unit: str = "short"
     labels: tuple[str, ...] = (MODEL,)
@@ -39,6 +40,10 @@ class Metric:
     def sample_name(self) -> str:
         """Name to query: that of a counter's samples ends in ``_total``."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+
+
+# gauge(name, help, ...) and so on make the metric of a kind.
+gauge, counter, histogram = (partial(Metric, kind) for kind in Kind)
 
 
 def decades(first: float, last: float) -> tuple[float, ...]:

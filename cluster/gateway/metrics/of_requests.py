@@ -2,153 +2,114 @@
 
 from __future__ import annotations
 
-from .definition import MODEL, Kind, Metric, decades, powers_of_two
+from .definition import MODEL, counter, decades, gauge, histogram, powers_of_two
 
 # Prompts, outputs and waits of up to 1,000 s; gaps between tokens of 0.5 ms to 10 s.
 SECONDS = decades(0.001, 1000.0)
 GAP_SECONDS = decades(0.0005, 10.0)
 TOKENS = powers_of_two(1 << 20)
 
-UNPLACED_REQUESTS = Metric(
-    name="quire_gateway_waiting_requests",
-    kind=Kind.GAUGE,
-    help="Requests that wait in this gateway for a replica. Not part of vllm:num_requests_waiting.",
+UNPLACED_REQUESTS = gauge(
+    "quire_gateway_waiting_requests",
+    "Requests that wait in this gateway for a replica. Not part of vllm:num_requests_waiting.",
 )
-OPEN_REQUESTS = Metric(
-    name="quire_gateway_open_requests",
-    kind=Kind.GAUGE,
-    help="Requests of this gateway that have not ended.",
+OPEN_REQUESTS = gauge("quire_gateway_open_requests", "Requests of this gateway that have not ended.")
+PROMPT_TOKENS = counter(
+    "vllm:prompt_tokens",
+    "Prompt tokens of requests whose first token came, found in the prefix cache or computed.",
 )
-PROMPT_TOKENS = Metric(
-    name="vllm:prompt_tokens",
-    kind=Kind.COUNTER,
-    help="Prompt tokens of requests whose first token came, found in the prefix cache or computed.",
+CACHED_PROMPT_TOKENS = counter(
+    "vllm:prompt_tokens_cached", "Prompt tokens of finished completions that were found in the prefix cache."
 )
-CACHED_PROMPT_TOKENS = Metric(
-    name="vllm:prompt_tokens_cached",
-    kind=Kind.COUNTER,
-    help="Prompt tokens of finished completions that were found in the prefix cache.",
-)
-GENERATION_TOKENS = Metric(
-    name="vllm:generation_tokens", kind=Kind.COUNTER, help="Tokens that were sent to callers."
-)
-REQUEST_SUCCESS = Metric(
-    name="vllm:request_success",
-    kind=Kind.COUNTER,
-    help="Completions that ended, by reason: stop, length, abort (its caller left or aborted it) and error.",
+GENERATION_TOKENS = counter("vllm:generation_tokens", "Tokens that were sent to callers.")
+REQUEST_SUCCESS = counter(
+    "vllm:request_success",
+    "Completions that ended, by reason: stop, length, abort (its caller left or aborted it) and error.",
     labels=(MODEL, "finished_reason"),
 )
-TIME_TO_FIRST_TOKEN = Metric(
-    name="vllm:time_to_first_token_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time from a request's arrival at the gateway to its first token.",
-    unit="s",
+TIME_TO_FIRST_TOKEN = histogram(
+    "vllm:time_to_first_token_seconds",
+    "Time from a request's arrival at the gateway to its first token.",
     buckets=SECONDS,
-)
-INTER_TOKEN_LATENCY = Metric(
-    name="vllm:inter_token_latency_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time between two tokens of a completion; tokens that came together share the time.",
     unit="s",
+)
+INTER_TOKEN_LATENCY = histogram(
+    "vllm:inter_token_latency_seconds",
+    "Time between two tokens of a completion; tokens that came together share the time.",
     buckets=GAP_SECONDS,
-)
-TIME_PER_OUTPUT_TOKEN = Metric(
-    name="vllm:request_time_per_output_token_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Mean time between two tokens, once per completion.",
     unit="s",
+)
+TIME_PER_OUTPUT_TOKEN = histogram(
+    "vllm:request_time_per_output_token_seconds",
+    "Mean time between two tokens, once per completion.",
     buckets=GAP_SECONDS,
-)
-E2E_LATENCY = Metric(
-    name="vllm:e2e_request_latency_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time from a request's arrival to the end of each completion.",
     unit="s",
+)
+E2E_LATENCY = histogram(
+    "vllm:e2e_request_latency_seconds",
+    "Time from a request's arrival to the end of each completion.",
     buckets=SECONDS,
-)
-QUEUE_TIME = Metric(
-    name="vllm:request_queue_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time that a completion waited before its first step.",
     unit="s",
+)
+QUEUE_TIME = histogram(
+    "vllm:request_queue_time_seconds",
+    "Time that a completion waited before its first step.",
     buckets=SECONDS,
-)
-PREFILL_TIME = Metric(
-    name="vllm:request_prefill_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time from a completion's first step to its first token.",
     unit="s",
+)
+PREFILL_TIME = histogram(
+    "vllm:request_prefill_time_seconds",
+    "Time from a completion's first step to its first token.",
     buckets=SECONDS,
-)
-DECODE_TIME = Metric(
-    name="vllm:request_decode_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time from a completion's first token to its last.",
     unit="s",
+)
+DECODE_TIME = histogram(
+    "vllm:request_decode_time_seconds",
+    "Time from a completion's first token to its last.",
     buckets=SECONDS,
-)
-INFERENCE_TIME = Metric(
-    name="vllm:request_inference_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Time from a completion's first step to its last token.",
     unit="s",
+)
+INFERENCE_TIME = histogram(
+    "vllm:request_inference_time_seconds",
+    "Time from a completion's first step to its last token.",
     buckets=SECONDS,
-)
-REQUEST_PROMPT_TOKENS = Metric(
-    name="vllm:request_prompt_tokens",
-    kind=Kind.HISTOGRAM,
-    help="Prompt tokens per completion.",
-    buckets=TOKENS,
-)
-REQUEST_GENERATION_TOKENS = Metric(
-    name="vllm:request_generation_tokens",
-    kind=Kind.HISTOGRAM,
-    help="Generated tokens per completion.",
-    buckets=TOKENS,
-)
-REQUEST_PARAMS_N = Metric(
-    name="vllm:request_params_n",
-    kind=Kind.HISTOGRAM,
-    help="The parameter n of requests.",
-    buckets=powers_of_two(128),
-)
-REQUEST_PARAMS_MAX_TOKENS = Metric(
-    name="vllm:request_params_max_tokens",
-    kind=Kind.HISTOGRAM,
-    help="The parameter max_tokens of requests.",
-    buckets=TOKENS,
-)
-PREEMPTED_SECONDS = Metric(
-    name="quire_request_preempted_seconds",
-    kind=Kind.COUNTER,
-    help="Time that completions spent preempted or between two replicas.",
     unit="s",
 )
-RECOMPUTED_TOKENS = Metric(
-    name="quire_recomputed_tokens",
-    kind=Kind.COUNTER,
-    help="Tokens that were computed again after preemptions and moves.",
+REQUEST_PROMPT_TOKENS = histogram(
+    "vllm:request_prompt_tokens", "Prompt tokens per completion.", buckets=TOKENS
 )
-MOVES = Metric(
-    name="quire_request_moves",
-    kind=Kind.COUNTER,
-    help="Sequences that a replica lost before their end, by cause: drain or failure. Another one continues them.",
+REQUEST_GENERATION_TOKENS = histogram(
+    "vllm:request_generation_tokens", "Generated tokens per completion.", buckets=TOKENS
+)
+REQUEST_PARAMS_N = histogram(
+    "vllm:request_params_n", "The parameter n of requests.", buckets=powers_of_two(128)
+)
+REQUEST_PARAMS_MAX_TOKENS = histogram(
+    "vllm:request_params_max_tokens", "The parameter max_tokens of requests.", buckets=TOKENS
+)
+PREEMPTED_SECONDS = counter(
+    "quire_request_preempted_seconds",
+    "Time that completions spent preempted or between two replicas.",
+    unit="s",
+)
+RECOMPUTED_TOKENS = counter(
+    "quire_recomputed_tokens", "Tokens that were computed again after preemptions and moves."
+)
+MOVES = counter(
+    "quire_request_moves",
+    "Sequences that a replica lost before their end, by cause: drain or failure. Another one continues them.",
     labels=(MODEL, "cause"),
 )
-RECOVERIES = Metric(
-    name="quire_request_recoveries",
-    kind=Kind.COUNTER,
-    help="Completions that ended well although a replica had lost them.",
+RECOVERIES = counter(
+    "quire_request_recoveries", "Completions that ended well although a replica had lost them."
 )
-REFUSALS = Metric(
-    name="quire_request_refusals",
-    kind=Kind.COUNTER,
-    help="Calls that were refused before they began, by the kind of error: also those without a valid token.",
+REFUSALS = counter(
+    "quire_request_refusals",
+    "Calls that were refused before they began, by the kind of error: also those without a valid token.",
     labels=("reason",),
 )
-ERRORS = Metric(
-    name="quire_request_errors",
-    kind=Kind.COUNTER,
-    help="Requests that had begun and ended with an error, by its kind.",
+ERRORS = counter(
+    "quire_request_errors",
+    "Requests that had begun and ended with an error, by its kind.",
     labels=(MODEL, "reason"),
 )
