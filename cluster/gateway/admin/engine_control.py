@@ -15,8 +15,8 @@ from ....proto.stream import FlushCache
 from ...client.wire.admin_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
+from ..routing.registries import new_timestamp
 from ..routing.replica_pool import ReplicaPool
-from ..routing.weights_registry import new_timestamp
 from .services import GatewayServices
 
 MAX_VERSION_CHARS = 256

@@ -20,10 +20,9 @@ from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.event_loop import ChangeNotifier, run_in_background
 from ...text.requests.request import Request
-from .lora_registry import LoraRegistry
+from .registries import LoraRegistry, WeightsRegistry
 from .request_migration import MigratingRequest, MoveListener, ignore_move
 from .router import ReplicaLoad, Router
-from .weights_registry import WeightsRegistry
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0

@@ -1,17 +1,22 @@
-"""LoraRegistry: the adapters of one model by name, as one gateway knows them.
+"""What an operator has ordered for every replica of a model, as one gateway knows it: adapters and weights.
 
-There is no central list. Each replica keeps one too and sends it with its status. The entry with the later version
-wins, for each name, and an unloaded adapter leaves an entry without a path. So a new replica and a new gateway learn
-the adapters from the others, and any process may fail.
+There is no central list. Each replica keeps one too and sends it with its status. Of the adapters the entry with the
+later version wins, for each name, and an unloaded adapter leaves an entry without a path; of the weights the latest
+timestamp wins. So a new replica, a restarted one and a new gateway learn both from the others. A replica loads
+the latest weights before it gets requests, and any process may fail.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ....proto.config import LoraConfig
+from ....proto.engine_command import Action, EngineCommand
 from ....proto.errors import ConfigError, InvalidRequest, LoraLoadError, ModelNotFound, ReplicaUnavailable
 from ....proto.lora import (
     MAX_LORA_NAME_CHARS,
@@ -21,16 +26,20 @@ from ....proto.lora import (
     merge_references,
 )
 from ....proto.replica_status import ReplicaStatus
+from ....proto.stream import ControlEngine
 from ...fleet.replica.client import ReplicaClient
 from ...text.requests.json_values import check_text
-from .weights_registry import new_timestamp
 
 # For all ranks of a replica to read an adapter.
 LOAD_TIMEOUT_S = 120.0
+# A replica that could not load the weights is asked again after this time.
+RETRY_S = 30.0
+
+_log = logging.getLogger(__name__)
 
 
 class LoraRegistry:
-    """The adapters of one model. For one event loop.
+    """The adapters of one model by name. For one event loop.
 
     Args:
         model: the model's name.
@@ -141,3 +150,56 @@ class LoraRegistry:
             )
         if len(self.adapters) >= MAX_REGISTERED_LORAS:
             raise LoraLoadError(f"{MAX_REGISTERED_LORAS} adapters are loaded, which is the most; unload one")
+
+
+def new_timestamp() -> str:
+    """Return a text that sorts after those of earlier calls, on clocks that agree, and is unique."""
+    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+
+
+class WeightsRegistry:
+    """The weights that a model's replicas must have. For one event loop.
+
+    Args:
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._latest: EngineCommand | None = None  # None for the weights that replicas start with
+        self._asked_at: dict[ReplicaClient, float] = {}
+
+    @property
+    def timestamp(self) -> str:
+        """Return the timestamp of the latest update; empty before the first."""
+        return "" if self._latest is None else self._latest.timestamp
+
+    def is_current(self, status: ReplicaStatus) -> bool:
+        """Return whether a replica has the latest weights."""
+        return status.weights_timestamp >= self.timestamp
+
+    def on_update(self, command: EngineCommand) -> None:
+        """Record an update that at least one replica has carried out."""
+        if command.timestamp > self.timestamp:
+            self._latest = command
+            self._asked_at.clear()
+
+    def on_status(self, client: ReplicaClient, status: ReplicaStatus) -> None:
+        """Learn of an update by another gateway, or have a replica load the weights that it lacks."""
+        if status.weights_timestamp > self.timestamp:
+            version, path = status.weights_version, status.weights_path
+            self.on_update(
+                EngineCommand(
+                    Action.UPDATE_WEIGHTS, path=path, version=version, timestamp=status.weights_timestamp
+                )
+            )
+        if self._latest is None or self.is_current(status):
+            self._asked_at.pop(client, None)
+        elif self._clock() - self._asked_at.get(client, -RETRY_S) >= RETRY_S:
+            self._asked_at[client] = self._clock()
+            _log.info("%s loads weights %r, which it lacks", client.replica_id, self._latest.version)
+            client.send(ControlEngine(0, self._latest))
+
+    def forget(self, client: ReplicaClient) -> None:
+        """Forget a replica that has been removed."""
+        self._asked_at.pop(client, None)
