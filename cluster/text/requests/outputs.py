@@ -417,17 +417,11 @@ def collect_output(
 def _completion(deltas: list[CompletionDelta], finished: CompletionFinished) -> CompletionOutput:
     logprobs = [entry for delta in deltas for entry in delta.logprobs]
     of_chat = [delta.chat for delta in deltas if delta.chat is not None]
+    end = {name: getattr(finished, name) for name in CompletionFinished.__dataclass_fields__}
     return CompletionOutput(
-        index=finished.index,
+        **end,
         text="".join(delta.text for delta in deltas),
         token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        finish_reason=finished.finish_reason,
-        stop_reason=finished.stop_reason,
         logprobs=logprobs or None,
-        cumulative_logprob=finished.cumulative_logprob,
-        score=finished.score,
-        usage=finished.usage,
-        timings=finished.timings,
         message=collect_message(chain.from_iterable(of_chat)) if of_chat else None,
-        weights_version=finished.weights_version,
     )
