@@ -196,7 +196,7 @@ SECTIONS = (
         "Structured outputs",
         "structured_outputs",
         "Schemas that each backend supports, the time to compile one, and a decode step of 64 rows of the "
-        "60M-parameter shape with a form on each, in turns with the same step without.",
+        "60M-parameter shape with a constraint on each, in turns with the same step without.",
         chosen(
             structured__schemastore__guidance__supported="37 schemas of SchemaStore, supported by llguidance",
             structured__schemastore__xgrammar__supported="the same, by xgrammar",
