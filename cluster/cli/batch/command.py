@@ -75,7 +75,7 @@ def run_batch(
     """
     if url is not None and serve is not None:
         raise typer.BadParameter("--url and --serve exclude each other")
-    from ...client.wire.batch_input import check_batch
+    from ...client.wire.batch_files import check_batch
     from .run import run_batch as run
 
     check_batch(input_file)

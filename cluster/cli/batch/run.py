@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from ...client.wire.batch_input import BatchRequest, check_batch, read_batch
-from ...client.wire.batch_output import OutputFile
+from ...client.wire.batch_files import BatchRequest, OutputFile, check_batch, read_batch
 from .http_caller import HttpCaller, Server
 
 _POLL_S = 0.2

@@ -12,8 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from ....proto.errors import ConfigError
-from ...client.wire.batch_input import BatchRequest, check_batch, read_batch
-from ...client.wire.batch_output import OutputFile
+from ...client.wire.batch_files import BatchRequest, OutputFile, check_batch, read_batch
 from ...client.wire.tokens import Role
 from ..access.authentication import Caller
 from .batch_store import BatchStore, Item, has_ended

@@ -20,8 +20,7 @@ from deadlines import PROGRAM_TIMEOUT_S
 
 from quire.cluster.cli.batch.http_caller import Server
 from quire.cluster.cli.batch.run import BatchResult, run_batch
-from quire.cluster.client.wire.batch_input import check_batch, parse_request
-from quire.cluster.client.wire.batch_output import OutputFile
+from quire.cluster.client.wire.batch_files import OutputFile, check_batch, parse_request
 from quire.proto.errors import ConfigError, ServerUnreachable
 
 CHAT = "/v1/chat/completions"
