@@ -18,6 +18,13 @@ from typing import Any
 from ....proto.errors import ConfigError
 from ...os_utils.closing import Closing
 
+# OpenAI's files have at most 50,000 lines; here only the ids of all lines are kept in memory.
+MAX_LINE_BYTES = 16 << 20
+# Beginnings of the paths of endpoints; vLLM's scores and ranks have paths without a version.
+_PATHS = ("/v1/", "/v2/", "/score", "/rerank", "/pooling", "/classify")
+# Problems that are named before the rest is counted.
+_MAX_NAMED = 10
+
 
 class OutputFile(Closing):
     """The output of one batch. Threads may append; each line is one write, so that a crash tears the last at most.
@@ -111,14 +118,6 @@ def _write_all(fd: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(fd, view) :]
-
-
-# OpenAI's files have at most 50,000 lines; here only the ids of all lines are kept in memory.
-MAX_LINE_BYTES = 16 << 20
-# Beginnings of the paths of endpoints; vLLM's scores and ranks have paths without a version.
-_PATHS = ("/v1/", "/v2/", "/score", "/rerank", "/pooling", "/classify")
-# Problems that are named before the rest is counted.
-_MAX_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,14 @@ _ROUNDING = 1e-9
 NO_TENANTS: Source[Tenants] = constant(Tenants())
 
 
+# Calls of one tenant. Fewer than there are worker processes of each kind, so that another tenant finds one free.
+MAX_CONCURRENT = 2
+# Until fewer calls of the tenant run.
+QUEUE_TIMEOUT_S = 30.0
+_MAX_THREADS = 64
+T = TypeVar("T")
+
+
 @dataclass(slots=True)
 class _Bucket:
     """Token bucket that holds one minute's amount.
@@ -153,15 +161,6 @@ def _check(tenant: str, use: _Use, limits: TenantOptions, now: float) -> None:
         # Below one per minute, one is admitted from a full bucket, and leaves a debt of more than a minute.
         elif missing_s := bucket.missing_s(limit, min(1.0, limit), now):
             raise QuotaExceeded(tenant, quota, limit, retry_after_s=missing_s)
-
-
-# Calls of one tenant. Fewer than there are worker processes of each kind, so that another tenant finds one free.
-MAX_CONCURRENT = 2
-# Until fewer calls of the tenant run.
-QUEUE_TIMEOUT_S = 30.0
-_MAX_THREADS = 64
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)

@@ -32,6 +32,10 @@ EXPIRY_SLACK_S = 0.5
 OnEnd = Callable[["ActiveRequest", BaseException | None], None]
 
 
+# Estimates of an event's memory, measured with sys.getsizeof.
+_EVENT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 250, 8, 300
+
+
 class ActiveRequest:
     """A request that ends with its last reader, or some time after it if it is resumable. For one event loop.
 
@@ -118,10 +122,6 @@ class ActiveRequest:
             self._expiry.cancel()
         self._stream.abort()
         self._on_end(self, self.log.error if self.log.has_ended else cause)
-
-
-# Estimates of an event's memory, measured with sys.getsizeof.
-_EVENT_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 250, 8, 300
 
 
 class RequestLog:

@@ -17,6 +17,18 @@ MAX_SHOWN_CHARS = 64
 _CONTAINERS = (dict, list)
 
 
+# Texts and lists or objects together: a conversation of 4,096 messages has 20,481.
+MAX_PARTS = 32_768
+# Numbers in lists: a prompt of token ids.
+MAX_ITEMS = 524_288
+# They hold 16,384 texts at most, which are counted in 5 ms.
+_PIECE_BYTES = 32 << 10
+# Possessive, so that no text is looked at twice. If a text goes on after the chunk, group 1 is the end of the chunk,
+# nothing or a backslash, instead of the closing quote.
+_REST_OF_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)', re.DOTALL)
+_TEXT = re.compile(b'"' + _REST_OF_TEXT.pattern, re.DOTALL)
+
+
 def check_text(field: str, text: object, max_chars: int | None = None) -> None:
     """Raises InvalidRequest if this is no text, is too long, or cannot be encoded as UTF-8."""
     if not isinstance(text, str):
@@ -129,22 +141,11 @@ def _check_room(field: str, num_values: int) -> None:
         raise InvalidRequest(field, f"has more than {MAX_VALUES} values")
 
 
-# Texts and lists or objects together: a conversation of 4,096 messages has 20,481.
-MAX_PARTS = 32_768
-# Numbers in lists: a prompt of token ids.
-MAX_ITEMS = 524_288
-
-# They hold 16,384 texts at most, which are counted in 5 ms.
-_PIECE_BYTES = 32 << 10
-
-# Possessive, so that no text is looked at twice. If a text goes on after the chunk, group 1 is the end of the chunk,
-# nothing or a backslash, instead of the closing quote.
-_REST_OF_TEXT = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("|\\?\Z)', re.DOTALL)
-_TEXT = re.compile(b'"' + _REST_OF_TEXT.pattern, re.DOTALL)
-
-
 class JsonSize:
     """Counts the values of a JSON document that arrives in chunks. What is no JSON is counted somehow.
+
+    Parsing holds the interpreter, and so every stream of the gateway. 16 MB take 20 ms if they are one text, and 4 MB
+    take 240 ms if they are 1.3 million empty lists (AMD EPYC, one core).
 
     Args:
         max_parts: texts and lists of a document that is not too large.
