@@ -176,7 +176,12 @@ class _Tenant:
 
 
 class TenantConcurrency:
-    """Runs functions in threads, as many at once as the limit allows each tenant. For one event loop."""
+    """Runs functions in threads, as many at once as the limit allows each tenant. For one event loop.
+
+    Rendering and tokenizing 3 MB takes seconds, and compiling a grammar up to 10 s. Without the limit, a few such
+    calls of one tenant held every thread of the gateway and every worker process, and the conversations of all others
+    waited.
+    """
 
     def __init__(self, max_concurrent: int = MAX_CONCURRENT) -> None:
         self._max_concurrent = max_concurrent
