@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -37,13 +38,39 @@ def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     Args:
         limit: the gate is at most this, the other half between its negative and this.
     """
+    if _has_cpu_op(gate_up):
+        return cpu.clamped_silu_and_mul(gate_up, alpha, limit)
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * (gate * alpha).sigmoid() * (up + 1)
 
 
-def _has_cpu_op(gate_up: Tensor) -> bool:
-    return gate_up.is_contiguous() and cpu.supports(gate_up, gate_up.shape[1] // 2)
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the logistic function of each number.
+
+    On a CPU the result of a number depends on nothing else, here and in `tanh`, `silu` and `gelu_tanh`: PyTorch
+    computes the last numbers of a tensor otherwise than those before.
+    """
+    return cpu.activate(x, "sigmoid") if _has_cpu_op(x) else torch.sigmoid(x)
+
+
+def tanh(x: Tensor) -> Tensor:
+    """Return the hyperbolic tangent of each number."""
+    return cpu.activate(x, "tanh") if _has_cpu_op(x) else torch.tanh(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return ``x * sigmoid(x)`` of each number."""
+    return cpu.activate(x, "silu") if _has_cpu_op(x) else F.silu(x)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return GELU with its tanh approximation of each number."""
+    return cpu.activate(x, "gelu_tanh") if _has_cpu_op(x) else F.gelu(x, approximate="tanh")
+
+
+def _has_cpu_op(x: Tensor) -> bool:
+    return x.is_contiguous() and cpu.supports(x)
 
 
 GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {

@@ -14,6 +14,7 @@ rank; it may be a part of wider rows (kernels.sparse_latent). There are two ways
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from .attention_variant import PLAIN
 from .decode_splits import DecodeSplits
 from .dispatch import on_gpu
+from .linear import PackedHeads, linear_heads, pack_heads
 from .native import ops as cpu
 from .quantized_kv import dequantize
 
@@ -43,6 +45,36 @@ class ChunkBounds(NamedTuple):
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The matrices that make a head's key [N] and value [V] from a latent [C].
+
+    Attributes:
+        matrix: [Hq, N + V, C].
+        keys, values: [Hq, N, C] and [Hq, V, C].
+        columns: [Hq, C, N], the transpose of the keys'.
+    """
+
+    matrix: Tensor
+    keys: PackedHeads
+    values: PackedHeads
+    columns: PackedHeads
+
+    @staticmethod
+    def of(matrix: Tensor, key_dim: int) -> Expansion:
+        """Return the matrices of a matrix [Hq, N + V, C], whose first `key_dim` rows make keys."""
+        keys, values = matrix[:, :key_dim], matrix[:, key_dim:]
+        return Expansion(matrix, pack_heads(keys), pack_heads(values), pack_heads(keys.mT))
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Return queries of latents from queries of keys, [T, Hq, N] -> [T, Hq, C]."""
+        return linear_heads(q, self.columns)
+
+    def expand(self, sums: Tensor) -> Tensor:
+        """Return sums of values from those of latents, [T, Hq, C] -> [T, Hq, V]."""
+        return linear_heads(sums, self.values)
 
 
 @on_gpu("latent_decode")
@@ -90,7 +122,7 @@ def latent_prefill_attention(
     seq_lens: Tensor,
     bounds: ChunkBounds,
     scale: float,
-    expansion: Tensor,
+    expansion: Expansion,
     scales: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
@@ -103,7 +135,6 @@ def latent_prefill_attention(
         query_start: [S + 1] int32; sequence s has queries ``query_start[s]:query_start[s + 1]``.
         seq_lens: [S] int32, the chunk included.
         bounds: the same lengths on the host.
-        expansion: [Hq, N + V, C], the matrices that make a head's keys and values from a latent.
         scales: as for latent_decode_attention.
         visible: [T, L] bool, the tokens of its sequence that each query attends to, among those up to its own; at
             least one. None for all.
@@ -111,10 +142,11 @@ def latent_prefill_attention(
     Returns:
         [T, Hq, V].
     """
-    num_heads, key_value_dim, latent_dim = expansion.shape
-    shared_dim = latents.shape[-1] - latent_dim
-    key_dim = q.shape[2] - shared_dim
-    out = q.new_empty(q.shape[0], num_heads, key_value_dim - key_dim)
+    num_heads, value_dim, _ = expansion.values.shape
+    out = q.new_empty(q.shape[0], num_heads, value_dim)
+    # The next head_dim of a C++ op, if there is one.
+    head_dim = cpu.attention_dim(q.shape[2]) or q.shape[2]
+    q = F.pad(q, (0, head_dim - q.shape[2])) if q.is_cpu and head_dim > q.shape[2] else q
     starts = pairwise(accumulate(bounds.query_lens, initial=0))
     for row, ((start, end), length) in enumerate(zip(starts, bounds.seq_lens, strict=True)):
         if end == start:
@@ -122,7 +154,9 @@ def latent_prefill_attention(
         cached = gather_latents(latents, block_tables[row], 0, length, scales, q.dtype)
         own_visible = None if visible is None else visible[start:end]
         for heads in head_groups(num_heads, length * 2 * q.shape[2] * q.itemsize):
-            keys_values = _expand(cached, expansion[heads], key_dim, q.shape[2])
+            keys_values = _expand(
+                cached, expansion.keys.part(heads), expansion.values.part(heads), q.shape[2]
+            )
             _attend_chunk(q[start:end, heads], keys_values, scale, own_visible, out[start:end, heads])
     return out
 
@@ -148,17 +182,15 @@ def gather_latents(
     return dequantize(gathered, scales[ids, 0, 0].flatten()[own], dtype)
 
 
-def _expand(cached: Tensor, expansion: Tensor, key_dim: int, qk_dim: int) -> Tensor:
-    """Return keys and values as a cache of one block, [1, 2, Hq, L, N + R]; values are padded with zeros."""
-    num_heads, key_value_dim, latent_dim = expansion.shape
-    expanded = F.linear(cached[:, :latent_dim], expansion.reshape(-1, latent_dim))
-    by_head = expanded.view(-1, num_heads, key_value_dim).transpose(0, 1)
-    both = cached.new_empty(1, 2, num_heads, len(cached), qk_dim)
+def _expand(cached: Tensor, to_keys: PackedHeads, to_values: PackedHeads, head_dim: int) -> Tensor:
+    """Return keys and values as a cache of one block, [1, 2, Hq, L, head_dim], padded with zeros."""
+    num_heads, key_dim, latent_dim = to_keys.shape
+    own = cached[:, None, :latent_dim].expand(-1, num_heads, -1)
+    both = cached.new_zeros(1, 2, num_heads, len(cached), head_dim)
     keys, values = both[0]
-    keys[..., :key_dim] = by_head[..., :key_dim]
-    keys[..., key_dim:] = cached[:, latent_dim:]
-    values[..., : key_value_dim - key_dim] = by_head[..., key_dim:]
-    values[..., key_value_dim - key_dim :] = 0
+    keys[..., :key_dim] = linear_heads(own, to_keys).transpose(0, 1)
+    keys[..., key_dim : key_dim + cached.shape[1] - latent_dim] = cached[:, latent_dim:]
+    values[..., : to_values.shape[1]] = linear_heads(own, to_values).transpose(0, 1)
     return both
 
 

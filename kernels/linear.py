@@ -2,8 +2,9 @@
 
 On a CPU, F.linear reorders the weight in every call, which at 1 to 32 tokens takes longer than the product. Weights
 are packed in panels instead, which the C++ ops multiply at memory bandwidth for few tokens and at the rate of the
-arithmetic for many (native/panels.h). Weights that the C++ ops do not multiply are packed by oneDNN, in a layout that
-only oneDNN reads, or stay unchanged.
+arithmetic for many (native/panels.h). The result of a token does not depend on the tokens beside it, which PyTorch's
+and oneDNN's does. Only without the C++ ops weights are packed by oneDNN, in a layout that only oneDNN reads, or stay
+unchanged. All products with weights on a CPU are computed here.
 
 Weights are placed on huge pages where the system has them: TLB misses otherwise cost a step that reads all weights 5
 to 13 % of its time.
@@ -12,14 +13,13 @@ to 13 % of its time.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import GATED_ACTIVATIONS
-from .native.fallbacks import log_fallback
 from .native.library import is_available
 from .native.memory import copy_to_huge_pages
 from .native.panels import (
@@ -30,18 +30,20 @@ from .native.panels import (
     inputs_per_row,
     panel_len,
     panel_linear,
+    panel_linear_heads,
 )
 
 # oneDNN packs a weight for a given number of tokens. A weight packed for 32 was as fast at 1 to 1,024 tokens as one
 # packed for that number, so one layout serves decode and prefill. For 1 token oneDNN does not pack at all.
 ONE_DNN_TOKENS = 32
-_PANEL_DTYPES = (torch.float32, torch.bfloat16)
+_PANEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Layout(enum.Enum):
-    """Memory layout of a weight: panels, oneDNN's own, or unchanged."""
+    """Memory layout of a weight: panels, panels with inputs of zeros behind its own, oneDNN's own, or unchanged."""
 
     PANELS = enum.auto()
+    PADDED = enum.auto()
     ONE_DNN = enum.auto()
     PLAIN = enum.auto()
 
@@ -52,11 +54,13 @@ class PackedWeight:
 
     Attributes:
         panels: of a weight in the layout PANELS.
+        padded: of a weight in the layout PADDED.
     """
 
     weight: Tensor
     layout: Layout = Layout.PLAIN
     panels: Panels | None = None
+    padded: Panels | None = None
 
     @property
     def can_embed(self) -> bool:
@@ -68,8 +72,6 @@ def pack(weight: Tensor) -> PackedWeight:
     """Pack a weight [N, K]; the original is not needed afterwards."""
     if weight.dtype in _PANEL_DTYPES and _supports_panels(weight):
         return _pack_panels(weight)
-    if weight.is_cpu:
-        log_fallback("linear layers", _why_without_panels(weight))
     if _supports_one_dnn(weight):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONE_DNN_TOKENS)
         return PackedWeight(packed, Layout.ONE_DNN)
@@ -84,6 +86,49 @@ def pack_int8(codes: Tensor, scales: Tensor) -> PackedWeight | None:
         scales: [N], one per output.
     """
     return _pack_panels(codes, scales.float().contiguous()) if _supports_panels(codes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedHeads:
+    """A weight [H, N, K] of each head.
+
+    Attributes:
+        panels: of all heads, one after the other; None without C++ ops.
+    """
+
+    weight: Tensor
+    shape: tuple[int, int, int]
+    panels: Panels | None = None
+
+    def part(self, heads: slice) -> PackedHeads:
+        """Return the weight of some adjacent heads."""
+        first, end, _ = heads.indices(self.shape[0])
+        shape, panels = (end - first, self.shape[1], self.shape[2]), self.panels
+        if panels is None:
+            return PackedHeads(self.weight[heads], shape)
+        head_bytes = self.weight.nbytes // self.shape[0]
+        address = panels.address + first * head_bytes
+        return PackedHeads(self.weight, shape, replace(panels, address=address))
+
+
+def pack_heads(weight: Tensor) -> PackedHeads:
+    """Pack the weight [H, N, K] of each head; the original is not needed afterwards."""
+    num_heads, out_features, in_features = weight.shape
+    if weight.dtype not in _PANEL_DTYPES or not _supports_panels(weight[0]):
+        return PackedHeads(weight, (num_heads, out_features, in_features))
+    num_rows, num_inputs = -out_features % panel_len(), -in_features % inputs_per_row(weight.dtype)
+    packed = _pack_panels(F.pad(weight, (0, num_inputs, 0, num_rows)).flatten(0, 1))
+    return PackedHeads(packed.weight, (num_heads, out_features, in_features), packed.panels or packed.padded)
+
+
+def linear_heads(x: Tensor, weight: PackedHeads) -> Tensor:
+    """Multiply by the transpose of each head's weight: [T, H, K] -> [T, H, N]; x may be expanded along H."""
+    num_heads, out_features, in_features = weight.shape
+    if weight.panels is None:
+        return torch.bmm(x.transpose(0, 1), weight.weight.mT).transpose(0, 1)
+    num_missing = weight.panels.in_features - in_features
+    x = F.pad(x, (0, num_missing)) if num_missing else x
+    return panel_linear_heads(x, weight.panels, num_heads, out_features)
 
 
 def narrow(weight: PackedWeight) -> PackedWeight:
@@ -102,6 +147,8 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     """Return ``x @ weight.T + bias``: [T, K] -> [T, N], in the dtype of x."""
     if weight.panels is not None:
         return panel_linear(x.contiguous(), weight.panels, bias)
+    if weight.padded is not None:
+        return panel_linear(F.pad(x, (0, weight.padded.in_features - x.shape[1])), weight.padded, bias)
     if weight.layout is Layout.PLAIN:
         return F.linear(x, weight.weight, bias)
     y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.weight, bias, "none", [], "")
@@ -138,23 +185,19 @@ def _supports_one_dnn(weight: Tensor) -> bool:
 
 
 def _supports_panels(weight: Tensor) -> bool:
-    return weight.is_cpu and is_available() and weight.shape[1] % inputs_per_row(weight.dtype) == 0
-
-
-def _why_without_panels(weight: Tensor) -> str:
-    if weight.dtype not in _PANEL_DTYPES:
-        return f"weights of {weight.dtype} are not packed in panels"
-    row_inputs = inputs_per_row(weight.dtype)
-    return f"weights of {weight.dtype} with {weight.shape[1]} inputs, no multiple of {row_inputs}, have no panels"
+    return weight.is_cpu and is_available()
 
 
 def _pack_panels(weight: Tensor, scales: Tensor | None = None) -> PackedWeight:
     out_features, in_features = weight.shape
     num_panels, row_inputs = -(-out_features // panel_len()), inputs_per_row(weight.dtype)
-    num_missing = num_panels * panel_len() - out_features
-    padded = F.pad(weight, (0, 0, 0, num_missing)) if num_missing else weight
+    num_missing, num_inputs = num_panels * panel_len() - out_features, -in_features % row_inputs
+    padded = F.pad(weight, (0, num_inputs, 0, num_missing)) if num_missing or num_inputs else weight
     packed = copy_to_huge_pages(padded.reshape(num_panels, panel_len(), -1, row_inputs).transpose(1, 2))
+    in_features += num_inputs
     panels = Panels(
         packed.data_ptr(), panel_len() * in_features, in_features, out_features, weight.dtype, scales
     )
+    if num_inputs:
+        return PackedWeight(packed, Layout.PADDED, padded=panels)
     return PackedWeight(packed, Layout.PANELS, panels)

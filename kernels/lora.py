@@ -159,7 +159,7 @@ def add_lora(y: Tensor, x: Tensor, factors: LoraFactors, groups: LoraGroups) -> 
         y: [T, N], outputs of the layer.
         x: [T, K], its inputs; as many rows as `groups` refers to.
     """
-    if x.is_contiguous() and y.is_contiguous() and supports(x, x.shape[1]) and x.dtype == factors.a.dtype:
+    if x.is_contiguous() and y.is_contiguous() and supports(x) and x.dtype == factors.a.dtype:
         native.add_lora(y, x, factors.native(), groups.native())
         return
     for (start, end), slot in zip(pairwise(groups.starts.tolist()), groups.slots.tolist(), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,14 @@ def paged_decode_attention(
     """
     if cpu.supports_attention(q, kv_cache):
         return cpu.paged_decode_attention(q, kv_cache, block_tables, seq_lens, scale, variant, kv_scales)
+    if (head_dim := _wider_op(q, kv_cache)) is not None:
+        firsts = _first_visible(seq_lens - 1, variant)
+        gathered = _gather_wider(kv_cache, kv_scales, block_tables, firsts, seq_lens, head_dim)
+        wide_q = F.pad(q, (0, head_dim - q.shape[2])).contiguous()
+        out = cpu.paged_decode_attention(
+            wide_q, gathered.cache, gathered.tables, seq_lens, scale, variant, gathered.scales
+        )
+        return out[..., : q.shape[2]].contiguous()
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     block_size = kv_cache.shape[3]
     first_blocks = _first_visible(seq_lens - 1, variant) // block_size
@@ -99,6 +108,14 @@ def paged_prefill_attention(
         return cpu.paged_prefill_attention(
             q, kv_cache, block_tables, query_start, seq_lens, scale, variant, kv_scales
         )
+    if (head_dim := _wider_op(q, kv_cache)) is not None:
+        firsts = _first_visible(seq_lens - query_start.diff(), variant)
+        gathered = _gather_wider(kv_cache, kv_scales, block_tables, firsts, seq_lens, head_dim)
+        wide_q = F.pad(q, (0, head_dim - q.shape[2])).contiguous()
+        out = cpu.paged_prefill_attention(
+            wide_q, gathered.cache, gathered.tables, query_start, seq_lens, scale, variant, gathered.scales
+        )
+        return out[..., : q.shape[2]].contiguous()
     cache = _Cache(kv_cache, kv_scales, q.dtype)
     out = torch.empty_like(q)
     bounds = pairwise(query_start.tolist())
@@ -108,6 +125,46 @@ def paged_prefill_attention(
             keys, values = cache.gather_sequence(block_table, first, seq_len)
             _attend_chunk(q[start:end], keys, values, seq_len, scale, variant, out[start:end])
     return out
+
+
+class _WiderCache(NamedTuple):
+    """The blocks that a step attends to, with heads of a dimension that an op supports."""
+
+    cache: Tensor
+    scales: Tensor | None
+    tables: Tensor
+
+
+def _wider_op(q: Tensor, kv_cache: Tensor) -> int | None:
+    """Return the dimension of heads that an op supports and that theirs are padded to. Returns None for none."""
+    if not cpu.supports(q) or kv_cache.dtype not in cpu.cache_dtypes():
+        return None
+    return cpu.attention_dim(q.shape[2])
+
+
+def _gather_wider(
+    kv_cache: Tensor,
+    kv_scales: Tensor | None,
+    block_tables: Tensor,
+    firsts: Tensor,
+    seq_lens: Tensor,
+    head_dim: int,
+) -> _WiderCache:
+    """Gather the blocks of sequences from position `firsts` [S] on, with zeros behind the numbers of each head."""
+    block_size = kv_cache.shape[3]
+    columns = torch.arange(block_tables.shape[1])
+    is_read = columns >= (firsts // block_size).unsqueeze(1)
+    is_read &= columns < ((seq_lens + block_size - 1) // block_size).unsqueeze(1)
+    ids = block_tables[is_read].long()
+    tables = torch.zeros_like(block_tables)
+    tables[is_read] = torch.arange(len(ids), dtype=tables.dtype)
+    cache = kv_cache.new_empty(max(1, len(ids)), *kv_cache.shape[1:4], head_dim)
+    # torch computes on no float8.
+    stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
+    numbers = kv_cache.view(torch.uint8) if cache.itemsize == 1 else kv_cache
+    stored[..., kv_cache.shape[4] :] = 0
+    stored[: len(ids), ..., : kv_cache.shape[4]] = numbers[ids]
+    return _WiderCache(cache, None if kv_scales is None else kv_scales[ids], tables)
 
 
 class _Cache:

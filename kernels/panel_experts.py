@@ -76,7 +76,7 @@ class PanelExperts:
         """Return the sum of the experts' results, [T, E]; choices of other ranks' experts add nothing.
 
         Args:
-            x: [T, E] in float32 or bfloat16.
+            x: [T, E] in the dtype of the weights, unless these are in int8.
             factors: [T, top_k] float32, of each token's experts.
             expert_ids: [T, top_k] int64.
         """

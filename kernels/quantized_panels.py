@@ -95,7 +95,7 @@ def pack_quantized(weight: QuantizedWeight) -> QuantizedPanels | None:
 
 
 def dequantize_panels(weight: QuantizedPanels, dtype: torch.dtype) -> PackedWeight:
-    """Return the weight in float32 or bfloat16, rounded to nearest."""
+    """Return the weight in a dtype of tokens, rounded to nearest."""
     out, own = torch.empty(len(weight.words), weight.in_features, panel_len(), dtype=dtype), weight.native()
     library().quire_dequantize_panels(
         ctypes.addressof(own), dtype_codes()[dtype], out.data_ptr(), torch.get_num_threads()

@@ -114,7 +114,7 @@ def sample_top_k_top_p(
     values = _process(logits, rows, logits_processors) / temperature.unsqueeze(1)
     values, token_ids = values.sort(dim=-1, descending=True, stable=True)
     token_ids = token_ids.int()
-    keep = truncation_mask(values, values.logsumexp(-1), logits.shape[1], top_k, top_p, min_p)
+    keep = truncation_mask(values, log_sum_exp(values), logits.shape[1], top_k, top_p, min_p)
     return sample_masked(values, token_ids, keep, keys)
 
 
@@ -143,7 +143,15 @@ def topk_tokens(
     if temperature is not None:
         values = values / temperature.unsqueeze(1)
     top, columns = values.topk(num_top, dim=-1)
-    return top, columns.int(), values.logsumexp(dim=-1)
+    return top, columns.int(), log_sum_exp(values)
+
+
+def log_sum_exp(values: Tensor) -> Tensor:
+    """Return the log of the sum of exponentials of each row, [N, V] float32 -> [N].
+
+    On a CPU it does not depend on the number of rows; PyTorch divides the sum of a single row among threads.
+    """
+    return cpu.log_sum_exp(values) if cpu.supports_logits(values) else values.logsumexp(dim=-1)
 
 
 def _process(logits: Tensor, rows: Tensor | None, logits_processors: LogitsProcessors | None) -> Tensor:
@@ -185,7 +193,7 @@ def truncation_mask(
     """
     top_k, log_total = top_k.unsqueeze(1), log_total.unsqueeze(1)
     in_top_k = torch.arange(values.shape[1], device=values.device) < top_k
-    of_top_k = values.masked_fill(~in_top_k, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    of_top_k = log_sum_exp(values.masked_fill(~in_top_k, -torch.inf)).unsqueeze(1)
     probabilities = (values - torch.where(top_k < vocab_size, of_top_k, log_total)).double().exp()
     before = probabilities.cumsum(dim=-1) - probabilities
     keep = in_top_k & (before < top_p.unsqueeze(1)) & (values >= values[:, :1] + min_p.log().unsqueeze(1))

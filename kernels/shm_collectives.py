@@ -15,7 +15,7 @@ from .native.library import dtype_codes, library
 # Bytes of a rank's slot; callers split larger tensors into several rounds.
 SLOT_BYTES = 1 << 20
 
-_REDUCIBLE = (torch.float32, torch.bfloat16)
+_REDUCIBLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def segment_bytes(size: int) -> int:

@@ -115,14 +115,25 @@ def select_top_tokens(
         scores: [T, M * B]; see index_scores and choose_tokens, as for the other arguments.
     """
     top_k = min(top_k, scores.shape[1])
-    is_chosen = choose_tokens(scores, lens, top_k)
+    return slots_of(choose_tokens(scores, lens, top_k), block_tables, rows, block_size, top_k)
+
+
+def slots_of(
+    is_chosen: Tensor, block_tables: Tensor, rows: Tensor, block_size: int, top_k: int
+) -> SelectedTokens:
+    """Return chosen tokens as slots.
+
+    Args:
+        is_chosen: [T, M * B] bool, at most `top_k` of each query.
+        block_tables, rows: as for index_scores.
+    """
     if is_chosen.is_cpu and is_available():
         return SelectedTokens(*cpu.chosen_slots(is_chosen, block_tables, rows, block_size, top_k))
-    positions = torch.arange(scores.shape[1], device=scores.device)
+    positions = torch.arange(is_chosen.shape[1], device=is_chosen.device)
     ranks = is_chosen.cumsum(1, dtype=torch.int32)
     # The positions that are not chosen are written behind the others, where nothing reads them.
     places = torch.where(is_chosen, ranks - 1, top_k).long()
-    chosen = positions.new_zeros(len(scores), top_k + 1)
+    chosen = positions.new_zeros(len(is_chosen), top_k + 1)
     chosen = chosen.scatter_(1, places, positions.expand_as(places))[:, :top_k]
     blocks = block_tables[rows.unsqueeze(1), chosen // block_size]
     return SelectedTokens((blocks * block_size + chosen % block_size).int(), ranks[:, -1].contiguous())

@@ -167,6 +167,7 @@ class ParallelConfig(ParallelOptions):
     """
 
     device: str = field()
+    batch_invariant: bool = field()
     threads_per_rank: int
 
     @property

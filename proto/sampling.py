@@ -96,7 +96,8 @@ class SamplingParams:
         top_p: nucleus sampling (Holtzman et al., 2020): sample among the smallest set of most likely tokens whose
             probabilities sum to at least top_p; 1 for all.
         min_p: drop tokens less likely than min_p times the most likely one; 0 for none.
-        seed: equal seed, prompt and settings give equal tokens, whatever else runs; None or -1 for a random seed.
+        seed: equal seed, prompt and settings give equal tokens, whatever else runs: on a CPU, and up to the rounding
+            of products on a GPU (docs/limits.md); None or -1 for a random seed.
         stop: strings that end the text, which is cut before the first of them.
         stop_token_ids: tokens that end the sequence, beside the model's end-of-sequence tokens.
         ignore_eos: do not end the sequence at the model's end-of-sequence tokens.

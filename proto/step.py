@@ -130,6 +130,7 @@ class NewSequence:
         constraint_row: row of the sequence from which it is forked, whose constraint it has too: `sampling` has none.
             The tokens of that row begin with all but the last of these, and the plan does not release it. None if the
             constraint is in `sampling`.
+        num_generated: the last tokens of token_ids, which were generated.
     """
 
     row: int
@@ -141,6 +142,7 @@ class NewSequence:
     lora_slot: int = sent_if_set(NO_SLOT)
     pooling: PoolingParams | None = sent_if_set(None)
     constraint_row: int | None = sent_if_set(None)
+    num_generated: int = sent_if_set(0)
 
 
 @dataclass(frozen=True, slots=True)

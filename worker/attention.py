@@ -53,6 +53,22 @@ class OwnTokens:
     places: Tensor
 
 
+class GeneratedTokens(NamedTuple):
+    """Tokens of chunks that were generated before, for example by a sequence that was preempted.
+
+    On a CPU the ops of decode steps attend for them, so that they get the bits that they had.
+
+    Attributes:
+        tokens: [N] int64, of the tokens among all of the step.
+        sequences: [N] int64.
+        lens: [N] int32, tokens of the sequence up to each.
+    """
+
+    tokens: Tensor
+    sequences: Tensor
+    lens: Tensor
+
+
 class TokenChoice(NamedTuple):
     """The tokens that the queries of a step attend to (sparse latent attention).
 
@@ -80,6 +96,7 @@ class AttentionInputs:
         other_groups: the inputs of further groups, which differ in slots and block tables.
         own_tokens: with data-parallel attention the T tokens that this rank attends for; None if every rank attends
             for all tokens.
+        generated: tokens of chunks that are no prompt's; None if there are none, and on a GPU.
         choices: that of the last layer with an indexer (sparse latent attention), which layers without one use;
             empty before.
     """
@@ -93,6 +110,7 @@ class AttentionInputs:
     chunks: ChunkBounds | None = None
     other_groups: tuple[AttentionInputs, ...] = ()
     own_tokens: OwnTokens | None = None
+    generated: GeneratedTokens | None = None
     choices: list[TokenChoice] = field(default_factory=list)
 
     def own(self, values: Tensor) -> Tensor:
@@ -216,7 +234,11 @@ def paged_attention(
         chunks = blocks, tables[split:], inputs.query_start, lens[split:], scale, variant, scales
         attend_chunks = kv_cache.attend_chunks or paged_prefill_attention
         parts.append(attend_chunks(q[split:], *chunks))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if (own := inputs.generated) is not None:
+        decodes = blocks, tables[own.sequences], own.lens, scale, None, variant, scales
+        out[own.tokens] = paged_decode_attention(q[own.tokens], *decodes)
+    return out
 
 
 def load_chunk_attention(backend: str) -> FlashAttention | None:

@@ -20,7 +20,12 @@ from benchmarks.gpu.op_case import (
 from benchmarks.gpu.sizes import Sizes
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
-from quire.kernels.latent_attention import ChunkBounds, latent_decode_attention, latent_prefill_attention
+from quire.kernels.latent_attention import (
+    ChunkBounds,
+    Expansion,
+    latent_decode_attention,
+    latent_prefill_attention,
+)
 from quire.kernels.sparse_latent import index_scores, select_top_tokens, sparse_latent_attention
 
 # Heads, numbers of a key, and chosen tokens of DeepSeek-V3.2's indexers.
@@ -62,7 +67,8 @@ def latent_prefill_case(sizes: Sizes, length: int) -> OpCase:
     def make(index: int) -> Op:
         cache, tables = _random_cache(sizes, 1, length)
         q = strided(sizes, length, heads, model.qk_dim)
-        expansion = random(sizes, heads, key_value_dim, model.kv_lora_rank) * model.kv_lora_rank**-0.5
+        matrix = random(sizes, heads, key_value_dim, model.kv_lora_rank) * model.kv_lora_rank**-0.5
+        expansion = Expansion.of(matrix, model.qk_nope_head_dim)
         starts = torch.tensor([0, length], dtype=torch.int32, device=sizes.device)
         bounds = ChunkBounds([length], [length])
         return lambda: latent_prefill_attention(

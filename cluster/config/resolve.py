@@ -107,7 +107,13 @@ def engine_config(
     return EngineConfig(
         model,
         _section(CacheConfig, options),
-        _section(ParallelConfig, options, device=device, threads_per_rank=threads_per_rank),
+        _section(
+            ParallelConfig,
+            options,
+            device=device,
+            batch_invariant=device == "cpu" if options.batch_invariant is None else options.batch_invariant,
+            threads_per_rank=threads_per_rank,
+        ),
         _section(
             SchedulerConfig,
             options,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..latent_attention import EXPANDED_BYTES, ChunkBounds, head_groups
+from ..latent_attention import EXPANDED_BYTES, ChunkBounds, Expansion, head_groups
 from ..quantized_kv import dequantize
 from .attention_inner import LOG2_E
 from .paged_prefill import find_sequence
@@ -128,12 +128,13 @@ def latent_prefill_attention(
     seq_lens: Tensor,
     bounds: ChunkBounds,
     scale: float,
-    expansion: Tensor,
+    expansion: Expansion,
     scales: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
     """See kernels.latent_attention; the output of tokens outside all chunks is undefined."""
-    num_heads, key_value_dim, latent_dim = expansion.shape
+    matrix = expansion.matrix
+    num_heads, key_value_dim, latent_dim = matrix.shape
     shared_dim = latents.shape[-1] - latent_dim
     key_dim = q.shape[2] - shared_dim
     value_dim = key_value_dim - key_dim
@@ -151,7 +152,7 @@ def latent_prefill_attention(
         starts = query_start[first : end + 1] - query_start[first]
         gathered = _gather(latents, block_tables[first:end], key_start, num_keys, scales, q.dtype)
         for heads in head_groups(num_heads, num_keys * head_bytes):
-            group = expansion[heads]
+            group = matrix[heads]
             keys_values = F.linear(gathered[:, :latent_dim], group.reshape(-1, latent_dim))
             own, into = q[offset:, heads], out[offset:, heads]
             own_visible = None if visible is None else visible[offset:].view(torch.uint8)

@@ -53,6 +53,7 @@ struct Cache {
     switch (dtype) {
       case FLOAT32: return widen(rows<float>(position, which), head_dim, own_scales, n, head_dim, out);
       case BFLOAT16: return widen(rows<bf16>(position, which), head_dim, own_scales, n, head_dim, out);
+      case FLOAT16: return widen(rows<f16>(position, which), head_dim, own_scales, n, head_dim, out);
       case INT8: return widen(rows<int8_t>(position, which), head_dim, own_scales, n, head_dim, out);
       case FLOAT8_E4M3FN: return widen(rows<fp8>(position, which), head_dim, own_scales, n, head_dim, out);
     }
@@ -218,14 +219,20 @@ void attend(const Query* queries, int num_queries, int group, const Cache& cache
                          i + g == 0, query.states[g], query.acc + g * D);
       }
     };
-    if (cache.dtype == BFLOAT16 && num_queries * group == 1 && tile.has_whole_vectors()) {
-      // Rows that are read only once are not converted to float32 first: 1.3 times as fast.
-      const bf16 *keys[DECODE_VECTORS], *values[DECODE_VECTORS];
+    const auto attend_stored = [&](auto t) {
+      const decltype(t) *keys[DECODE_VECTORS], *values[DECODE_VECTORS];
       for (int i = 0; i < tile.count; i++) {
-        keys[i] = cache.rows<bf16>(tile.positions[i], 0);
-        values[i] = cache.rows<bf16>(tile.positions[i], 1);
+        keys[i] = cache.rows<decltype(t)>(tile.positions[i], 0);
+        values[i] = cache.rows<decltype(t)>(tile.positions[i], 1);
       }
       attend_all(keys, values);
+    };
+    // Rows that are read only once are not converted to float32 first: 1.3 times as fast.
+    const bool is_read_once = num_queries * group == 1 && tile.has_whole_vectors();
+    if (is_read_once && cache.dtype == BFLOAT16) {
+      attend_stored(bf16{});
+    } else if (is_read_once && cache.dtype == FLOAT16) {
+      attend_stored(f16{});
     } else {
       const float *keys[DECODE_VECTORS], *values[DECODE_VECTORS];
       for (int i = 0; i < tile.count; i++) {

@@ -261,10 +261,7 @@ class Chain {
   }
 
   void add_to(char* to, const char* x, int64_t count) {
-    if (dtype_ == BFLOAT16)
-      add((bf16*)to, (const bf16*)x, count);
-    else
-      add((float*)to, (const float*)x, count);
+    with_dtype(dtype_, [&](auto t) { add((decltype(t)*)to, (const decltype(t)*)x, count); });
   }
 
   // The float32 logits [V] of the network's outputs [V'].
@@ -273,9 +270,10 @@ class Chain {
     if (dtype_ == FLOAT32 && !net_.output_ids) return (const float*)outputs;
     float* logits = logits_.resize<float>(net_.vocab_size);
     if (net_.output_ids) std::fill_n(logits, net_.vocab_size, -INFINITY);
-    for (int64_t i = 0; i < count; i++)
-      logits[net_.output_ids ? net_.output_ids[i] : i] =
-          dtype_ == BFLOAT16 ? to_float(((const bf16*)outputs)[i]) : ((const float*)outputs)[i];
+    with_dtype(dtype_, [&](auto t) {
+      for (int64_t i = 0; i < count; i++)
+        logits[net_.output_ids ? net_.output_ids[i] : i] = to_float(((const decltype(t)*)outputs)[i]);
+    });
     return logits;
   }
 

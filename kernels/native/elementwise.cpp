@@ -63,9 +63,8 @@ void scale(T* x, float factor, int64_t rows, int64_t length, int threads) {
 template <Gate GATE, typename T>
 void gate_and_mul(const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
-    const T *gate = gate_up + row * 2 * length, *up = gate + length;
-    for (int64_t i = 0; i < length; i += LANES)
-      store(out + row * length + i, activate<GATE>(load(gate + i)) * load(up + i));
+    gate_row(gate_up + row * 2 * length, out + row * length, length,
+             [](Vec gate, Vec up) { return activate<GATE>(gate) * up; });
   });
 }
 
@@ -96,16 +95,13 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
 
 #define FOR_DTYPE(call)                                       \
   do {                                                        \
-    if (dtype == BFLOAT16) {                                  \
-      using T = bf16;                                         \
+    with_dtype(dtype, [&](auto token) {                       \
+      using T = decltype(token);                              \
       call;                                                   \
-    } else {                                                  \
-      using T = float;                                        \
-      call;                                                   \
-    }                                                         \
+    });                                                       \
   } while (0)
 
-// All lengths are multiples of LANES.
+// All lengths are multiples of LANES, but for those of activations.
 extern "C" {
 
 // x [num_outer, num_inner, length] may have any outer and inner strides. out may be x; its rows of one `outer` are
@@ -132,6 +128,39 @@ void quire_gate_and_mul(int dtype, int gate, const void* gate_up, void* out, int
     FOR_DTYPE((gate_and_mul<GELU_TANH>((const T*)gate_up, (T*)out, rows, length, threads)));
   else
     FOR_DTYPE((gate_and_mul<SILU>((const T*)gate_up, (T*)out, rows, length, threads)));
+}
+
+void quire_clamped_gate_and_mul(int dtype, float alpha, float limit, const void* gate_up, void* out, int64_t rows,
+                                int64_t length, int threads) {
+  with_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+    for_rows(rows, length, threads, [&](int64_t row) {
+      gate_row((const T*)gate_up + row * 2 * length, (T*)out + row * length, length, Clamped{alpha, limit});
+    });
+  });
+}
+
+// out [count] = the activation of x [count].
+void quire_activate(int dtype, int activation, const void* x, void* out, int64_t count, int threads) {
+  with_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+    const int64_t num_runs = (count + MIN_PARALLEL - 1) / MIN_PARALLEL;
+    parallel_for(num_runs, threads, [&](auto& next) {
+      for (int64_t run; (run = next()) < num_runs;) {
+        const int64_t begin = run * MIN_PARALLEL, size = std::min(MIN_PARALLEL, count - begin);
+        const T* from = (const T*)x + begin;
+        T* to = (T*)out + begin;
+        if (activation == GELU_TANH)
+          map_row(from, to, size, activate<GELU_TANH>);
+        else if (activation == SIGMOID)
+          map_row(from, to, size, activate<SIGMOID>);
+        else if (activation == TANH)
+          map_row(from, to, size, activate<TANH>);
+        else
+          map_row(from, to, size, activate<SILU>);
+      }
+    });
+  });
 }
 
 void quire_apply_rope(int dtype, void* x, const void* cos, const void* sin, int64_t tokens, int64_t heads,

@@ -95,11 +95,11 @@ char* task_scratch(int64_t bytes) {
 // Returns x [count] in the type that multiply_quantized reads.
 template <typename T>
 const void* quantized_inputs(const T* x, int64_t count) {
-  if constexpr (std::is_same_v<T, float> || std::is_same_v<T, BF16::Input>) {
+  if constexpr (std::is_same_v<T, typename FormatOf<T>::Input>) {
     return x;
   } else {
     auto* widened = (float*)task_scratch(count * sizeof(float));
-    for (int64_t i = 0; i < count; i++) widened[i] = to_float(x[i]);
+    convert(x, widened, count);
     return widened;
   }
 }
@@ -109,7 +109,7 @@ template <typename T>
 void multiply_panels(const Linear& weight, const void* panels, const T* x, T* y, int64_t rows, int64_t first,
                      int64_t count) {
   const int64_t output = first * PANEL_LEN;
-  quire_linear_columns(int(weight.dtype), sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, x, panels,
+  quire_linear_columns(int(weight.dtype), DTYPE_OF<T>, x, panels,
                        weight.scales ? weight.scales + output : nullptr,
                        weight.bias ? (const T*)weight.bias + output : nullptr, y + output, weight.out_features, rows,
                        weight.in_features, std::min(count * PANEL_LEN, weight.out_features - output), weight.stride);
@@ -172,31 +172,13 @@ void multiply(const Choices& choices, const Batch& batch, const T* rows, T* y, i
   });
 }
 
-// out [I] = with(gate, up) of the halves of gate_up [2 I].
-template <typename T, typename With>
-void gate_row(const T* gate_up, T* out, int64_t length, const With& with) {
-  int64_t i = 0;
-  for (; i + LANES <= length; i += LANES) store(out + i, with(load(gate_up + i), load(gate_up + length + i)));
-  if (i == length) return;
-  T gate[LANES] = {}, up[LANES] = {}, result[LANES];
-  std::copy(gate_up + i, gate_up + length, gate);
-  std::copy(gate_up + length + i, gate_up + 2 * length, up);
-  store(result, with(load(gate), load(up)));
-  std::copy(result, result + length - i, out + i);
-}
-
 template <typename T>
 void activate_rows(const Experts& own, const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
-  const Vec limit = broadcast(own.limit);
   for_rows(rows, length, threads, [&](int64_t row) {
     const T* from = gate_up + row * 2 * length;
     T* to = out + row * length;
     if (own.is_clamped)
-      gate_row(from, to, length, [&](Vec gate, Vec up) {
-        gate = gate > limit ? limit : gate;
-        up = up > limit ? limit : up < -limit ? -limit : up;
-        return gate / (1.f + exp_of(-own.alpha * gate)) * (up + 1.f);
-      });
+      gate_row(from, to, length, Clamped{own.alpha, own.limit});
     else if (own.gate == GELU_TANH)
       gate_row(from, to, length, [](Vec gate, Vec up) { return activate<GELU_TANH>(gate) * up; });
     else
@@ -277,9 +259,9 @@ int64_t quire_experts_bytes() { return sizeof(Experts); }
 // times factors [T, per_token]. `dtype` is that of x, out and the biases.
 void quire_experts(const Experts* own, int dtype, const void* x, const float* factors, const int64_t* expert_ids,
                    void* out, int64_t num_tokens, int64_t per_token, int threads) {
-  if (dtype == BFLOAT16)
-    run_experts(*own, (const bf16*)x, factors, expert_ids, (bf16*)out, num_tokens, per_token, threads);
-  else
-    run_experts(*own, (const float*)x, factors, expert_ids, (float*)out, num_tokens, per_token, threads);
+  with_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+    run_experts(*own, (const T*)x, factors, expert_ids, (T*)out, num_tokens, per_token, threads);
+  });
 }
 }

@@ -84,7 +84,7 @@ void add_tile(const typename Format::Input* x, int64_t x_stride, const typename 
       const auto columns = [&](int i) {
         const int64_t at = (row * PANEL_LEN + i % PANEL_VECTORS * LANES) * INPUTS;
         const auto* numbers = weight + i / PANEL_VECTORS * panel_stride + at;
-        const bool begins_line = i * LANES * sizeof(float) % CACHE_LINE == 0;
+        const bool begins_line = i * LANES * INPUTS * sizeof(*numbers) % CACHE_LINE == 0;
         if (NUM_LINES == 0 && step == 0 && begins_line)
           __builtin_prefetch((const char*)numbers + PREFETCH_BYTES, 0, 3);
         return Format::columns(numbers, step);
@@ -380,7 +380,7 @@ void multiply_many(const Result& outputs, const T* x, int64_t num_tokens, int th
   const int64_t num_chunks = (num_tokens + CHUNK_TOKENS - 1) / CHUNK_TOKENS;
   int64_t chunk_len = (num_tokens + num_chunks - 1) / num_chunks;
   chunk_len = (chunk_len + MAX_TILE_TOKENS - 1) / MAX_TILE_TOKENS * MAX_TILE_TOKENS;
-  const auto multiply = num_tokens > MAX_UNWIDENED_TOKENS ? multiply_chunk<Format, (Format::STEPS > 1), Result, T>
+  const auto multiply = num_tokens > MAX_UNWIDENED_TOKENS ? multiply_chunk<Format, IS_CONVERTED<Format>, Result, T>
                                                           : multiply_chunk<Format, false, Result, T>;
   for (int64_t begin = 0; begin < num_tokens; begin += chunk_len)
     multiply(outputs.from(begin), x + begin * outputs.weight.in_features, std::min(chunk_len, num_tokens - begin),
@@ -462,11 +462,7 @@ inline const bf16* rounded_tokens(const float* x, int64_t num_tokens, int64_t in
   const int64_t step = num_tokens * in_features < 16384 ? num_tokens : 1;
   parallel_for((num_tokens + step - 1) / step, threads, [&](auto& next) {
     for (int64_t t; (t = next() * step) < num_tokens;) {
-      const float* from = x + t * in_features;
-      bf16* to = rounded + t * in_features;
-      int64_t i = 0;
-      for (; i + LANES <= step * in_features; i += LANES) store(to + i, load(from + i));
-      for (; i < step * in_features; i++) store_one(to + i, from[i]);
+      convert(x + t * in_features, rounded + t * in_features, step * in_features);
     }
   });
   return rounded;
@@ -506,7 +502,7 @@ void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64
     using Input = typename Format::Input;
     const int64_t count = num_tokens * weight.in_features;
     Input* converted = scratch<Input>(count);
-    for (int64_t i = 0; i < count; i++) store_one(converted + i, to_float(x[i]));
+    convert(x, converted, count);
     multiply_few(outputs, converted, num_tokens, threads);
   }
 }
@@ -522,7 +518,7 @@ void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* 
   } else {
     T* gate_up = scratch<T>(num_tokens * weight.out_features);  // converted tokens are of another type than T
     linear(weight, x, bias, gate_up, weight.out_features, num_tokens, threads);
-    quire_gate_and_mul(sizeof(T) == sizeof(float) ? FLOAT32 : BFLOAT16, gate, gate_up, y, num_tokens,
+    quire_gate_and_mul(DTYPE_OF<T>, gate, gate_up, y, num_tokens,
                        weight.out_features / 2, threads);
   }
 }
@@ -543,13 +539,15 @@ void gather_rows(const Panels<Format>& weight, const int64_t* ids, T* out, int64
   });
 }
 
-// Calls body(format) with the format of a weight dtype: float32, bfloat16 or int8.
+// Calls body(format) with the format of a weight dtype: float32, bfloat16, float16 or int8.
 template <typename Body>
 void for_format(int weight_dtype, const Body& body) {
   if (weight_dtype == FLOAT32)
     body(F32{});
   else if (weight_dtype == BFLOAT16)
     body(BF16{});
+  else if (weight_dtype == FLOAT16)
+    body(F16{});
   else
     body(I8{});
 }
@@ -562,9 +560,9 @@ void for_types(int weight_dtype, int dtype, const void* panels, const float* sca
     using Format = decltype(format);
     using Number = typename Format::Number;
     const Panels<Format> weight{(const Number*)panels, stride, in_features, out_features, scales};
-    if constexpr (!std::is_same_v<Number, bf16>)
-      if (dtype == FLOAT32) return body(weight, float{});
-    if constexpr (!std::is_same_v<Number, float>) body(weight, bf16{});
+    with_dtype(dtype, [&](auto t) {
+      if constexpr (std::is_same_v<Number, decltype(t)> || std::is_same_v<Number, int8_t>) body(weight, t);
+    });
   });
 }
 
@@ -572,8 +570,8 @@ void for_types(int weight_dtype, int dtype, const void* panels, const float* sca
 
 extern "C" {
 
-// `dtype` is that of x, bias and y: float32 or bfloat16. A weight in float32 requires tokens in float32. Tokens in
-// float32 are rounded for a weight in bfloat16 where the processor multiplies bfloat16 numbers.
+// `dtype` is that of x, bias and y: that of the weight, any for a weight in int8, or float32 for one in bfloat16, which
+// rounds the tokens where the processor multiplies bfloat16 numbers.
 void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales, const void* bias,
                   void* y, int64_t num_tokens, int64_t in_features, int64_t out_features, int64_t panel_stride,
                   int threads) {
@@ -599,6 +597,31 @@ void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void
   });
 }
 
+// y [T, H, N] = x [T, H, K] times the transpose of each head's weight [N, K], in the dtype of x. Tokens of x are x_stride
+// numbers apart, and heads head_stride. Each head has whole panels.
+void quire_linear_heads(int dtype, const void* x, const void* panels, void* y, int64_t num_tokens, int64_t num_heads,
+                        int64_t x_stride, int64_t head_stride, int64_t in_features, int64_t out_features,
+                        int threads) {
+  with_dtype(dtype, [&](auto t) {
+    using T = decltype(t);
+    using Format = FormatOf<T>;
+    const int64_t panel_stride = PANEL_LEN * in_features;
+    const int64_t weight_stride = (out_features + PANEL_LEN - 1) / PANEL_LEN * panel_stride;
+    parallel_for(num_heads, threads, [&](auto& next) {
+      std::unique_ptr<T[]> inputs(new T[num_tokens * in_features]);
+      for (int64_t head; (head = next()) < num_heads;) {
+        const T* from = (const T*)x + head * head_stride;
+        for (int64_t i = 0; i < num_tokens; i++)
+          memcpy(&inputs[i * in_features], from + i * x_stride, in_features * sizeof(T));
+        const auto* numbers = (const typename Format::Number*)panels + head * weight_stride;
+        const Panels<Format> weight{numbers, panel_stride, in_features, out_features, nullptr};
+        linear(weight, (const T*)inputs.get(), (const T*)nullptr, (T*)y + head * out_features, num_heads * out_features,
+               num_tokens, 1);
+      }
+    });
+  });
+}
+
 // As quire_linear, followed by quire_gate_and_mul. Half of out_features is a multiple of PANEL_LEN.
 void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* panels, const float* scales,
                         const void* bias, void* y, int64_t num_tokens, int64_t in_features, int64_t out_features,
@@ -619,10 +642,7 @@ void quire_gather_rows(int weight_dtype, int dtype, const void* panels, const fl
   for_format(weight_dtype, [&](auto format) {
     using Format = decltype(format);
     const Panels<Format> weight{(const typename Format::Number*)panels, panel_stride, in_features, 0, scales};
-    if (dtype == BFLOAT16)
-      gather_rows(weight, ids, (bf16*)out, count, threads);
-    else
-      gather_rows(weight, ids, (float*)out, count, threads);
+    with_dtype(dtype, [&](auto t) { gather_rows(weight, ids, (decltype(t)*)out, count, threads); });
   });
 }
 }

@@ -24,14 +24,22 @@ constexpr int TILE_VECTORS = 4;
 template <int M, int R, typename T>
 void shrink_tile(const T* const* x, const T* a, int64_t in_features, float* low, int64_t stride) {
   Vec sums[M][R] = {};
-  for (int64_t k = 0; k < in_features; k += LANES) {
+  int64_t k = 0;
+  const auto add = [&](const auto& read) {
     Vec inputs[M];
-    for (int m = 0; m < M; m++) inputs[m] = load(x[m] + k);
+    for (int m = 0; m < M; m++) inputs[m] = read(x[m] + k);
     for (int r = 0; r < R; r++) {
-      const Vec row = load(a + r * in_features + k);
+      const Vec row = read(a + r * in_features + k);
       for (int m = 0; m < M; m++) sums[m][r] += inputs[m] * row;
     }
-  }
+  };
+  for (; k + LANES <= in_features; k += LANES) add([](const T* from) { return load(from); });
+  if (k < in_features)
+    add([&](const T* from) {
+      T rest[LANES] = {};
+      std::copy_n(from, in_features - k, rest);
+      return load(rest);
+    });
   for (int m = 0; m < M; m++)
     for (int r = 0; r < R; r++) low[m * stride + r] = sum_of(sums[m][r]);
 }
@@ -123,12 +131,11 @@ extern "C" {
 
 int64_t quire_lora_bytes() { return sizeof(LoraFactors) + sizeof(LoraGroups); }
 
-// `dtype` is that of x [T, K], y [T, N] and the factors: float32 or bfloat16. K is a multiple of LANES.
+// `dtype` is that of x [T, K], y [T, N] and the factors.
 void quire_add_lora(int dtype, const LoraFactors* factors, const LoraGroups* groups, const void* x, void* y,
                     int threads) {
-  if (dtype == BFLOAT16)
-    add_lora(*factors, *groups, (const bf16*)x, (bf16*)y, threads);
-  else
-    add_lora(*factors, *groups, (const float*)x, (float*)y, threads);
+  with_dtype(dtype, [&](auto t) {
+    add_lora(*factors, *groups, (const decltype(t)*)x, (decltype(t)*)y, threads);
+  });
 }
 }

@@ -63,7 +63,7 @@ def add_lora(y: Tensor, x: Tensor, factors: Factors, groups: Groups) -> None:
 
     Args:
         y: [T, N], contiguous.
-        x: [T, K], contiguous, as many rows as `groups` refers to; K is a whole number of vectors.
+        x: [T, K], contiguous, as many rows as `groups` refers to.
     """
     check_layout()
     assert x.dtype == y.dtype

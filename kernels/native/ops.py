@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import torch
 from torch import Tensor
 
@@ -9,12 +11,56 @@ from ..attention_variant import AttentionVariant
 from .fallbacks import log_fallback
 from .library import dtype_codes, gate_codes, head_dims, is_available, library, simd_lanes
 
-_COMPUTE_DTYPES = frozenset({torch.float32, torch.bfloat16})
+_COMPUTE_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
-def supports(x: Tensor, length: int) -> bool:
-    """Return whether the ops compute on this tensor, whose runs of `length` numbers are contiguous."""
+def supports(x: Tensor, length: int = 0) -> bool:
+    """Return whether the ops compute on this tensor, whose runs of `length` numbers are contiguous; 0 for any."""
     return x.is_cpu and x.dtype in _COMPUTE_DTYPES and simd_lanes() > 0 and length % simd_lanes() == 0
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Return the activation (native/constants.h) of each number of a contiguous tensor."""
+    out = torch.empty_like(x)
+    library().quire_activate(
+        _code(x), gate_codes()[activation], x.data_ptr(), out.data_ptr(), x.numel(), torch.get_num_threads()
+    )
+    return out
+
+
+def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    rows, length = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, length), dtype=gate_up.dtype)
+    library().quire_clamped_gate_and_mul(
+        _code(gate_up),
+        alpha,
+        limit,
+        gate_up.data_ptr(),
+        out.data_ptr(),
+        rows,
+        length,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def log_sum_exp(values: Tensor) -> Tensor:
+    rows, length = values.shape
+    out = torch.empty(rows)
+    library().quire_log_sum_exp(
+        values.data_ptr(), out.data_ptr(), rows, length, values.stride(0), torch.get_num_threads()
+    )
+    return out
+
+
+def attention_dim(head_dim: int) -> int | None:
+    """Return the smallest head_dim of an attention kernel that is not below this one; None if there is none."""
+    return min((own for own in head_dims() if own >= head_dim), default=None)
+
+
+def cache_dtypes() -> Set[torch.dtype]:
+    """Return the dtypes of caches that the ops of attention read."""
+    return dtype_codes().keys()
 
 
 def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
@@ -27,7 +73,7 @@ def supports_attention(q: Tensor, kv_cache: Tensor) -> bool:
         and q.stride(1) == head_dim
         and kv_cache.is_contiguous()
     )
-    if q.is_cpu and not is_supported:
+    if q.is_cpu and not is_supported and not (supports(q) and attention_dim(head_dim)):
         sizes = f"a head_dim of {head_dim}, queries of {q.dtype} and a cache of {kv_cache.dtype}"
         log_fallback("attention", f"there is no C++ op for {sizes}")
     return is_supported

@@ -1,8 +1,10 @@
 // Packed weights of linear layers, and the formats of their numbers.
 //
 // A weight [N, K] is packed in panels of PANEL_LEN outputs. Each row of a panel holds one input per output in float32,
-// two in bfloat16 and four in int8; the inputs of one output are adjacent.
+// two in bfloat16 and four in int8; float16 is stored as float32 is. The inputs of one output are adjacent.
 #pragma once
+
+#include <type_traits>
 
 #include "constants.h"
 #include "simd.h"
@@ -26,6 +28,17 @@ struct F32 {
   static Columns columns(const Number* row, int) { return load(row); }
   static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
   static float widen(Number w) { return w; }
+};
+
+struct F16 {
+  using Number = f16;
+  using Input = float;
+  using Columns = Vec;
+  static constexpr int STEPS = 1, STEP_INPUTS = 1;
+
+  static Columns columns(const Number* row, int) { return load(row); }
+  static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
+  static float widen(Number w) { return to_float(w); }
 };
 
 struct I8 {
@@ -86,6 +99,14 @@ struct BF16 {
 // Inputs per row of a panel.
 template <typename Format>
 constexpr int ROW_INPUTS = Format::STEPS * Format::STEP_INPUTS;
+
+// Whether numbers are converted before they are multiplied.
+template <typename Format>
+constexpr bool IS_CONVERTED = !std::is_same_v<typename Format::Number, typename Format::Input>;
+
+// The format of a weight in the type of its tokens.
+template <typename T>
+using FormatOf = std::conditional_t<std::is_same_v<T, float>, F32, std::conditional_t<std::is_same_v<T, f16>, F16, BF16>>;
 
 // A packed weight.
 template <typename Format>

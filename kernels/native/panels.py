@@ -21,7 +21,7 @@ class Panels:
     Attributes:
         address: of the first number; the owner of this object keeps the memory alive.
         stride: numbers per panel.
-        dtype: float32, bfloat16 or int8.
+        dtype: float32, bfloat16, float16 or int8.
         scales: [N] float32, multiply each output's products; None: 1.
     """
 
@@ -40,15 +40,15 @@ def panel_len() -> int:
 
 
 def inputs_per_row(dtype: torch.dtype) -> int:
-    """Return the inputs that share a row of a panel: those of one output fill 32 bits."""
-    return 4 // dtype.itemsize
+    """Return the inputs that share a row of a panel: those of one output fill 32 bits, except in float16."""
+    return 1 if dtype == torch.float16 else 4 // dtype.itemsize
 
 
 def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
     """Compute a linear layer.
 
     Args:
-        x: [T, K], in the weight's dtype; in float32 too if the weight is in bfloat16, and in either if it is int8.
+        x: [T, K], in the weight's dtype; in float32 too if the weight is in bfloat16, and in any if it is int8.
         bias: [N] or None, in the dtype of x.
 
     Returns:
@@ -62,6 +62,29 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         codes[panels.dtype], codes[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
         address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features, panels.stride,
         torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def panel_linear_heads(x: Tensor, panels: Panels, num_heads: int, out_features: int) -> Tensor:
+    """Multiply each head by a weight of its own.
+
+    Args:
+        x: [T, H, K], in the weight's dtype; numbers of a head are adjacent.
+        panels: the weights [N, K] of all heads, each padded to whole panels; without scales.
+        out_features: N.
+
+    Returns:
+        [T, H, N].
+    """
+    num_tokens, _, in_features = x.shape
+    assert x.dtype == panels.dtype
+    assert x.stride(2) == 1
+    assert in_features == panels.in_features
+    out = torch.empty((num_tokens, num_heads, out_features), dtype=x.dtype)
+    library().quire_linear_heads(
+        dtype_codes()[x.dtype], x.data_ptr(), panels.address, out.data_ptr(), num_tokens, num_heads, x.stride(0),
+        x.stride(1), in_features, out_features, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -99,7 +122,7 @@ def gated_panel_linear(x: Tensor, panels: Panels, gate: str, bias: Tensor | None
 
 
 def gather_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of the weight in float32 or bfloat16: ids [T] int64 -> [T, K]."""
+    """Return rows of the weight in a dtype of tokens: ids [T] int64 -> [T, K]."""
     assert ids.dtype == torch.int64
     out = torch.empty((len(ids), panels.in_features), dtype=dtype)
     codes = dtype_codes()

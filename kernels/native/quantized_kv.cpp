@@ -38,11 +38,14 @@ extern "C" void quire_write_kv_quantized(int dtype, int cache_dtype, const void*
                                          const int64_t* slots, int64_t tokens, int64_t token_stride,
                                          int64_t num_pieces, int64_t block_size, int64_t head_dim, float limit,
                                          float min_magnitude) {
-#define WRITE(T, Stored)                                                                                         \
-  write((const T*)kv, (Stored*)cache, scales, slots, tokens, token_stride, num_pieces, block_size, head_dim, limit, \
-        min_magnitude)
-  if (cache_dtype == FLOAT8_E4M3FN)
-    dtype == BFLOAT16 ? WRITE(bf16, fp8) : WRITE(float, fp8);
-  else
-    dtype == BFLOAT16 ? WRITE(bf16, int8_t) : WRITE(float, int8_t);
+  with_dtype(dtype, [&](auto t) {
+    const auto write_as = [&](auto* stored) {
+      write((const decltype(t)*)kv, stored, scales, slots, tokens, token_stride, num_pieces, block_size, head_dim, limit,
+            min_magnitude);
+    };
+    if (cache_dtype == FLOAT8_E4M3FN)
+      write_as((fp8*)cache);
+    else
+      write_as((int8_t*)cache);
+  });
 }

@@ -66,6 +66,22 @@ struct Pair<float> {
 };
 
 template <>
+struct Pair<f16> {
+  Vec even, odd;
+
+  Pair(Vec even, Vec odd) : even(rounded<f16>(even)), odd(rounded<f16>(odd)) {}
+
+  void store_to(f16* row) const {
+    store(row, even);
+    store(row + PANEL_LEN, odd);
+  }
+  void add_to(Vec& sums, const float* x) const {
+    sums += x[0] * even;
+    sums += x[1] * odd;
+  }
+};
+
+template <>
 struct Pair<bf16> {
   BitVec bits;
 
@@ -100,7 +116,7 @@ struct Pair<bf16> {
 
 // The type of tokens that pairs are multiplied by.
 template <typename T>
-using Input = typename std::conditional_t<std::is_same_v<T, float>, F32, BF16>::Input;
+using Input = typename FormatOf<T>::Input;
 
 inline Vec load_scales(const QuantizedPanels& weight, int64_t at) {
   if (weight.scale_dtype == FLOAT32) return load((const float*)weight.scales + at);
@@ -185,7 +201,7 @@ inline void for_panel(const QuantizedPanels& weight, int64_t panel, const Sink& 
     const int64_t at = (panel * num_groups + i) * PANEL_LEN, first = i * weight.group_len;
     const auto from_first = [&](int64_t input, int v, const Pair<T>& pair) { sink(first + input, v, pair); };
 #if defined(__AVX512BW__)
-    if constexpr (DTYPE == FLOAT4_E2M1FN_X2 && sizeof(T) == sizeof(bf16))
+    if constexpr (DTYPE == FLOAT4_E2M1FN_X2 && std::is_same_v<T, bf16>)
       if (weight.scale_dtype == UINT8) {
         for_mxfp4_pairs(words, rows, (const uint8_t*)weight.scales + at, from_first);
         continue;
@@ -197,7 +213,7 @@ inline void for_panel(const QuantizedPanels& weight, int64_t panel, const Sink& 
 
 template <int DTYPE, typename T>
 void dequantize(const QuantizedPanels& weight, int64_t panel, T* out) {
-  constexpr int64_t VECTOR = LANES * sizeof(float) / sizeof(T);
+  constexpr int64_t VECTOR = LANES * ROW_INPUTS<FormatOf<T>>;
   for_panel<DTYPE, T>(weight, panel, [&](int64_t input, int v, const Pair<T>& pair) {
     pair.store_to(out + input * PANEL_LEN + v * VECTOR);
   });
@@ -246,20 +262,17 @@ void with_codes(int64_t dtype, const Body& body) {
 
 void dequantize_panel(const QuantizedPanels& weight, int64_t panel, int dtype, void* out) {
   with_codes(weight.dtype, [&](auto codes) {
-    if (dtype == BFLOAT16)
-      dequantize<codes()>(weight, panel, (bf16*)out);
-    else
-      dequantize<codes()>(weight, panel, (float*)out);
+    with_dtype(dtype, [&](auto t) { dequantize<codes()>(weight, panel, (decltype(t)*)out); });
   });
 }
 
 void multiply_quantized(const QuantizedPanels& weight, int64_t panel, int dtype, const void* x, int64_t num_tokens,
                         const void* bias, void* y) {
   with_codes(weight.dtype, [&](auto codes) {
-    if (dtype == BFLOAT16)
-      multiply_few<codes()>(weight, panel, (const Input<bf16>*)x, num_tokens, (const bf16*)bias, (bf16*)y);
-    else
-      multiply_few<codes()>(weight, panel, (const float*)x, num_tokens, (const float*)bias, (float*)y);
+    with_dtype(dtype, [&](auto t) {
+      using T = decltype(t);
+      multiply_few<codes()>(weight, panel, (const Input<T>*)x, num_tokens, (const T*)bias, (T*)y);
+    });
   });
 }
 

@@ -109,6 +109,25 @@ Best best_of(const float* row, int64_t length, const uint32_t* mask, const Score
   return best.index == INT32_MAX ? Best{best.value, 0} : best;
 }
 
+// The log of the sum of exponentials of a row, which does not depend on other rows.
+float log_sum_exp(const float* row, int64_t length) {
+  Vec tops = broadcast(-INFINITY), sums = {};
+  const auto for_vectors = [&](const auto& body) {
+    int64_t i = 0;
+    for (; i + LANES <= length; i += LANES) body(load(row + i));
+    if (i == length) return;
+    float rest[LANES];
+    for (int lane = 0; lane < LANES; lane++) rest[lane] = i + lane < length ? row[i + lane] : -INFINITY;
+    body(load(rest));
+  };
+  // Not a number, once there is one, stays.
+  for_vectors([&](Vec v) { tops = (v > tops) | (v != v) ? v : tops; });
+  const float top = fold(tops, [](auto a, auto b) { return (a > b) | (a != a) ? a : b; });
+  if (!(std::fabs(top) < INFINITY)) return top;
+  for_vectors([&](Vec v) { sums += exp_of(v - top); });
+  return top + std::log(sum_of(sums));
+}
+
 template <typename Body>
 void for_rows(int64_t rows, int64_t length, int threads, const Body& body) {
   if (rows * length < MIN_PARALLEL) threads = 1;
@@ -152,6 +171,11 @@ void quire_sample_full(const float* logits, const float* temperature, const uint
     scores[row] = best.value;
     token_ids[row] = vocab_start + best.index;
   });
+}
+
+// out [N] = log of the sum of exponentials of each row of values [N, V].
+void quire_log_sum_exp(const float* values, float* out, int64_t rows, int64_t length, int64_t stride, int threads) {
+  for_rows(rows, length, threads, [&](int64_t row) { out[row] = log_sum_exp(values + row * stride, length); });
 }
 
 // Sets the logits [N, V] of tokens that the masks forbid to -inf; columns from num_tokens on stay unchanged.

@@ -90,17 +90,14 @@ extern "C" {
 // Bytes of a segment for `size` ranks with slots of `capacity` bytes.
 int64_t quire_shm_segment_bytes(int size, int64_t capacity) { return size * CACHE_LINE + 2 * size * capacity; }
 
-// Sums float32 or bfloat16 numbers over the ranks. `out` may be `in`. Returns -1, or the rank that has not arrived
+// Sums numbers over the ranks. `out` may be `in`. Returns -1, or the rank that has not arrived
 // within `timeout_us`; the caller then calls again with `is_written` set.
 int quire_shm_all_reduce(char* segment, int rank, int size, int64_t capacity, uint32_t round, int dtype,
                          const char* in, char* out, int64_t num_bytes, int is_written, int64_t timeout_us) {
   const int late = exchange(segment, rank, size, capacity, round, in, num_bytes, is_written, timeout_us);
   if (late != DONE) return late;
   const char* slots = slots_of(segment, size, capacity, round);
-  if (dtype == BFLOAT16)
-    sum<bf16>(slots, size, capacity, out, num_bytes);
-  else
-    sum<float>(slots, size, capacity, out, num_bytes);
+  with_dtype(dtype, [&](auto t) { sum<decltype(t)>(slots, size, capacity, out, num_bytes); });
   return DONE;
 }
 

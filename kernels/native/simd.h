@@ -6,9 +6,11 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
+
+#include "constants.h"
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
@@ -37,6 +39,24 @@ struct bf16 {
   uint16_t bits;
 };
 
+struct f16 {
+  uint16_t bits;
+};
+
+// The code of a type of tokens.
+template <typename T>
+constexpr int DTYPE_OF = FLOAT32;
+template <>
+inline constexpr int DTYPE_OF<bf16> = BFLOAT16;
+template <>
+inline constexpr int DTYPE_OF<f16> = FLOAT16;
+
+// Calls body(T{}) with the type of tokens that has a code.
+template <typename Body>
+auto with_dtype(int dtype, const Body& body) {
+  return dtype == BFLOAT16 ? body(bf16{}) : dtype == FLOAT16 ? body(f16{}) : body(float{});
+}
+
 // float8_e4m3: 4 bits of exponent, 3 of mantissa.
 struct fp8 {
   uint8_t bits;
@@ -55,6 +75,27 @@ inline Vec load(const bf16* p) {
   Vec v;
   memcpy(&v, &bits, sizeof v);
   return v;
+}
+
+inline Vec load(const f16* p) {
+  HalfVec half;
+  memcpy(&half, p, sizeof half);
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps((__m256i)half);
+#elif defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps((__m128i)half);
+#else
+  // The exponent is corrected: float32's bias is 127, float16's is 15. That of infinities and NaN is the largest.
+  const BitVec wide = __builtin_convertvector(half, BitVec), magnitude = (wide & 0x7FFF) << 13;
+  Vec v;
+  memcpy(&v, &magnitude, sizeof v);
+  v *= 0x1p112f;
+  BitVec bits;
+  memcpy(&bits, &v, sizeof bits);
+  bits |= (wide & 0x8000) << 16 | (magnitude >= (0x7C00u << 13) ? BitVec{} + 0x7F800000u : BitVec{});
+  memcpy(&v, &bits, sizeof v);
+  return v;
+#endif
 }
 
 // Widens from 8 to 16 to 32 bits: GCC 12 converts from 8 to 32 element by element, which takes 5 times as long.
@@ -93,6 +134,32 @@ inline void store(bf16* p, Vec v) {
 #endif
 }
 
+// Rounds to nearest, ties to even; NaN stays NaN.
+inline void store(f16* p, Vec v) {
+#if defined(__AVX512F__)
+  const __m256i half = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  const __m128i half = _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  BitVec bits;
+  memcpy(&bits, &v, sizeof bits);
+  const BitVec magnitude = bits & 0x7FFFFFFF;
+  // Numbers below 2^-14 have float16's fixed point: the last bit of the sum with 0.5 is worth 2^-24.
+  Vec fixed;
+  memcpy(&fixed, &magnitude, sizeof fixed);
+  fixed += 0.5f;
+  BitVec denormal;
+  memcpy(&denormal, &fixed, sizeof denormal);
+  denormal -= 0x3F000000;
+  const BitVec normal = (magnitude - (112u << 23) + 0xFFF + ((magnitude >> 13) & 1)) >> 13;
+  BitVec rounded = magnitude < (113u << 23) ? denormal : normal;
+  rounded = magnitude >= (143u << 23) ? BitVec{} + 0x7C00 : rounded;  // 2^16 and infinities
+  rounded = magnitude > 0x7F800000u ? BitVec{} + 0x7E00 : rounded;
+  const HalfVec half = __builtin_convertvector(rounded | bits >> 31 << 15, HalfVec);
+#endif
+  memcpy(p, &half, sizeof half);
+}
+
 // Rounds to nearest, halves up. For numbers from -127 to 127.
 inline void store(int8_t* p, Vec v) {
   // Shifted above 0, where the truncating conversion rounds down.
@@ -129,6 +196,15 @@ inline float to_float(bf16 x) {
   return f;
 }
 
+inline float to_float(f16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const f16 numbers[LANES] = {x};
+  return load(numbers)[0];
+#endif
+}
+
 inline Vec broadcast(float x) { return Vec{} + x; }
 
 // Stores one number with the rounding of a vector store.
@@ -143,10 +219,19 @@ inline Vec rounded(Vec v) {
   return load(numbers);
 }
 
-inline void store_one(bf16* to, float value) {
-  bf16 rounded[LANES];
+template <typename T>
+inline void store_one(T* to, float value) {
+  T rounded[LANES];
   store(rounded, broadcast(value));
   *to = rounded[0];
+}
+
+// to [count] = from [count], rounded to nearest.
+template <typename To, typename From>
+inline void convert(const From* from, To* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(to + i, load(from + i));
+  for (; i < count; i++) store_one(to + i, to_float(from[i]));
 }
 
 inline IntVec lane_indices() {

@@ -16,11 +16,11 @@ constexpr int TILE_VECTORS = NUM_REGISTERS == 32 ? 4 : 2;
 
 // Queries and outputs have a dtype known at run time only: they are few compared to the keys.
 inline Vec load_as(int dtype, const void* numbers, int64_t i) {
-  return dtype == BFLOAT16 ? load((const bf16*)numbers + i) : load((const float*)numbers + i);
+  return with_dtype(dtype, [&](auto t) { return load((const decltype(t)*)numbers + i); });
 }
 
 inline void store_as(int dtype, void* numbers, int64_t i, Vec v) {
-  dtype == BFLOAT16 ? store((bf16*)numbers + i, v) : store((float*)numbers + i, v);
+  with_dtype(dtype, [&](auto t) { store((decltype(t)*)numbers + i, v); });
 }
 
 // Converts the first `length` numbers of n rows, which are `stride` apart, to float32 and multiplies each row by its

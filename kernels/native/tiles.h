@@ -12,6 +12,7 @@ inline void widen_as(int dtype, const void* data, int64_t row, int64_t stride, c
   switch (dtype) {
     case FLOAT32: return widen((const float*)data + from, stride, own_scales, n, length, out);
     case BFLOAT16: return widen((const bf16*)data + from, stride, own_scales, n, length, out);
+    case FLOAT16: return widen((const f16*)data + from, stride, own_scales, n, length, out);
     case INT8: return widen((const int8_t*)data + from, stride, own_scales, n, length, out);
     case FLOAT8_E4M3FN: return widen((const fp8*)data + from, stride, own_scales, n, length, out);
   }

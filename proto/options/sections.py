@@ -96,10 +96,11 @@ class ParallelOptions:
     cuda_graphs: bool = execution_option(
         True, help="Record decode steps on a GPU as CUDA graphs and replay them."
     )
-    batch_invariant: bool = execution_option(
-        False,
-        help="Attention on a GPU gives the same bits whatever else is in the batch, at some cost when few long "
-        "sequences run. With latents, prompts are always expanded to keys and values; not for sparse attention.",
+    batch_invariant: bool | None = execution_option(
+        None,
+        help="Attention gives the same bits whatever else is in the batch; by default on a CPU. On a GPU it costs "
+        "time when few long sequences run, and does not support sparse attention. With latents, prompts are always "
+        "expanded to keys and values, which costs time when short prompts follow long cached ones.",
     )
     attention_backend: str = execution_option(
         "triton",

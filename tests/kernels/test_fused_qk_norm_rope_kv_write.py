@@ -48,7 +48,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
 
         return on_device
     if request.param == "reference":
-        monkeypatch.setattr(cpu, "supports", lambda x, length: False)
+        monkeypatch.setattr(cpu, "supports", lambda x, length=0: False)
     return fused_qk_norm_rope_kv_write
 
 

@@ -13,7 +13,12 @@ from triton_device import DEVICE
 from quire.kernels import decode_splits, latent_attention
 from quire.kernels.dispatch import twin_of
 from quire.kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
-from quire.kernels.latent_attention import ChunkBounds, latent_decode_attention, latent_prefill_attention
+from quire.kernels.latent_attention import (
+    ChunkBounds,
+    Expansion,
+    latent_decode_attention,
+    latent_prefill_attention,
+)
 from quire.kernels.quantized_kv import dequantize, quantize
 
 SCALE = 0.2
@@ -60,7 +65,7 @@ def ops(request: pytest.FixtureRequest) -> tuple[Op, Op, str]:
 def _without_native(op: Op) -> Op:
     def call(*args: object) -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("quire.kernels.native.ops.supports", lambda x, length: False)
+            patch.setattr("quire.kernels.native.ops.supports", lambda x, length=0: False)
             return twin_of(op)(*args)
 
     return call
@@ -192,7 +197,15 @@ def test_expanded_attention_of_chunks(
     cached.to(device)
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     bounds = ChunkBounds(chunk_lens, lens)
-    arguments = cached.latents, cached.tables, query_start, cached.lens, bounds, SCALE, expansion.to(device)
+    arguments = (
+        cached.latents,
+        cached.tables,
+        query_start,
+        cached.lens,
+        bounds,
+        SCALE,
+        Expansion.of(expansion.to(device), key_dim),
+    )
     out = prefill(q.to(device), *arguments, cached.scales)
     torch.testing.assert_close(out.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -215,7 +228,7 @@ def test_expanded_chunk_has_the_same_bits_in_any_batch(device: str) -> None:
         starts = torch.tensor([0, *accumulate(chunk_lens[rows])], dtype=torch.int32, device=device)
         bounds = ChunkBounds(chunk_lens[rows], lens[rows])
         own = cached.latents, cached.tables[rows], starts, cached.lens[rows], bounds
-        return prefill(q[first:last], *own, SCALE, expansion)
+        return prefill(q[first:last], *own, SCALE, Expansion.of(expansion, shape[3]))
 
     together = attend(slice(0, 3), 0, 56)
     ends = [0, *accumulate(chunk_lens)]
@@ -246,7 +259,15 @@ def test_expanded_attention_to_visible_tokens(ops: tuple[Op, Op, str], shape: tu
     cached.to(device)
     query_start = torch.tensor(starts, dtype=torch.int32, device=device)
     bounds = ChunkBounds(chunk_lens, lens)
-    arguments = cached.latents, cached.tables, query_start, cached.lens, bounds, SCALE, expansion.to(device)
+    arguments = (
+        cached.latents,
+        cached.tables,
+        query_start,
+        cached.lens,
+        bounds,
+        SCALE,
+        Expansion.of(expansion.to(device), key_dim),
+    )
     out = prefill(q.to(device), *arguments, None, visible.to(device))
     torch.testing.assert_close(out.cpu().double(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 

@@ -11,9 +11,19 @@ import torch
 
 from quire.kernels import linear as module
 from quire.kernels.activation import GATED_ACTIVATIONS
-from quire.kernels.linear import Layout, PackedWeight, embed, gated_linear, linear, narrow, pack, pack_int8
+from quire.kernels.linear import (
+    Layout,
+    PackedWeight,
+    embed,
+    gated_linear,
+    linear,
+    linear_heads,
+    narrow,
+    pack,
+    pack_heads,
+    pack_int8,
+)
 from quire.kernels.native.library import is_available
-from quire.kernels.native.panels import panel_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # Tiles of 6 or 8 tokens, alone and packed; chunks of 240.
@@ -63,7 +73,7 @@ def test_linear(layout: Layout, out_features: int, in_features: int, dtype: torc
 
 
 @pytest.mark.parametrize("gate", GATED_ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(
     ("out_features", "weight_dtype"), [(256, None), (256, torch.int8), (200, None)], ids=str
 )
@@ -94,16 +104,34 @@ def test_linear_supports_strided_input(layout: Layout) -> None:
     torch.testing.assert_close(y, wide[:, 10:74] @ weight.t(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_result_of_a_token_does_not_depend_on_batch_size(dtype: torch.dtype) -> None:
-    packed = pack(torch.randn(330, 516).to(dtype))
-    panels = packed.panels
-    if panels is None:
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("in_features", [516, 515])
+def test_result_of_a_token_does_not_depend_on_batch_size(dtype: torch.dtype, in_features: int) -> None:
+    if not is_available():
         pytest.skip("there is no C++ compiler")
-    x = torch.randn(300, 516).to(dtype)
-    alone = torch.cat([panel_linear(row, panels, None) for row in x.split(1)])
+    packed = pack(torch.randn(330, in_features).to(dtype))
+    x = torch.randn(300, in_features).to(dtype)
+    alone = torch.cat([linear(row, packed) for row in x.split(1)])
     for count in (*range(1, 21), 240, 241, 300):
-        assert torch.equal(panel_linear(x[:count], panels, None), alone[:count])
+        assert torch.equal(linear(x[:count], packed), alone[:count])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("out_features", "in_features"), [(70, 48), (33, 17)])
+def test_linear_of_heads(out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    weight = (torch.randn(3, out_features, in_features) / in_features**0.5).to(dtype)
+    packed = pack_heads(weight.clone())
+    x = torch.randn(40, 5, in_features).to(dtype)[:, 1:4]
+    y = linear_heads(x, packed)
+    exact = torch.einsum("thk,hnk->thn", x.double(), weight.double())
+    torch.testing.assert_close(y.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    part = packed.part(slice(1, 3))
+    assert torch.equal(linear_heads(x[:, 1:], part), y[:, 1:]) == is_available()
+    shared = x[:, :1].expand(-1, 3, -1)
+    torch.testing.assert_close(linear_heads(shared, packed), linear_heads(shared.contiguous(), packed))
+    if is_available():
+        for count in (1, 2, 9, 33):
+            assert torch.equal(linear_heads(x[:count], packed), y[:count])
 
 
 def test_int8_result_of_a_token_does_not_depend_on_batch_size() -> None:
@@ -147,7 +175,7 @@ def test_narrow_keeps_other_weights() -> None:
     assert narrow(weight) is weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 4, 20, 33, 300])
 def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
     codes = torch.randint(-128, 128, (150, 96), dtype=torch.int8)
@@ -162,7 +190,7 @@ def test_int8(num_tokens: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(y.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_embed_reads_packed_weight(dtype: torch.dtype, layout: Layout) -> None:
     weight, ids = torch.randn(200, 96).to(dtype), torch.tensor([0, 199, 64, 63, 64] * 50, dtype=torch.int32)
     packed = pack(weight.clone())

@@ -18,7 +18,7 @@ DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.fixture(params=["native", "reference"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "reference":
-        monkeypatch.setattr(cpu, "supports", lambda x, length: False)
+        monkeypatch.setattr(cpu, "supports", lambda x, length=0: False)
     elif not is_available():
         pytest.skip("there is no C++ compiler")
 
@@ -55,7 +55,7 @@ def test_largest_magnitude_and_zeros_are_exact(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("implementation")
 @DTYPES
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_write_kv_writes_only_its_slots(dtype: torch.dtype, given: torch.dtype) -> None:
     torch.manual_seed(0)
     kv = torch.randn(5, 2, 3, 32).to(given)

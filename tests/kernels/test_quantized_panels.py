@@ -13,7 +13,7 @@ from quire.kernels.quantized_panels import QuantizedPanels, dequantize_panels, p
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMATS = ("mxfp4", "nvfp4", "float8", "int4", "int4-zeros")
 NUM_EXPERTS, PER_TOKEN = 5, 2
 

@@ -248,7 +248,7 @@ def test_dense_attention_reads_latents_in_wider_rows(device: str, stored: torch.
     assert torch.equal(*outs)
     prefill = implementation(latent_attention.latent_prefill_attention, "latent_prefill", device)
     starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32, device=cached.device)
-    expansion = torch.randn(HEADS, 8 + 16, LATENT, device=cached.device)
+    expansion = latent_attention.Expansion.of(torch.randn(HEADS, 8 + 16, LATENT, device=cached.device), 8)
     q = torch.randn(3, HEADS, 8 + SHARED, device=cached.device)
     bounds = ChunkBounds([1, 1, 1], LENS)
     outs = [

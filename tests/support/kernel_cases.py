@@ -33,7 +33,7 @@ from quire.kernels.gpu import (
     sparse_latent,
     topk_tokens,
 )
-from quire.kernels.latent_attention import ChunkBounds
+from quire.kernels.latent_attention import ChunkBounds, Expansion
 from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.lora import LoraGroups, make_factors
 from quire.kernels.moe import ExpertWeights
@@ -254,7 +254,7 @@ def launch_latent_attention(
         absorbed, latents, tables, lens, 0.1, rank, split_decodes(lens, 512), scales
     )
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * 32
-    expansion = torch.zeros(num_heads, key_dim + shape.v_head_dim, rank, dtype=dtype)
+    expansion = Expansion.of(torch.zeros(num_heads, key_dim + shape.v_head_dim, rank, dtype=dtype), key_dim)
     bounds = ChunkBounds([32] * num_seqs, [32] * num_seqs)
     choices = [None, torch.ones(num_tokens, 512, dtype=torch.bool)] if shape.num_index_heads else [None]
     for visible in choices:

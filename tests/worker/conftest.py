@@ -29,15 +29,15 @@ from quire.worker.rank.runner import ModelRunner
 
 
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
-    """Return an EngineConfig like that of `resolve`, for float32 on a CPU.
+    """Return an EngineConfig like that of `resolve`, for a CPU.
 
-    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling, enable_expert_parallel,
-    enable_dp_attention, batch_invariant.
+    Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
+    device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
+    enable_expert_parallel, enable_dp_attention, batch_invariant.
     """
     model = replace(
         describe_model(folder, folder.name),
-        dtype="float32",
+        dtype=settings.get("dtype", "float32"),
         max_model_len=settings.get("max_model_len", 256),
         quantization=settings.get("quantization"),
         pooling=settings.get("pooling"),
@@ -55,7 +55,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         cuda_graphs=settings.get("cuda_graphs", True),
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),
-        batch_invariant=settings.get("batch_invariant", False),
+        batch_invariant=settings.get("batch_invariant"),
     )
     config = combine(options, model, device=settings.get("device", "cpu"))
     return replace(config, speculative=settings.get("speculative"), lora=settings.get("lora"))
@@ -198,6 +198,8 @@ class Engine:
         graph_backend: GraphBackend | None = None,
         **settings: Any,
     ) -> None:
+        if graph_backend is not None:  # as on a GPU
+            settings.setdefault("batch_invariant", False)
         self.config = make_config(folder, tp, **settings)
         num_blocks = num_blocks or 64 * len(self.config.cache_layout.groups)
         self.num_blocks = num_blocks

@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import gelu_tanh, silu
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.spec import DecoderSpec, MlpSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
 from .load_context import LoadContext
 
 UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
     "relu_squared": lambda x: F.relu(x).square_(),
 }
 

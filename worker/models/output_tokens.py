@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.latent_attention import ChunkBounds
-from ..attention import AttentionInputs, with_groups
+from ..attention import AttentionInputs, GeneratedTokens, with_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,13 @@ def _queries(inputs: AttentionInputs, index: Tensor) -> AttentionInputs:
     num_chunks = len(index) - num_kept_decodes
     seq_lens = inputs.seq_lens.index_select(0, sequences)
     groups = inputs, *inputs.other_groups
+    generated = inputs.generated
+    if generated is not None:
+        own = torch.isin(index, generated.tokens).nonzero().flatten()
+        generated = GeneratedTokens(own, own, seq_lens[own]) if len(own) else None
     queries = replace(
         inputs,
+        generated=generated,
         num_decodes=num_kept_decodes,
         query_start=torch.arange(num_chunks + 1, dtype=torch.int32, device=index.device),
         seq_lens=seq_lens,

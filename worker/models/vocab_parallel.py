@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import tanh
 from ...kernels.linear import PackedWeight, embed, pack
 from ...kernels.lora import LoraGroups
 from ..lora.layers import UNCHANGED
@@ -130,7 +131,7 @@ class VocabParallelHead:
         if self.scale != 1.0:
             logits *= self.scale
         if self.soft_cap:
-            logits = torch.tanh(logits / self.soft_cap).mul_(self.soft_cap)
+            logits = tanh(logits / self.soft_cap).mul_(self.soft_cap)
         return self.pad(logits)
 
     def local_logits(self, x: Tensor, adapted: LoraGroups | None = None) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.linear import linear, pack
 from ...proto.config import DenseConfig, ModelConfig, PoolingConfig
 from ...proto.errors import ModelLoadError
 from ..models.load_context import LoadContext
@@ -51,11 +52,11 @@ class ScoreHead:
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias = pack(weight), bias
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, E] float32 -> [n, labels]."""
-        return F.linear(hidden, self.weight, self.bias)
+        return linear(hidden, self.weight, self.bias)
 
 
 class DenseLayers:
@@ -66,12 +67,12 @@ class DenseLayers:
     """
 
     def __init__(self, layers: Sequence[tuple[Tensor, Tensor | None, Callable[[Tensor], Tensor]]]) -> None:
-        self._layers = layers
+        self._layers = [(pack(weight), bias, activation) for weight, bias, activation in layers]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[n, E] float32 -> [n, out_features of the last layer]."""
         for weight, bias, activation in self._layers:
-            hidden = activation(F.linear(hidden, weight, bias))
+            hidden = activation(linear(hidden, weight, bias))
         return hidden
 
 

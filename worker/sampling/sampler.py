@@ -25,6 +25,7 @@ from torch import Tensor
 from ...kernels import dispatch
 from ...kernels.logits import LogitsProcessors, apply_logits_processors, process_logits
 from ...kernels.sampling import (
+    log_sum_exp,
     sample_full,
     sample_greedy,
     sample_masked,
@@ -194,7 +195,7 @@ class Sampler:
         )  # fmt: skip
         gathered = self._comm.all_gather(torch.cat(local, dim=-1))
         top, top_ids, num_greater, log_total = gathered.split_with_sizes([num_local, num_local, 1, 1], dim=-1)
-        log_total = log_total.logsumexp(dim=0)
+        log_total = log_sum_exp(log_total.squeeze(2).t().contiguous()).unsqueeze(1)
         merged = _concat_ranks(top)
         top, order = merged.topk(min(num_top, merged.shape[1]), dim=-1)
         return (
@@ -309,7 +310,7 @@ class Sampler:
             _concat_ranks(values),
             _concat_ranks(token_ids).int(),
             floor.amax(0).squeeze(1),
-            log_total.logsumexp(0).squeeze(1),
+            log_sum_exp(log_total.squeeze(2).t().contiguous()),
         )
 
 

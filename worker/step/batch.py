@@ -14,7 +14,7 @@ from ...kernels.decode_inputs import RowTables, gather_decodes
 from ...kernels.latent_attention import ChunkBounds
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
-from ..attention import AttentionInputs, OwnTokens, split_groups, with_groups
+from ..attention import AttentionInputs, GeneratedTokens, OwnTokens, split_groups, with_groups
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters, make_step_adapters
 from ..memory.host_to_device import to_device_together
 from ..pooling.pooler import PooledTokens, select_pooled_tokens
@@ -284,6 +284,7 @@ def _gather_inputs(
         seq_lens=device_lens,
         chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
         own_tokens=None if own_tokens is None else OwnTokens(own_tokens, own_tokens),
+        generated=_generated_tokens(rows, own) if device.type == "cpu" else None,
     )
     if rows.partition is not None:
         rows.partition.renumber(attention.block_tables, slots, block_size)
@@ -297,6 +298,20 @@ def _gather_inputs(
         others[0] if others else None,
         attention,
     )
+
+
+def _generated_tokens(rows: DeviceRows, layout: _Layout) -> GeneratedTokens | None:
+    """Return the tokens of chunks that are no prompt's. Returns None if there are none."""
+    chunks = layout.rows[layout.num_decodes :]
+    if not (layout.seq_lens[layout.num_decodes :] > rows.prompt_lens[chunks]).any():
+        return None
+    first = int(layout.query_lens[: layout.num_decodes].sum())
+    is_generated = layout.positions >= rows.prompt_lens[layout.token_rows]
+    is_generated[:first] = False
+    sequences = np.repeat(np.arange(layout.rows.size), layout.query_lens)[is_generated]
+    lens = (layout.positions[is_generated] + 1).astype(np.int32)
+    index = np.flatnonzero(is_generated)
+    return GeneratedTokens(*(torch.from_numpy(each) for each in (index, sequences, lens)))
 
 
 def _own_part(rows: DeviceRows, layout: _Layout) -> _OwnPart | None:

@@ -37,6 +37,7 @@ class DeviceRows:
         device_tables: the same on the device.
         token_ids: [R, max_len + 1] int32 on the device, prompt and output.
         lens: [R] int32, known tokens.
+        prompt_lens: [R] int32, of which the prompt has.
         num_computed: [R] int32, tokens whose KV is in the cache.
         lora_slots: [R] int32, slot of each row's adapter; NO_SLOT for none.
         decoding: [R] bool, rows that compute their newest token in each step.
@@ -62,6 +63,7 @@ class DeviceRows:
         self.device_tables = DeviceTables(self.tables, device)
         self.token_ids = torch.zeros(num_rows, max_len + 1, dtype=torch.int32, device=device)
         self.lens: IntArray = np.zeros(num_rows, dtype=np.int32)
+        self.prompt_lens: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int32)
         self.lora_slots: IntArray = np.full(num_rows, NO_SLOT, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
@@ -180,6 +182,7 @@ class DeviceRows:
         row, length = sequence.row, len(sequence.token_ids)
         self.token_ids[row, :length] = to_device(sequence.token_ids, self.token_ids.device, torch.int32)
         self.lens[row] = length
+        self.prompt_lens[row] = length - sequence.num_generated
         self.num_computed[row] = sequence.num_computed_tokens
         self.decoding[row] = False
         self.lora_slots[row] = sequence.lora_slot

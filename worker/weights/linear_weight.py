@@ -31,7 +31,7 @@ from .weight_slice import WeightSlice
 
 ONLINE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 # Dtypes that C++ ops dequantize panels to.
-PANEL_TYPES = (torch.float32, torch.bfloat16)
+PANEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements of a matrix that are in float32 at a time while it is quantized or dequantized.
 CHUNK_ELEMENTS = 1 << 24
 

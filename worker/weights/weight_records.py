@@ -97,6 +97,8 @@ def tensor_at(record: Record, memory: Tensor) -> Tensor:
 def _packed_record(weight: PackedWeight, store: Store) -> Record:
     if weight.layout is Layout.ONE_DNN:
         raise NoRecordError("a weight in oneDNN's own layout")
+    if weight.layout is Layout.PADDED:
+        raise NoRecordError("a weight with inputs of zeros")
     matrix, panels = store(weight.weight), weight.panels
     if panels is None:
         return ["packed", matrix, None]

@@ -21,12 +21,12 @@ def _available() -> Iterator[None]:
 def test_library_names_every_dtype_of_caches_and_weights() -> None:
     codes = library.dtype_codes()
     quantized = {torch.int8, torch.float8_e4m3fn, torch.uint8, torch.float4_e2m1fn_x2}
-    assert set(codes) == {torch.float32, torch.bfloat16} | quantized
+    assert set(codes) == {torch.float32, torch.bfloat16, torch.float16} | quantized
     assert len(set(codes.values())) == len(codes)
 
 
-def test_library_names_both_gates() -> None:
-    assert set(library.gate_codes()) == {"silu", "gelu_tanh"}
+def test_library_names_all_activations() -> None:
+    assert set(library.gate_codes()) == {"silu", "gelu_tanh", "sigmoid", "tanh"}
 
 
 def test_attention_kernels_have_whole_vectors() -> None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.activation import GATED_ACTIVATIONS
+from ....kernels.activation import GATED_ACTIVATIONS, tanh
+from ....kernels.linear import linear, pack
 from ....kernels.norm import rms_norm
 from ....proto.model.families.gemma import Gemma3n
 from ....proto.model.spec import DecoderSpec, LayerSpec, MlpSpec
@@ -37,17 +38,25 @@ class StreamMixer:
         count, size = altup.num_streams, spec.hidden_size
         self._active, self._eps = altup.active, spec.norm_eps
         self._norm = load.norm(f"{name}.router_norm", size).mul_(1 / size)
-        self._router = load.replicated(f"{name}.modality_router.weight", count, size)
-        self._prediction = load.replicated(f"{name}.prediction_coefs.weight", count * count, count)
-        self._correction = load.replicated(f"{name}.correction_coefs.weight", count, count)
+        self._router = pack(load.replicated(f"{name}.modality_router.weight", count, size))
+        self._prediction = pack(load.replicated(f"{name}.prediction_coefs.weight", count * count, count))
+        self._correction = pack(load.replicated(f"{name}.correction_coefs.weight", count, count))
         self._output_scale: Tensor | None = load.replicated(f"{name}.correct_output_scale", size)
         if not altup.scales_output:
             self._output_scale = None
 
     def predict(self, streams: Tensor) -> Tensor:
         """[T, N, E] -> [T, N, E]."""
-        factors = F.linear(self._modalities(streams[:, self._active]), self._prediction)
-        return torch.baddbmm(streams, factors.unflatten(1, streams.shape[1:2] * 2), streams)
+        factors = linear(self._modalities(streams[:, self._active]), self._prediction)
+        factors = factors.unflatten(1, streams.shape[1:2] * 2)
+        if not streams.is_cpu:
+            return torch.baddbmm(streams, factors, streams)
+        # Addend by addend: the sums of a batched product on a CPU depend on the number of tokens.
+        addends = streams.float()
+        predicted = addends
+        for index in range(streams.shape[1]):
+            predicted = predicted + factors[:, :, index, None].float() * addends[:, None, index]
+        return predicted.to(streams.dtype)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
         """Return the corrected streams.
@@ -56,7 +65,7 @@ class StreamMixer:
             predicted: [T, N, E].
             computed: [T, E], the active stream after the layer.
         """
-        factors = F.linear(self._modalities(computed), self._correction) + 1
+        factors = linear(self._modalities(computed), self._correction) + 1
         innovation = computed - predicted[:, self._active]
         return predicted + factors.unsqueeze(2) * innovation.unsqueeze(1)
 
@@ -66,8 +75,8 @@ class StreamMixer:
         return active.contiguous() if self._output_scale is None else active * self._output_scale
 
     def _modalities(self, active: Tensor) -> Tensor:
-        routed = F.linear(rms_norm(active.contiguous(), self._norm, self._eps), self._router)
-        return routed.float().tanh().to(active.dtype)
+        routed = linear(rms_norm(active.contiguous(), self._norm, self._eps), self._router)
+        return tanh(routed.float()).to(active.dtype)
 
 
 class SparseMlp:

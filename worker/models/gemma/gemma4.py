@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from ....kernels.linear import linear, pack
 from ....kernels.norm import rms_norm
 from ....proto.model.experts import Experts
 from ....proto.model.families.gemma import Gemma4
@@ -29,13 +29,13 @@ class ScaledRouter:
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, experts: Experts, name: str) -> None:
         self._choice, self._eps = ExpertChoice(experts), spec.norm_eps
-        self.weight = load.replicated(f"{name}.proj.weight", experts.count, spec.hidden_size)
+        self.weight = pack(load.replicated(f"{name}.proj.weight", experts.count, spec.hidden_size))
         self._norm = load.replicated(f"{name}.scale", spec.hidden_size).mul_(spec.hidden_size**-0.5)
         self._factors = load.replicated(f"{name}.per_expert_scale", experts.count).float()
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, top_k]."""
-        logits = F.linear(rms_norm(x, self._norm, self._eps), self.weight)
+        logits = linear(rms_norm(x, self._norm, self._eps), self.weight)
         weights, expert_ids = self._choice.choose(logits)
         return weights * self._factors[expert_ids], expert_ids
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ....kernels.linear import linear, pack
 from ....kernels.rope import apply_rope
 from ....kernels.sparse_latent import (
     SCORE_BYTES,
@@ -43,10 +43,10 @@ class Indexer:
             _EPS,
         )
         shape = sizes.num_heads, hidden_size
-        self._weights = torch.empty(shape, dtype=torch.float32, device=load.device)
-        load.checkpoint.read_into(self._weights, f"{name}.weights_proj.weight", shape)
+        weights = torch.empty(shape, dtype=torch.float32, device=load.device)
+        load.checkpoint.read_into(weights, f"{name}.weights_proj.weight", shape)
         # Of the mean over heads, and of the products.
-        self._weights *= (sizes.num_heads * sizes.head_dim) ** -0.5
+        self._weights = pack(weights.mul_((sizes.num_heads * sizes.head_dim) ** -0.5))
 
     def keys(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the keys of tokens, [T, E] -> [T, I]."""
@@ -79,7 +79,7 @@ class Indexer:
         """
         q = self._queries.forward(q_latent).unflatten(1, (-1, self._sizes.head_dim))
         self._rotate(q, cos, sin)
-        weights = F.linear(x.float(), self._weights)
+        weights = linear(x.float(), self._weights)
         block_size, top_k = keys.shape[3], self._sizes.top_k
 
         def score(own: slice) -> Tensor:

@@ -10,12 +10,13 @@ from ....kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_writ
 from ....kernels.latent_attention import (
     EXPANDED_BYTES,
     ChunkBounds,
+    Expansion,
     latent_decode_attention,
     latent_prefill_attention,
 )
 from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
-from ....kernels.sparse_latent import SelectedTokens, sparse_latent_attention
+from ....kernels.sparse_latent import SelectedTokens, slots_of, sparse_latent_attention
 from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache, TokenChoice, chunk_tokens
@@ -68,8 +69,9 @@ class MlaAttention:
         rows = load.head_shard(heads, sizes.qk_nope_head_dim + sizes.v_head_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
         # [Hq, N + V, C]. Quantized checkpoints are dequantized: parts of it are multiplied from both sides.
-        expansion = load.keep(f"matrix {part}", lambda: load.matrix(part))
-        self.expansion = expansion.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.rank)
+        matrix = load.keep(f"matrix {part}", lambda: load.matrix(part))
+        matrix = matrix.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.rank)
+        self.expansion = Expansion.of(matrix, sizes.qk_nope_head_dim)
         self.output = RowParallelLinear(load, f"{name}.o_proj", heads * sizes.v_head_dim, hidden, bias=False)
 
     def forward(
@@ -145,9 +147,14 @@ class MlaAttention:
     def _num_absorbed(self, inputs: AttentionInputs, num_tokens: int) -> int:
         """Return the number of first tokens that attend to latents, if attention is sparse."""
         bounds = inputs.chunks
-        if bounds is not None and self._sizes.expansion_is_cheaper(*bounds):
-            return inputs.num_decodes
-        return num_tokens
+        return inputs.num_decodes if bounds is not None and self._expands(bounds) else num_tokens
+
+    def _expands(self, bounds: ChunkBounds) -> bool:
+        """Return whether chunks are expanded.
+
+        Which way is cheaper depends on the whole batch. Batch-invariant chunks are always expanded, however short.
+        """
+        return self._batch_invariant or self._sizes.expansion_is_cheaper(*bounds)
 
     def _attend_chosen(
         self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs, choice: TokenChoice
@@ -159,7 +166,14 @@ class MlaAttention:
         if choice.visible is not None:
             assert inputs.chunks is not None
             parts.append(self._attend_expanded(q[split:], kv_cache, inputs, inputs.chunks, choice.visible))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if (own := inputs.generated) is not None and choice.visible is not None:
+            assert self._sizes.indexer is not None
+            visible, block_size = choice.visible[own.tokens - split], kv_cache.blocks.shape[3]
+            top_k = min(self._sizes.indexer.top_k, visible.shape[1])
+            slots = slots_of(visible, inputs.block_tables, own.sequences, block_size, top_k)
+            out[own.tokens] = self._attend_selected(q[own.tokens], kv_cache, slots)
+        return out
 
     def _attend_selected(self, q: Tensor, kv_cache: LayerCache, selected: SelectedTokens) -> Tensor:
         """Return the absorbed attention of tokens to selected ones, [T, Hq, V]."""
@@ -173,7 +187,7 @@ class MlaAttention:
                 self._absorb(q[own]), self._latents(kv_cache), selected.slots[own], selected.counts[own],
                 self._sizes.scale, sizes.rank, kv_cache.scales,
             )  # fmt: skip
-            out[own] = self._expand(sums)
+            out[own] = self.expansion.expand(sums)
         return out
 
     def _latents(self, kv_cache: LayerCache) -> Tensor:
@@ -183,14 +197,8 @@ class MlaAttention:
     def _absorb(self, q: Tensor) -> Tensor:
         """Return queries of latents, [T, Hq, N + R] -> [T, Hq, C + R]."""
         qk_nope_head_dim = self._sizes.qk_nope_head_dim
-        keys = self.expansion[:, :qk_nope_head_dim]
-        absorbed = torch.bmm(q[..., :qk_nope_head_dim].transpose(0, 1), keys).transpose(0, 1)
+        absorbed = self.expansion.absorb(q[..., :qk_nope_head_dim])
         return torch.cat((absorbed, q[..., qk_nope_head_dim:]), dim=-1)
-
-    def _expand(self, sums: Tensor) -> Tensor:
-        """Return sums of values from those of latents, [T, Hq, C] -> [T, Hq, V]."""
-        values = self.expansion[:, self._sizes.qk_nope_head_dim :]
-        return torch.bmm(sums.transpose(0, 1), values.mT).transpose(0, 1)
 
     def _attend(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:
         """Return the attention of all of the step's tokens to all earlier ones, [T, Hq, V]."""
@@ -202,7 +210,10 @@ class MlaAttention:
             parts.append(self._attend_absorbed(q[:split], *decodes))
         if split < q.shape[0]:
             parts.append(self._attend_chunks(q[split:], kv_cache, inputs))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if (own := inputs.generated) is not None:
+            out[own.tokens] = self._attend_absorbed(q[own.tokens], kv_cache, tables[own.sequences], own.lens)
+        return out
 
     def _attend_absorbed(
         self,
@@ -217,15 +228,12 @@ class MlaAttention:
             self._absorb(q), self._latents(kv_cache), block_tables, seq_lens, self._sizes.scale, self._sizes.rank,
             splits, kv_cache.scales,
         )  # fmt: skip
-        return self._expand(sums)
+        return self.expansion.expand(sums)
 
     def _attend_chunks(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:
-        """Return the attention of chunks, [T, Hq, V], computed in the cheaper of the two ways.
-
-        Which one that is depends on the whole batch. Batch-invariant chunks are always expanded, however short.
-        """
+        """Return the attention of chunks, [T, Hq, V]."""
         bounds = inputs.chunks
-        if bounds is not None and (self._batch_invariant or self._sizes.expansion_is_cheaper(*bounds)):
+        if bounds is not None and self._expands(bounds):
             return self._attend_expanded(q, kv_cache, inputs, bounds)
         # Each token is a sequence of its own, which ends with it.
         split = inputs.num_decodes

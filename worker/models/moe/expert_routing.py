@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ....kernels.activation import sigmoid
+from ....kernels.linear import linear, pack
 from ....kernels.routing import Routing
 from ....proto.model.experts import Experts
 from ...weights.weight_slice import WeightSlice
@@ -20,7 +21,7 @@ class ExpertRouter:
         correction_name: of the correction in the checkpoint, if the router has one.
 
     Attributes:
-        weight: [X, E].
+        weight: [X, E], packed.
         bias: [X], added to the logits; None for none.
         correction: [X] float32, added to the scores that the choice is made by; None for none.
     """
@@ -36,9 +37,11 @@ class ExpertRouter:
         self._choice = ExpertChoice(experts)
         # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
         self._in_float32 = experts.score == "sigmoid" or experts.num_groups > 1 or experts.correction_bias
-        self.weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
+        weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
+        self.weight = pack(weight.float() if self._in_float32 else weight)
         self.lora = load.adapters([WeightSlice(name, (experts.count, hidden_size), 0, 0, experts.count)])
-        self.bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
+        bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
+        self.bias = bias.float() if bias is not None and self._in_float32 else bias
         self.correction: Tensor | None = None
         if experts.correction_bias:
             # Stored in float32: rounded to bfloat16, those of similar experts would be equal. Some checkpoints store
@@ -50,11 +53,7 @@ class ExpertRouter:
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, top_k]."""
-        if self._in_float32:
-            bias = None if self.bias is None else self.bias.float()
-            logits = F.linear(x.float(), self.weight.float(), bias)
-        else:
-            logits = F.linear(x, self.weight, self.bias)
+        logits = linear(x.float() if self._in_float32 else x, self.weight, self.bias)
         if self.lora.is_active:
             part = torch.zeros_like(logits, dtype=x.dtype)
             self.lora.add(part, x)
@@ -97,9 +96,9 @@ class ExpertChoice:
         if experts.score == "softmax":
             return self._routing.choose(logits.softmax(-1, torch.float32), correction)
         if experts.score == "sigmoid":
-            return self._routing.choose(logits.sigmoid().float(), correction)
+            return self._routing.choose(sigmoid(logits).float(), correction)
         selected, expert_ids = self._routing.choose(logits.float())
-        weights = selected.softmax(dim=-1) if experts.score == "softmax_of_top_k" else selected.sigmoid()
+        weights = selected.softmax(dim=-1) if experts.score == "softmax_of_top_k" else sigmoid(selected)
         return weights, expert_ids
 
 

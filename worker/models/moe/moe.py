@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.activation import GatedActivation
+from ....kernels.activation import GatedActivation, sigmoid
 from ....kernels.dispatch import has_kernels
+from ....kernels.linear import linear, pack
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from ....kernels.panel_experts import PanelExperts, supports
 from ....proto.model.experts import Experts
@@ -143,14 +143,14 @@ class TokenGate:
     """Factor of each token's result of the shared experts; every rank holds it in full."""
 
     def __init__(self, load: LoadContext, hidden_size: int, name: str) -> None:
-        self.weight = load.replicated(f"{name}.weight", 1, hidden_size)
+        self.weight = pack(load.replicated(f"{name}.weight", 1, hidden_size))
         self.lora = load.adapters([WeightSlice(name, (1, hidden_size), 0, 0, 1)])
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, 1]."""
-        y = F.linear(x, self.weight)
+        y = linear(x, self.weight)
         self.lora.add(y, x)
-        return y.sigmoid()
+        return sigmoid(y)
 
 
 class WithExperts:

@@ -1,0 +1,242 @@
+"""A request's tokens and log-probabilities are the same bits alone and among 17 others, with and without drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from model_kinds import KINDS, model_type_of
+from published_checkpoints import CHECKPOINTS, write_published
+from ranked_driver import RankedDriver
+
+from benchmarks.draft_lengths import fixed_lengths
+from quire.cluster.config.model_config import describe_model
+from quire.kernels.native.library import is_available
+from quire.proto.block_tables import IntArray, RowArray
+from quire.proto.config import SpeculativeConfig
+from quire.proto.model.registry import FAMILIES
+from quire.worker.rank import loaded_model
+
+DTYPES = ["float32", "bfloat16", "float16"]
+# Kinds that run in every instruction set: dense, with a window, experts, latents, and latents with an indexer.
+OWN_OPS = ["llama-two-kv-heads", "mistral-window", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
+# Kinds of which each has ops that others lack. The others are slow.
+QUICK = {"mixtral", "gpt_oss", "gemma2", "gemma3n_text", "gemma4_text-experts"}
+QUICK_FORMATS = {"llama-fp8-frozen", "qwen3_moe-fp8", "qwen3_moe-gptq", "qwen3_moe-nvfp4"}
+NUM_BLOCKS, NUM_SPECULATIVE_TOKENS = 400, 4
+SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
+PROMPT_LENS = [1, 37, 70]
+MAX_TOKENS = 20
+GREEDY: dict[str, Any] = {"temperature": 0.0, "logprobs": 2}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "seed": 7, "logprobs": 2}
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(2, 380, length).tolist()
+    return tokens
+
+
+# Handle |-> prompt and settings.
+REQUESTS = {
+    handle: (prompt(handle, length), settings)
+    for handle, (length, settings) in enumerate(
+        (length, settings) for length in PROMPT_LENS for settings in (GREEDY, SEEDED)
+    )
+}
+NEIGHBORS = {100 + i: (prompt(100 + i, 3 + 5 * i), SEEDED | {"seed": i}) for i in range(17)}
+
+
+class KnownOutputs:
+    """Proposes the tokens of a known output; one in four is wrong."""
+
+    known: list[list[int]]
+
+    def __init__(self, config: SpeculativeConfig, rows: Any) -> None:
+        self._rows = rows
+        self._rng = np.random.default_rng(0)
+
+    def forget(self, rows: RowArray) -> None:
+        """Nothing is kept."""
+
+    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        lens = self._rows.lens[rows]
+        texts = self._rows.read_tokens(rows, np.zeros_like(lens), lens)
+        drafts = [self._continue(text.tolist(), most) for text, most in zip(texts, max_lens, strict=True)]
+        lens = np.array([len(each) for each in drafts], np.int32)
+        self._rows.write_drafts(rows, lens, np.concatenate(drafts))
+        return lens
+
+    def _continue(self, text: list[int], most: int) -> IntArray:
+        whole = next((each for each in self.known if each[: len(text)] == text), [])
+        draft = np.array(whole[len(text) : len(text) + most], np.int32)
+        return np.where(self._rng.random(draft.size) < 0.25, 11, draft).astype(np.int32)
+
+
+@pytest.fixture(autouse=True)
+def oracle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(loaded_model, "NgramProposer", KnownOutputs)
+    with fixed_lengths(100):
+        yield
+
+
+def run(
+    engine: Any, requests: dict[int, Any], *, drafts: bool = False, num_blocks: int = NUM_BLOCKS
+) -> RankedDriver:
+    """Run requests together; their prompts are computed in chunks of what the budget of a step leaves."""
+    config = replace(engine.config.with_num_blocks(num_blocks), speculative=SPECULATIVE if drafts else None)
+    driver = RankedDriver(config, engine.step)
+    for handle, (own, settings) in requests.items():
+        driver.add(handle, own, max_tokens=MAX_TOKENS, ignore_eos=True, **settings)
+    driver.run(2)
+    driver.empty_ranks()
+    return driver
+
+
+def assert_same(found: RankedDriver, expected: RankedDriver) -> None:
+    """Assert that tokens and log-probabilities of the requests of `expected` have the same bits."""
+    for handle, output in expected.outputs.items():
+        assert found.outputs[handle] == output, handle
+        assert found.logprobs[handle] == expected.logprobs[handle], handle
+
+
+def check_batch_invariance(engine: Any) -> None:
+    alone = [run(engine, {handle: request}) for handle, request in REQUESTS.items()]
+    together = run(engine, REQUESTS | NEIGHBORS)
+    for single in alone:
+        assert_same(together, single)
+    texts = {handle: own for handle, (own, _) in (REQUESTS | NEIGHBORS).items()}
+    KnownOutputs.known = [texts[handle] + output for handle, output in together.outputs.items()]
+    if engine.config.speculative is None:
+        return
+    few = {handle: REQUESTS[handle] for handle in (0, 1, 2)}
+    drafted = run(engine, few, drafts=True)
+    assert sum(drafted.scheduler.stats.num_accepted) > 0
+    for single in alone[:3]:
+        assert_same(drafted, single)
+
+
+def make_wide_engine(make_engine: Any, folder: Path, dtype: str, **settings: Any) -> Any:
+    return make_engine(
+        folder,
+        1,
+        NUM_BLOCKS,
+        dtype=dtype,
+        block_size=8,
+        max_num_seqs=24,
+        max_num_batched_tokens=48,
+        speculative=SPECULATIVE,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OWN_OPS)
+def test_neighbors_and_drafts_do_not_change_bits(
+    kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
+        for kind in KINDS
+        if kind not in OWN_OPS
+    ],
+)
+def test_neighbors_and_drafts_do_not_change_bits_of_other_kinds(
+    kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    if describe_model(folder, kind).architecture not in FAMILIES:
+        pytest.skip("modules of transformers compute its layers")
+    check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK_FORMATS else pytest.mark.slow) for name in CHECKPOINTS],
+)
+def test_neighbors_and_drafts_do_not_change_bits_of_quantized_weights(
+    name: str, dtype: str, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
+) -> None:
+    published = CHECKPOINTS[name]
+    folder, _ = write_published(
+        make_model(published.kind, seed=3, **published.overrides), tmp_path, published
+    )
+    check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8_e4m3"}],
+    ids=str,
+)
+def test_neighbors_and_drafts_do_not_change_bits_of_numbers_quantized_here(
+    settings: dict[str, str], dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    check_batch_invariance(make_wide_engine(make_engine, make_model("qwen3", seed=7), dtype, **settings))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OWN_OPS)
+def test_preemptions_and_moves_do_not_change_bits(
+    kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    engine = make_wide_engine(make_engine, folder, dtype)
+    requests = {handle: REQUESTS[handle] for handle in (2, 3, 4, 5)}
+    plenty = run(engine, requests)
+    most = plenty.scheduler.stats.peak_used_blocks
+    scarce = [run(engine, requests, num_blocks=most * share // 10) for share in (9, 8, 7)]
+    for driver in scarce:
+        assert_same(driver, plenty)
+    if kind == "llama-two-kv-heads":  # others need few blocks
+        assert sum(driver.scheduler.stats.num_preemptions for driver in scarce) > 0
+    moved = RankedDriver(replace(engine.config, speculative=None).with_num_blocks(NUM_BLOCKS), engine.step)
+    for handle, (own, settings) in requests.items():
+        moved.add(
+            handle,
+            own,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            generated=plenty.outputs[handle][:11],
+            **settings,
+        )
+    moved.run(2)
+    moved.empty_ranks()
+    for handle in requests:
+        assert moved.outputs[handle] == plenty.outputs[handle][11:]
+        assert moved.logprobs[handle] == plenty.logprobs[handle][11:]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", OWN_OPS)
+def test_cached_prefixes_do_not_change_bits(
+    kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    engine = make_wide_engine(make_engine, folder, dtype)
+    first = run(engine, REQUESTS)
+    driver = RankedDriver(replace(engine.config, speculative=None).with_num_blocks(NUM_BLOCKS), engine.step)
+    for length in (1, 8, 30):
+        for handle, (own, settings) in REQUESTS.items():
+            driver.add(1000 * length + handle, own[:length], max_tokens=1, **settings)
+        driver.run(2)
+    for handle, (own, settings) in REQUESTS.items():
+        driver.add(handle, own, max_tokens=MAX_TOKENS, ignore_eos=True, **settings)
+    driver.run(2)
+    driver.empty_ranks()
+    assert driver.scheduler.blocks.num_hit_tokens > 0
+    assert_same(driver, first)
