@@ -329,7 +329,7 @@ struct Strip {
       Vec row[V];
       for (int v = 0; v < V; v++) row[v] = load(b + k * B_STRIDE + v * LANES);
       for (int r = 0; r < TILE_ROWS; r++)
-        for (int v = 0; v < V; v++) acc[r][v] += a[r * A_STRIDE + k] * row[v];
+        for (int v = 0; v < V; v++) acc[r][v] = multiply_add(a[r * A_STRIDE + k], row[v], acc[r][v]);
     }
     for (int r = 0; r < TILE_ROWS; r++)
       for (int v = 0; v < V; v++) store(c + r * C_STRIDE + v * LANES, acc[r][v]);

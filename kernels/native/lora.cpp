@@ -30,7 +30,7 @@ void shrink_tile(const T* const* x, const T* a, int64_t in_features, float* low,
     for (int m = 0; m < M; m++) inputs[m] = read(x[m] + k);
     for (int r = 0; r < R; r++) {
       const Vec row = read(a + r * in_features + k);
-      for (int m = 0; m < M; m++) sums[m][r] += inputs[m] * row;
+      for (int m = 0; m < M; m++) sums[m][r] = multiply_add(inputs[m], row, sums[m][r]);
     }
   };
   for (; k + LANES <= in_features; k += LANES) add([](const T* from) { return load(from); });
@@ -62,7 +62,7 @@ void expand_tile(T* const* y, int64_t first, const T* b, int64_t b_stride, int64
   for (int64_t r = 0; r < rank; r++)
     for (int w = 0; w < W; w++) {
       const Vec column = load(b + r * b_stride + first + w * LANES);
-      for (int m = 0; m < M; m++) sums[m][w] += low[m * stride + r] * column;
+      for (int m = 0; m < M; m++) sums[m][w] = multiply_add(low[m * stride + r], column, sums[m][w]);
     }
   for (int m = 0; m < M; m++)
     for (int w = 0; w < W; w++) store(y[m] + first + w * LANES, sums[m][w]);
@@ -77,7 +77,7 @@ void expand(T* const* y, int64_t first, int64_t end, const T* b, int64_t b_strid
   for (; first < end; first++)
     for (int m = 0; m < M; m++) {
       float sum = to_float(y[m][first]);
-      for (int64_t r = 0; r < rank; r++) sum += low[m * stride + r] * to_float(b[r * b_stride + first]);
+      for (int64_t r = 0; r < rank; r++) sum = multiply_add(low[m * stride + r], to_float(b[r * b_stride + first]), sum);
       store_one(y[m] + first, sum);
     }
 }

@@ -26,7 +26,7 @@ struct F32 {
   static constexpr int STEPS = 1, STEP_INPUTS = 1;
 
   static Columns columns(const Number* row, int) { return load(row); }
-  static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
+  static void add(Vec& sums, Columns w, const Input* x) { sums = multiply_add(*x, w, sums); }
   static float widen(Number w) { return w; }
 };
 
@@ -37,7 +37,7 @@ struct F16 {
   static constexpr int STEPS = 1, STEP_INPUTS = 1;
 
   static Columns columns(const Number* row, int) { return load(row); }
-  static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
+  static void add(Vec& sums, Columns w, const Input* x) { sums = multiply_add(*x, w, sums); }
   static float widen(Number w) { return to_float(w); }
 };
 
@@ -52,7 +52,7 @@ struct I8 {
     memcpy(&fours, row, sizeof fours);
     return __builtin_convertvector(fours << (24 - 8 * step) >> 24, Vec);
   }
-  static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
+  static void add(Vec& sums, Columns w, const Input* x) { sums = multiply_add(*x, w, sums); }
   static float widen(Number w) { return w; }
 };
 
@@ -91,7 +91,7 @@ struct BF16 {
     memcpy(&w, &bits, sizeof bits);
     return w;
   }
-  static void add(Vec& sums, Columns w, const Input* x) { sums += *x * w; }
+  static void add(Vec& sums, Columns w, const Input* x) { sums = multiply_add(*x, w, sums); }
   static float widen(Number w) { return to_float(w); }
 };
 #endif

@@ -60,8 +60,8 @@ struct Pair<float> {
     store(row + PANEL_LEN, odd);
   }
   void add_to(Vec& sums, const float* x) const {
-    sums += x[0] * even;
-    sums += x[1] * odd;
+    sums = multiply_add(x[0], even, sums);
+    sums = multiply_add(x[1], odd, sums);
   }
 };
 
@@ -76,8 +76,8 @@ struct Pair<f16> {
     store(row + PANEL_LEN, odd);
   }
   void add_to(Vec& sums, const float* x) const {
-    sums += x[0] * even;
-    sums += x[1] * odd;
+    sums = multiply_add(x[0], even, sums);
+    sums = multiply_add(x[1], odd, sums);
   }
 };
 
@@ -108,8 +108,8 @@ struct Pair<bf16> {
   void add_to(Vec& sums, const bf16* x) const { BF16::add(sums, (BF16::Columns)bits, x); }
 #else
   void add_to(Vec& sums, const float* x) const {
-    sums += x[0] * as_floats(bits << 16);
-    sums += x[1] * as_floats(bits & 0xFFFF0000u);
+    sums = multiply_add(x[0], as_floats(bits << 16), sums);
+    sums = multiply_add(x[1], as_floats(bits & 0xFFFF0000u), sums);
   }
 #endif
 };

@@ -6,8 +6,10 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
-#if defined(__AVX512BF16__) || defined(__F16C__)
+#if defined(__AVX__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "constants.h"
@@ -206,6 +208,40 @@ inline float to_float(f16 x) {
 }
 
 inline Vec broadcast(float x) { return Vec{} + x; }
+
+// a * b + c, rounded once where the processor can. Sums that several instances of a template compute, for other numbers
+// of tokens, need it: compilers contract a multiplication and an addition in most places only.
+inline Vec multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Vec multiply_add(float a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return multiply_add((Vec)_mm512_set1_ps(a), b, c);
+#elif defined(__FMA__)
+  return multiply_add((Vec)_mm256_set1_ps(a), b, c);
+#elif defined(__aarch64__)
+  return multiply_add((Vec)vdupq_n_f32(a), b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return std::fma(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
 
 // Stores one number with the rounding of a vector store.
 inline void store_one(float* to, float value) { *to = value; }

@@ -53,7 +53,7 @@ void tile_product(const float* a, int64_t a_stride, const float* b, int64_t b_st
     Vec row[V];
     for (int v = 0; v < V; v++) row[v] = load(b + k * b_stride + v * LANES);
     for (int r = 0; r < TILE_ROWS; r++)
-      for (int v = 0; v < V; v++) acc[r][v] += a[r * a_stride + k] * row[v];
+      for (int v = 0; v < V; v++) acc[r][v] = multiply_add(a[r * a_stride + k], row[v], acc[r][v]);
   }
   for (int r = 0; r < TILE_ROWS; r++)
     for (int v = 0; v < V; v++) store(c + r * c_stride + v * LANES, acc[r][v]);

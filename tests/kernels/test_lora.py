@@ -94,11 +94,13 @@ def test_kernel_matches_twin(
         torch.testing.assert_close(each.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def test_token_has_same_bits_in_any_batch() -> None:
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("in_features", [64, 100, 1000])
+def test_token_has_same_bits_in_any_batch(dtype: torch.dtype, in_features: int) -> None:
     """A token's result must not depend on the others, as speculative decoding and recomputation require."""
-    factors = random_factors(PARTS[0], 64, torch.float32)
+    factors = random_factors(PARTS[1], in_features, dtype)
     slots = [1] * 37
-    x, y = torch.randn(37, 64), torch.randn(37, sum(PARTS[0]))
+    x, y = torch.randn(37, in_features).to(dtype), torch.randn(37, sum(PARTS[1])).to(dtype)
     together = y.clone()
     lora.add_lora(together, x, factors, groups_of(slots))
     for token in range(37):
