@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapters import ATTENTION, MLP, VOCABULARY, write_adapter
 from model_kinds import KINDS, model_type_of
 from published_checkpoints import CHECKPOINTS, write_published
 from ranked_driver import RankedDriver
@@ -17,7 +18,8 @@ from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.model_config import describe_model
 from quire.kernels.native.library import is_available
 from quire.proto.block_tables import IntArray, RowArray
-from quire.proto.config import SpeculativeConfig
+from quire.proto.config import LoraConfig, SpeculativeConfig
+from quire.proto.lora import LoraReference
 from quire.proto.model.registry import FAMILIES
 from quire.worker.rank import loaded_model
 
@@ -27,6 +29,12 @@ OWN_OPS = ["llama-two-kv-heads", "mistral-window", "qwen3_moe", "deepseek_v3", "
 # Kinds of which each has ops that others lack. The others are slow.
 QUICK = {"mixtral", "gpt_oss", "gemma2", "gemma3n_text", "gemma4_text-experts"}
 QUICK_FORMATS = {"llama-fp8-frozen", "qwen3_moe-fp8", "qwen3_moe-gptq", "qwen3_moe-nvfp4"}
+# Of OWN_OPS and DTYPES, those that two ranks compute in `make test`.
+QUICK_ON_TWO_RANKS = {
+    ("llama-two-kv-heads", "float16"),
+    ("qwen3_moe", "bfloat16"),
+    ("deepseek_v32", "bfloat16"),
+}
 NUM_BLOCKS, NUM_SPECULATIVE_TOKENS = 400, 4
 SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
 PROMPT_LENS = [1, 37, 70]
@@ -121,10 +129,10 @@ def check_batch_invariance(engine: Any) -> None:
         assert_same(drafted, single)
 
 
-def make_wide_engine(make_engine: Any, folder: Path, dtype: str, **settings: Any) -> Any:
+def make_wide_engine(make_engine: Any, folder: Path, dtype: str, tp: int = 1, **settings: Any) -> Any:
     return make_engine(
         folder,
-        1,
+        tp,
         NUM_BLOCKS,
         dtype=dtype,
         block_size=8,
@@ -142,6 +150,38 @@ def test_neighbors_and_drafts_do_not_change_bits(
 ) -> None:
     folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
     check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=() if (kind, dtype) in QUICK_ON_TWO_RANKS else pytest.mark.slow)
+        for kind in OWN_OPS
+        for dtype in DTYPES
+    ],
+)
+def test_neighbors_and_drafts_do_not_change_bits_of_two_ranks(
+    kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    check_batch_invariance(make_wide_engine(make_engine, folder, dtype, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    [
+        ("qwen3_moe", "enable_expert_parallel"),
+        ("deepseek_v3", "enable_dp_attention"),
+        ("deepseek_v32", "enable_dp_attention"),
+    ],
+)
+def test_neighbors_and_drafts_do_not_change_bits_of_other_divisions(
+    kind: str, setting: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    check_batch_invariance(make_wide_engine(make_engine, folder, dtype, 2, **{setting: True}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,6 +217,57 @@ def test_neighbors_and_drafts_do_not_change_bits_of_quantized_weights(
     check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
 
 
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("llama-two-kv-heads", "float32"),
+        ("qwen3_moe", "bfloat16"),
+        pytest.param("llama-two-kv-heads", "float16", marks=pytest.mark.slow),
+        pytest.param("llama-two-kv-heads", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float32", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "float16", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_neighbors_do_not_change_bits(
+    kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
+) -> None:
+    """Requests with each adapter and without one; a step without any adapter runs other ops."""
+    folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
+    paths = [
+        write_adapter(tmp_path / "all", folder, (*ATTENTION, *MLP, *VOCABULARY), rank=4, seed=1),
+        write_adapter(tmp_path / "some", folder, ("v_proj", "up_proj", "down_proj"), rank=7, seed=2),
+    ]
+    adapters = [*(LoraReference(path.name, str(path)) for path in paths), None]
+    lora = LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)
+    engine = make_wide_engine(make_engine, folder, dtype, lora=lora)
+    config = replace(engine.config, speculative=None).with_num_blocks(NUM_BLOCKS)
+    config = replace(config, cache=replace(config.cache, prefix_caching=False))
+    driver = RankedDriver(config, engine.step)
+    requests = {
+        10 * handle + index: (own, settings | {"lora": lora})
+        for handle, (own, settings) in (REQUESTS | NEIGHBORS).items()
+        for index, lora in enumerate(adapters)
+        if handle in (0, 3, 4) or (handle > 100 and handle % 3 == index)
+    }
+
+    def add(handle: int, first: int) -> None:
+        own, settings = requests[handle]
+        driver.add(first + handle, own, max_tokens=MAX_TOKENS, ignore_eos=True, **settings)
+
+    alone, together = 10_000, 20_000
+    singles = [handle for handle in requests if handle < 100]
+    for handle in singles:
+        add(handle, alone)
+        driver.run(2)
+    for handle in requests:
+        add(handle, together)
+    driver.run(2)
+    for handle in singles:
+        assert driver.outputs[together + handle] == driver.outputs[alone + handle], handle
+        assert driver.logprobs[together + handle] == driver.logprobs[alone + handle], handle
+    assert len({tuple(driver.outputs[alone + 40 + index]) for index in range(3)}) == 3
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "settings",
@@ -184,7 +275,7 @@ def test_neighbors_and_drafts_do_not_change_bits_of_quantized_weights(
     ids=str,
 )
 def test_neighbors_and_drafts_do_not_change_bits_of_numbers_quantized_here(
-    settings: dict[str, str], dtype: str, make_model: Callable[..., Path], make_engine: Any
+    settings: dict[str, Any], dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
     check_batch_invariance(make_wide_engine(make_engine, make_model("qwen3", seed=7), dtype, **settings))
 
