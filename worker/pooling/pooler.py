@@ -114,7 +114,7 @@ class Pooler:
         # [R, E]: of each row whose prompt is not complete the first hidden state, or the sum of those so far.
         self._sums: Tensor | None = None
         if config.pooling_type != "last":
-            self._sums = torch.zeros(num_rows, config.hidden_size, dtype=torch.float32, device=device)
+            self._sums = torch.zeros(num_rows, config.hidden_size, dtype=torch.float64, device=device)
 
     def pool(self, tokens: PooledTokens, hidden: Tensor) -> LaunchedVectors | None:
         """Add a step's hidden states; return the vectors of prompts that are complete, None if none is.
@@ -140,10 +140,13 @@ class Pooler:
         columns = (tokens.rows, tokens.starts, tokens.lens, tokens.sources)
         for row, start, length, source in zip(*(column.tolist() for column in columns), strict=True):
             if self._config.pooling_type == "mean":
-                part = hidden[source : source + length].float().sum(0)
-                sums[row] = part if start == 0 else sums[row] + part
+                if start == 0:
+                    sums[row] = 0
+                # One after the other, as cumsum adds on a CPU: sums of chunks would depend on where chunks end.
+                own = hidden[source : source + length].double()
+                sums[row] = torch.cat((sums[row : row + 1], own)).cumsum(0)[-1]
             elif start == 0:
-                sums[row] = hidden[source].float()
+                sums[row] = hidden[source]
 
     def _take(self, tokens: PooledTokens, done: np.ndarray, hidden: Tensor) -> Tensor:
         """Return the pooled hidden states of complete prompts, [n, E] float32."""
@@ -153,8 +156,8 @@ class Pooler:
         pooled = self._sums.index_select(0, to_device(tokens.rows[done], self._device, torch.int64))
         if self._config.pooling_type == "mean":
             prompt_lens = (tokens.starts + tokens.lens)[done].astype(np.float32)
-            pooled = pooled / to_device(prompt_lens, self._device, torch.float32).unsqueeze(1)
-        return pooled
+            pooled = pooled / to_device(prompt_lens, self._device, torch.float64).unsqueeze(1)
+        return pooled.float()
 
     def _cut(self, vectors: Tensor, lens: IntArray) -> Tensor:
         """Set the elements behind the dimensions that were asked for to 0."""

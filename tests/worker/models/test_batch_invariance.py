@@ -18,9 +18,10 @@ from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.model_config import describe_model
 from quire.kernels.native.library import is_available
 from quire.proto.block_tables import IntArray, RowArray
-from quire.proto.config import LoraConfig, SpeculativeConfig
+from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.lora import LoraReference
 from quire.proto.model.registry import FAMILIES
+from quire.proto.pooling import PoolingParams
 from quire.worker.rank import loaded_model
 
 DTYPES = ["float32", "bfloat16", "float16"]
@@ -266,6 +267,34 @@ def test_adapters_of_neighbors_do_not_change_bits(
         assert driver.outputs[together + handle] == driver.outputs[alone + handle], handle
         assert driver.logprobs[together + handle] == driver.logprobs[alone + handle], handle
     assert len({tuple(driver.outputs[alone + 40 + index]) for index in range(3)}) == 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pooling_type", ["mean", "last"])
+def test_neighbors_do_not_change_bits_of_scored_and_pooled_prompts(
+    pooling_type: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    folder = make_model("llama", seed=7, **KINDS["llama-two-kv-heads"])
+    pooling = PoolingConfig(pooling_type, 64, activation="normalize")
+    engine = make_wide_engine(make_engine, folder, dtype, pooling=pooling)
+    config = replace(engine.config, speculative=None).with_num_blocks(NUM_BLOCKS)
+    driver = RankedDriver(replace(config, cache=replace(config.cache, prefix_caching=False)), engine.step)
+
+    def add(handle: int, own: list[int]) -> None:
+        driver.add(handle, own, pooling=PoolingParams())
+        driver.add(handle + 1, own, max_tokens=1, prompt_logprobs=2, **GREEDY)
+
+    prompts = [own for own, _ in (REQUESTS | NEIGHBORS).values()]
+    for index, own in enumerate(prompts):
+        add(10 * index, own)
+        driver.run(2)
+    for index, own in enumerate(prompts):
+        add(1000 + 10 * index, own)
+    driver.run(2)
+    for index in range(len(prompts)):
+        assert driver.vectors[10 * index] == driver.vectors[1000 + 10 * index], index
+        assert driver.scores.get(10 * index + 1) == driver.scores.get(1000 + 10 * index + 1), index
+    assert any(driver.scores.values())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
