@@ -169,6 +169,19 @@ def test_failed_load_is_reported_and_leaves_the_rank_working(
     references[-1].check_greedy(prompt, generated)
 
 
+def test_adapter_of_expanded_latents_is_refused_by_name(
+    make_model: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    """Decodes multiply kv_b_proj from both sides of cached latents, without an adapter of it."""
+    folder = make_model("deepseek_v3", seed=7)
+    path = write_adapter(tmp_path / "adapter", folder, ("kv_b_proj",))
+    engine = make_engine(folder, 1, lora=LORA)
+    store = engine.runners[0].memory.loaded.adapters.store
+    store.load(LoraLoad(0, str(path)))
+    (report,) = store.take_reports(60)
+    assert "it changes model.layers.0.self_attn.kv_b_proj" in report.error
+
+
 def test_dropped_adapter_is_not_reported(adapted: Callable[[str], Adapted], make_engine: Any) -> None:
     folder, paths, _ = adapted("llama")
     engine = make_engine(folder, 1, lora=LORA)
