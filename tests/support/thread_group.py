@@ -24,6 +24,9 @@ class ThreadGroup:
 
     Args:
         timeout_s: most time that a rank waits for its turn.
+
+    Attributes:
+        num_meetings: meetings that each rank has come to.
     """
 
     def __init__(self, size: int, timeout_s: float = 120) -> None:
@@ -38,6 +41,7 @@ class ThreadGroup:
         self._tensors: dict[int, Tensor] = {}  # rank |-> its tensor
         self._gathered = torch.empty(0)
         self._errors: list[BaseException] = []
+        self.num_meetings = [0] * size  # by rank
 
     def communicator(self, rank: int) -> ThreadCommunicator:
         return ThreadCommunicator(self, rank)
@@ -109,6 +113,10 @@ class ThreadCommunicator:
 
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
+
+    def meet(self, timeout_s: float) -> None:
+        self._group.num_meetings[self.rank] += 1
+        self.barrier()
 
     def close(self, drop_recordings: Callable[[], object] = lambda: None) -> None:
         drop_recordings()

@@ -35,6 +35,16 @@ class Communicator(Protocol):
         """Return when all ranks have called it."""
         ...
 
+    def meet(self, timeout_s: float) -> None:
+        """Wait for all ranks after work that takes them different times, such as reading weights.
+
+        Other collectives fail on a rank that waits longer than the group's own timeout.
+
+        Raises:
+            ConnectionError: a rank did not come in time, or this one has left the group.
+        """
+        ...
+
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         """Leave the group. Safe to call twice.
 
@@ -58,6 +68,9 @@ class SingleRank:
         return tensor.unsqueeze(0)
 
     def barrier(self) -> None:
+        pass
+
+    def meet(self, timeout_s: float) -> None:
         pass
 
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
@@ -89,6 +102,9 @@ class ReplaceableGroup:
 
     def barrier(self) -> None:
         self.group.barrier()
+
+    def meet(self, timeout_s: float) -> None:
+        self.group.meet(timeout_s)
 
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         self.group.close(drop_recordings)

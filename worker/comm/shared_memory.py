@@ -99,6 +99,12 @@ class SharedMemoryCommunicator:
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
 
+    def meet(self, timeout_s: float) -> None:
+        collectives, own = self._open, torch.zeros(1)
+        gathered = own.new_empty((self.size, 1))
+        late = collectives.all_gather(own, gathered, _LIVENESS_CHECK_US)
+        self._wait("meeting", collectives, late, timeout_s)
+
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         if self._collectives is not None:
             self._collectives.close()
@@ -112,12 +118,19 @@ class SharedMemoryCommunicator:
             raise ConnectionError(f"rank {self.rank} has left the group")
         return self._collectives
 
-    def _wait(self, operation: str, collectives: SharedMemoryCollectives, late: int | None) -> None:
+    def _wait(
+        self,
+        operation: str,
+        collectives: SharedMemoryCollectives,
+        late: int | None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Wait for the late rank until it arrives, is found dead, or the deadline passes."""
-        deadline = time.monotonic() + self._timeout_s
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + timeout_s
         while late is not None:
             if time.monotonic() > deadline:
-                raise self._failure(operation, late, f"did not arrive within {self._timeout_s:g} s")
+                raise self._failure(operation, late, f"did not arrive within {timeout_s:g} s")
             # A dead rank may have arrived before it ended.
             is_alive = _is_locked(self._file, late)
             awaited, late = late, collectives.resume(_LIVENESS_CHECK_US if is_alive else 0)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -27,6 +28,8 @@ _SIOCGIFADDR = 0x8915
 _IFREQ_BYTES = 256
 # Leaving a group takes milliseconds.
 CLOSE_TIMEOUT_S = 5.0
+# How often a rank that waits for others at the store checks whether it has left the group.
+MEETING_CHECK_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class TorchDistributed:
         self._device = device
         timeout = timedelta(seconds=timeout_s)
         self._group: Any | None = None
+        self._num_meetings = 0
         try:
             self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
             self._group = _BACKENDS[device.type](self.store, rank, size, host, port, timeout)
@@ -79,6 +83,31 @@ class TorchDistributed:
     def barrier(self) -> None:
         # item() makes the host wait on a GPU as well.
         self.all_reduce(torch.ones(1, device=self._device)).item()
+
+    def meet(self, timeout_s: float) -> None:
+        # NCCL's watchdog ends a rank whose collective waits longer than the group's timeout, and has no other one per
+        # collective; so ranks with GPUs wait at the store. Gloo notices that another rank has ended.
+        if self._device.type == "cpu":
+            options = dist.BarrierOptions()
+            options.timeout = timedelta(seconds=timeout_s)
+            self._run("meeting", lambda group: group.barrier(options))
+            return
+        self._num_meetings += 1
+        key = f"quire/meeting/{self._num_meetings}"
+        if self.store.add(f"{key}/ranks", 1) == self.size:
+            self.store.set(key, "all")
+        deadline = time.monotonic() + timeout_s
+        while True:
+            _ = self._open_group  # another thread leaves it when a rank has failed
+            remaining_s = deadline - time.monotonic()
+            try:
+                self.store.wait([key], timedelta(seconds=max(0.001, min(MEETING_CHECK_S, remaining_s))))
+                return
+            except dist.DistStoreError as error:
+                if remaining_s <= MEETING_CHECK_S:
+                    raise ConnectionError(self._describe(f"meeting in {timeout_s:g} s", error)) from error
+            except RuntimeError as error:
+                raise ConnectionError(self._describe("meeting", error)) from error
 
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         """Leave the group within CLOSE_TIMEOUT_S, also while a collective waits for a rank that has ended.

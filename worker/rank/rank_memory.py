@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ...proto.config import EngineConfig
-from ...proto.engine_command import ALL_TAGS, Action, EngineCommand, SleepTag
+from ...proto.engine_command import ALL_TAGS, COMMAND_TIMEOUT_S, Action, EngineCommand, SleepTag
 from ...proto.errors import ConfigError, ModelLoadError
 from ...proto.model.mtp_layouts import mtp_prefixes
 from ..attention import fixed_item_len, load_chunk_attention
@@ -120,6 +120,7 @@ class RankMemory:
         if self._executor is not None or self.parts != ALL_TAGS:
             return False
         loaded = self.loaded
+        self._meet()
         self._check_same_weights(loaded.digest)
         loaded.model.selfcheck()
         self._executor = StepExecutor(
@@ -212,6 +213,7 @@ class RankMemory:
             self._take(tags)
         except (ConfigError, ModelLoadError) as problem:
             error = str(problem)
+        self._meet()
         if self._all_ranks(not error):
             return ""
         self._free(asleep)
@@ -227,6 +229,7 @@ class RankMemory:
             check_same_layout(model.path, command.path, optional)
         except ModelLoadError as problem:
             error = str(problem)
+        self._meet()
         if not self._all_ranks(not error):
             return error or "another rank cannot read the weights; its node may lack the files"
         self._model = replace(self._model, path=command.path)
@@ -299,6 +302,10 @@ class RankMemory:
         loaded.adapters.begin_step(NO_ADAPTERS)
         self._stages.reset()
         return graphs
+
+    def _meet(self) -> None:
+        """Wait for the other ranks, which may still read weights or allocate memory."""
+        self._comm.meet(COMMAND_TIMEOUT_S)
 
     def _all_ranks(self, is_true: bool) -> bool:
         """Return whether the argument is true on all ranks, which call this together."""

@@ -38,6 +38,8 @@ class Comm(TorchDistributed):
 
     def barrier(self) -> None: ...
 
+    def meet(self, timeout_s: float) -> None: ...
+
 
 class Handle:
     def __init__(self, memory: Tensor) -> None:

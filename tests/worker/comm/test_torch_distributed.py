@@ -13,12 +13,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed
 
 from quire.proto.step import RowSampling, StepResult, decode_reply
 from quire.worker.comm import torch_distributed
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store, interface_of
 
 HOST = "127.0.0.1"
+dist: Any = torch.distributed
 
 # Program of a rank: reads its rank, config, store port, number of blocks and plans from stdin.
 RANK = """
@@ -118,6 +120,91 @@ def test_collective_fails_after_other_rank_left() -> None:
     with pytest.raises(ConnectionError, match="rank 0 has left the group"):
         comm.barrier()
     del store
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_meet_after_more_than_the_timeout_of_collectives(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """On a GPU by the store alone, since NCCL's watchdog would end the rank that waits."""
+    monkeypatch.setattr(torch_distributed, "MEETING_CHECK_S", 0.01)
+    store, port = create_store(HOST)
+    timeout_s = 60.0
+
+    def join(rank: int) -> TorchDistributed:
+        return TorchDistributed(rank, 2, HOST, port, torch.device("cpu"), timeout_s=60)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(join, range(2))
+        if device == "cuda":
+            for comm in (first, second):
+                comm._device, comm._group = torch.device("cuda", 0), FailingGroup()
+        waited = threading.Event()
+        wait = first.store.wait
+
+        def count(*arguments: Any) -> None:
+            try:
+                wait(*arguments)
+            except dist.DistStoreError:
+                waited.set()
+                raise
+
+        if device == "cuda":
+            first.store = Waiting(first.store, count)
+            other = threads.submit(first.meet, timeout_s)
+            assert waited.wait(60)
+            assert not other.done()
+        else:
+            other = threads.submit(first.meet, timeout_s)
+        second.meet(timeout_s)
+        other.result(60)
+        later = [threads.submit(each.meet, timeout_s) for each in (first, second)]
+        for each in later:
+            each.result(60)
+    del store
+
+
+class Waiting:
+    """A store whose waits a test sees."""
+
+    def __init__(self, store: Any, wait: Any) -> None:
+        self._store, self.wait = store, wait
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_meeting_ends_when_the_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread leaves it, as after the failure of a rank that will not come."""
+    monkeypatch.setattr(torch_distributed, "MEETING_CHECK_S", 0.01)
+    comm = join_failing_group(torch.device("cuda", 0))
+    comm.store, comm._num_meetings = LonelyStore(comm), 0
+    with pytest.raises(ConnectionError, match="rank 0 has left the group"):
+        comm.meet(1800)
+
+
+class LonelyStore:
+    """A store at which one rank waits, until the group is left during its third wait."""
+
+    def __init__(self, comm: TorchDistributed) -> None:
+        self.num_waits, self._comm = 0, comm
+
+    def add(self, key: str, amount: int) -> int:
+        return amount
+
+    def wait(self, keys: list[str], timeout: Any) -> None:
+        self.num_waits += 1
+        assert self.num_waits <= 3
+        if self.num_waits == 3:
+            self._comm._group = None
+        raise dist.DistStoreError("wait timeout")
+
+
+def test_meeting_without_another_rank_names_its_deadline() -> None:
+    comm = join_failing_group(torch.device("cuda", 0))
+    comm.store, comm._num_meetings = LonelyStore(comm), 0
+    with pytest.raises(ConnectionError, match=r"meeting in 0\.5 s of rank 0 with the others of 2 failed"):
+        comm.meet(0.5)
 
 
 class FailingGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from adapters import ATTENTION, VOCABULARY, merge, write_adapter
 from draft_heads import add_mtp, write_eagle3
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
+from thread_group import ThreadCommunicator
 
 from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.engine_options import EngineOptions
@@ -25,6 +27,7 @@ from quire.proto.engine_command import Action, EngineCommand, SleepTag
 from quire.proto.errors import ConfigError
 from quire.proto.lora import LoraReference
 from quire.proto.step import StepPlan
+from quire.worker.rank.loaded_model import ModelLoader
 from quire.worker.rank.runner import ModelRunner
 
 PROMPTS = prompts_of([7, 19], seed=6)
@@ -311,3 +314,32 @@ def test_rank_is_replaced_only_with_the_weights_of_the_others(
     else:
         assert errors == {""}
         check_greedy(engine, folder)
+
+
+def test_ranks_meet_after_they_have_read_weights(
+    make_model: Callable[..., Path], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may read for minutes longer than the other, and NCCL's watchdog ends a rank whose collective waits."""
+    first, second = make_model("llama", seed=1), make_model("llama", seed=2)
+    engine = make_engine(first, 2, num_blocks=32, block_size=4, max_model_len=60)
+    driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
+    driver.add(0, PROMPTS[0], max_tokens=20, ignore_eos=True)
+    driver.add(1, PROMPTS[1], max_tokens=20, ignore_eos=True)
+    events: dict[int, list[str]] = {0: [], 1: []}  # rank |-> what it did, in order
+
+    def note(kind: type[Any], method: str, rank_of: Callable[[Any], int]) -> None:
+        call = getattr(kind, method)
+
+        def noted(self: Any, *arguments: Any) -> Any:
+            events[rank_of(self)].append(method)
+            return call(self, *arguments)
+
+        monkeypatch.setattr(kind, method, noted)
+
+    note(ModelLoader, "load", lambda loader: int(loader._comm.rank))
+    for method in ("meet", "all_gather", "all_reduce"):
+        note(ThreadCommunicator, method, lambda comm: int(comm.rank))
+    run_through_commands(driver, second, 20)
+    for own in events.values():
+        assert own.count("load") == 2  # of the update and of the wake
+        assert [after for before, after in itertools.pairwise(own) if before == "load"] == ["meet"] * 2
