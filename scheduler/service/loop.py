@@ -170,7 +170,7 @@ class StepLoop:
         waited_s, deadlines = self._clock() - step.began_at, step.deadlines
         if waited_s >= deadlines.late_s:
             self._set_activity(Activity.LATE)
-            self._group.examine(waited_s, is_overdue=waited_s >= deadlines.failed_s)
+            self._group.examine(waited_s, failed_s=deadlines.failed_s)
         elif (deadlines.expected_s or 0.0) >= LONG_STEP_S:
             self._set_activity(Activity.PREFILL)
 

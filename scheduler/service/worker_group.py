@@ -38,12 +38,13 @@ class WorkerGroup(Protocol):
         """
         ...
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
         """Examine the ranks that have not replied to the oldest plan in flight, which is late. Never waits.
 
         Args:
             waited_s: time since the ranks began the step.
-            is_overdue: a rank that has not replied has failed, even if its process lives.
+            failed_s: time after which a rank that has not replied has failed, even if its process lives, unless it
+                compiles a kernel.
 
         Raises:
             RankFailed: a rank's process is stopped or does not answer, or the step is overdue; names the rank.

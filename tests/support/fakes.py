@@ -324,7 +324,7 @@ class FakeWorkerGroup:
         if self.failure is not None:
             raise self.failure
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None: ...
+    def examine(self, waited_s: float, *, failed_s: float) -> None: ...
 
     def rebuild(self, epoch: int) -> Rebuilt:
         """Start anew with empty rows, unless `rebuild_error` says that it cannot.

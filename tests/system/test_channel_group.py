@@ -224,17 +224,17 @@ def test_hung_rank_is_named_with_its_stage_at_the_deadline(started: Started) -> 
     assert started.group.gather(0.1) is None
     examine_until_answered(started.group)
     with pytest.raises(RankFailed, match=r"rank 0 failed at step 1 in stage forward: no answer in 9.0 s"):
-        started.group.examine(9.0, is_overdue=True)
+        examine_until_answered(started.group, 9.0)
 
 
-def examine_until_answered(group: ChannelWorkerGroup) -> None:
-    """Examine late ranks until they have answered; they are not overdue yet."""
+def examine_until_answered(group: ChannelWorkerGroup, waited_s: float = 1.0) -> None:
+    """Examine late ranks until they have answered."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        group.examine(1.0, is_overdue=False)
+        group.examine(waited_s, failed_s=5.0)
         examination = group._life._examination
         assert examination is not None
-        if None not in examination.stages().values():
+        if examination.is_answered and waited_s < 5.0:
             return
         assert time.monotonic() < deadline, "a rank does not answer"
         time.sleep(0.01)
@@ -245,7 +245,7 @@ def test_stopped_process_is_named_rather_than_a_waiting_rank(started: Started) -
     started.group.broadcast(plan(1, rank=0, action=HANG))
     assert started.group.gather(0.1) is None
     with pytest.raises(RankFailed, match=r"rank 1 failed at step 1: .* its process on host-1 is stopped"):
-        started.group.examine(0.6, is_overdue=False)
+        started.group.examine(0.6, failed_s=5.0)
 
 
 def test_statuses_show_which_ranks_are_idle(started: Started) -> None:

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...kernels.dispatch import num_compilations
+from ...kernels.dispatch import forget_failed_compilation, is_compiling, num_compilations
 from ...kernels.native.instruction_sets import instruction_set
 from ...kernels.native.memory import keep_freed_memory
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
 from ...proto.errors import ConfigError, RankFailed, in_one_line
+from ...proto.replica_status import COMPILE_STAGE
 from ...proto.step import StepPlan, StepResult
 from ..attention import log_chunk_attention
 from ..comm.communicator import Communicator
@@ -84,8 +85,11 @@ class ModelRunner:
 
     @property
     def stage(self) -> str:
-        """Return ``idle``, ``apply``, ``draft``, ``forward``, ``sample``, ``command`` or ``record``."""
-        return self._stages.stage
+        """Return ``idle``, ``apply``, ``draft``, ``forward``, ``sample``, ``command``, ``record`` or ``compile``.
+
+        It is ``compile`` while a kernel variant is compiled in any other stage, which no step is expected to do.
+        """
+        return COMPILE_STAGE if is_compiling() else self._stages.stage
 
     @property
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
@@ -131,6 +135,7 @@ class ModelRunner:
                 blocks of the device. Otherwise no block is written.
         """
         self._stages.reset()
+        forget_failed_compilation()
         self.memory.wake_for_new_group()
         self._prepare(warms_up=has_new_ranks)
 

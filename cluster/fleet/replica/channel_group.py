@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from ....proto.replica_status import RankStatus
 from ....proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from ....proto.transport.channel import ChannelAddress, StepSender
 from ....scheduler import KvTiers, Rebuilt
+from .examination import Examination
 from .rank_processes import Rank, RankHandles, RankProcesses
 
 _log = logging.getLogger(__name__)
@@ -30,8 +32,6 @@ _log = logging.getLogger(__name__)
 # Seconds to wait for the root cause of a failure. One rank's death fails the collectives of the others, whose reports
 # come first: Ray reports a killed process 12 to 29 ms later.
 _ROOT_CAUSE_WAIT_S = 0.3
-# For a late rank's process to report its stage. On a busy machine with two cores an answer takes up to 0.8 s.
-_STAGE_TIMEOUT_S = 3.0
 _UNCHANGED = Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)
 # Begin of the reason in a rank's report that a collective failed: another rank is the cause.
 _COLLECTIVE_FAILED = "ConnectionError"
@@ -93,8 +93,8 @@ class ChannelWorkerGroup:
             self._note_step(result)
         return result
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
-        self._life.examine(waited_s, is_overdue=is_overdue)
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
+        self._life.examine(waited_s, failed_s=failed_s)
 
     def check(self) -> None:
         self._life.check()
@@ -159,7 +159,7 @@ class _Epoch:
         self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
         self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
         self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
-        self._examination: _Examination | None = None
+        self._examination: Examination | None = None
         self._closed = False
         try:
             self._start(join_timeout_s)
@@ -199,7 +199,7 @@ class _Epoch:
             result = replace(result, lora_reports=reports)
         return result
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
         step_id = self._gathered_step + 1
         late = [rank for rank, replied in enumerate(self._replied_steps) if replied < step_id]
         self._raise_ended(late)
@@ -210,23 +210,21 @@ class _Epoch:
                     rank, f"its process{self._on_node(rank)} is stopped and does not answer", waited_s
                 )
         if self._examination is None:
-            self._examination = _Examination({rank: self._ranks[rank].worker for rank in late})
-        stages = self._examination.stages()
-        if is_overdue or self._examination.is_over:
-            self._raise_late(late, stages, waited_s, is_overdue=is_overdue)
+            self._examination = Examination(self._ask, failed_s)
+        if failed := self._examination.find_failed(late, waited_s):
+            self._raise_late(failed, late, self._examination.stages, waited_s)
+
+    def _ask(self, ranks: Sequence[int]) -> _StatusCalls:
+        return _StatusCalls({rank: self._ranks[rank].worker for rank in ranks})
 
     def _raise_late(
-        self, late: list[int], stages: dict[int, str | None], waited_s: float, *, is_overdue: bool
+        self, failed: list[int], late: list[int], stages: Mapping[int, str], waited_s: float
     ) -> None:
-        silent = [rank for rank in late if stages.get(rank) is None]
-        if not silent and not is_overdue:
-            return
-        rank = silent[0] if silent else late[0]
+        rank = failed[0]
         others = ", ".join(f"rank {other} in stage {stages.get(other)}" for other in late if other != rank)
-        silence = f"; its process{self._on_node(rank)} does not answer either" if silent else ""
+        silence = "" if rank in stages else f"; its process{self._on_node(rank)} does not answer either"
         waiting = f" (also without an answer: {others})" if others else ""
-        # Of ranks that all answer, any may be the one that keeps the others in a collective.
-        self.failed_ranks |= set(silent or late)
+        self.failed_ranks |= set(failed)
         problem = f"no answer in {waited_s:.1f} s{silence}{waiting}"
         raise RankFailed(rank, problem, self._gathered_step + 1, stages.get(rank))
 
@@ -343,36 +341,27 @@ class _Epoch:
         return next((failure.stage for failure in self._failures), None)
 
 
-class _Examination:
-    """Asks late ranks for the stage that they are in, without waiting.
+class _StatusCalls:
+    """Questions to ranks for the stage that they are in, which never wait.
 
     Args:
-        workers: rank |-> its actor.
+        ranks: number |-> its actor.
     """
 
-    def __init__(self, workers: dict[int, ray.actor.ActorHandle]) -> None:
-        self._calls = {rank: worker.status.remote() for rank, worker in workers.items()}
-        self._deadline = time.monotonic() + _STAGE_TIMEOUT_S
-        self._stages: dict[int, str | None] = dict.fromkeys(workers)
+    def __init__(self, ranks: Mapping[int, ray.actor.ActorHandle]) -> None:
+        self._calls = {rank: worker.status.remote() for rank, worker in ranks.items()}
 
-    @property
-    def is_over(self) -> bool:
-        """Return whether the ranks had enough time to answer."""
-        return time.monotonic() >= self._deadline
-
-    def stages(self) -> dict[int, str | None]:
-        """Return rank |-> the stage that it reports; None for a process that has not answered."""
+    def take_answers(self) -> dict[int, str]:
         if not self._calls:
-            return self._stages
+            return {}
+        stages: dict[int, str] = {}
         ready, _ = ray.wait(list(self._calls.values()), num_returns=len(self._calls), timeout=0)
         for rank, call in list(self._calls.items()):
             if call in ready:
                 del self._calls[rank]
-                try:
-                    self._stages[rank] = ray.get(call).stage
-                except RayError:
-                    continue  # the process died during the call
-        return self._stages
+                with suppress(RayError):  # the process died during the call
+                    stages[rank] = ray.get(call).stage
+        return stages
 
 
 class SparesClock:

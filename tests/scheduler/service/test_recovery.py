@@ -59,7 +59,8 @@ class Group(FakeWorkerGroup):
     def gather(self, timeout_s: float) -> StepResult | None:  # type: ignore[override]
         return None if self.is_hung else super().gather(timeout_s)
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
+        is_overdue = waited_s >= failed_s
         self.examined.append((waited_s, is_overdue))
         if is_overdue:
             self.is_hung = False

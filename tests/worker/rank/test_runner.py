@@ -234,3 +234,20 @@ def test_bfloat16_runs_on_cpu(make_model: Any, engine_config: Any) -> None:
     script = Script(runner, 8, config.max_blocks_per_seq)
     assert len(script.step((sequence(0, PROMPT, (1, 2, 3)),), **chunks((0, 11)))) == 1
     assert len(script.step()) == 1
+
+
+def test_runner_that_compiles_a_kernel_says_so(make_engine: Any, make_model: Any) -> None:
+    """From Triton's hook before a compilation to the one after it, or to the reset after one that failed."""
+    triton = pytest.importorskip("triton")
+    from quire.kernels.gpu import compilations
+
+    compilations.count_compilations()
+    (runner,) = make_engine(make_model("llama")).runners
+    knobs = triton.knobs.runtime
+    seen = [runner.stage]
+    for end in (knobs.jit_post_compile_hook, lambda **_: runner.reset(has_new_ranks=False)):
+        assert not knobs.jit_cache_hook()
+        seen.append(runner.stage)
+        end()
+        seen.append(runner.stage)
+    assert seen == ["idle", "compile", "idle", "compile", "idle"]
