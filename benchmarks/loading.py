@@ -2,24 +2,39 @@
 
     python -m benchmarks.loading --json benchmarks/results/loading.json
 
-Each load is in a process of its own. transformers loads the formats that need no library besides it.
+Each load is in a process of its own. transformers loads the formats that need no library besides it. Before them, the
+parts of one rank of 2 and of 8 are read from matrices in the page cache, beside reads of the whole file by as many
+threads; the rate of a column slice counts its own bytes, of which a run of some hundred lies in each row.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import Figure, make_parser, median, names_from, report
 from benchmarks.families import UNITS, Generate, measure_load
 from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
 from benchmarks.random_models import make_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quire.worker.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,75 @@ def load_apart(engine: str, name: str, folder: Path) -> dict[str, float]:
     return measured
 
 
+# name |-> [N, K] and dtype of the matrices: down projections of Llama 8B, and of DeepSeek V3's experts.
+MATRICES = {"bfloat16_k14336": (4096, 14336, "bfloat16"), "float8_k2048": (7168, 2048, "float8_e4m3fn")}
+SLICED_BYTES = 256 << 20
+
+
+def measure_slices(folder: Path, repeats: int) -> dict[str, Figure]:
+    """Measure reads of row and column slices of matrices in a file in the page cache, in the best of `repeats`."""
+    import torch
+    from safetensors.torch import save_file
+
+    from quire.worker.weights.checkpoint import MAX_READERS, Checkpoint
+
+    figures: dict[str, Figure] = {}
+    for kind, (num_outputs, num_inputs, dtype_name) in MATRICES.items():
+        dtype = getattr(torch, dtype_name)
+        count = max(1, SLICED_BYTES // (num_outputs * num_inputs * dtype.itemsize))
+        names = [f"layers.{index}.weight" for index in range(count)]
+        matrix = torch.randint(0, 120, (num_outputs, num_inputs * dtype.itemsize), dtype=torch.uint8)
+        save_file({name: matrix.view(dtype).clone() for name in names}, folder / "model.safetensors")
+        shape = num_outputs, num_inputs
+        with closing(Checkpoint(folder)) as checkpoint:
+            rate = best_rate(lambda: read_whole(folder / "model.safetensors", MAX_READERS), repeats)
+            figures[f"loading.slices.{kind}.page_cache"] = Figure(rate, "GB/s", f"{MAX_READERS} threads")
+            for num_ranks, dim in itertools.product((2, 8), (0, 1)):
+                own = [length // num_ranks if axis == dim else length for axis, length in enumerate(shape)]
+                out = torch.zeros(own, dtype=dtype)
+
+                read = functools.partial(read_slices, checkpoint, names, shape, dim, out)
+                name = f"loading.slices.{kind}.{('rows', 'columns')[dim]}_of_{num_ranks}"
+                figures[name] = Figure(best_rate(read, repeats), "GB/s")
+    return figures
+
+
+def read_slices(
+    checkpoint: Checkpoint, names: list[str], shape: tuple[int, int], dim: int, out: Tensor
+) -> int:
+    """Read the second rank's slice of each matrix; return their bytes."""
+    for name in names:
+        checkpoint.read_into(out, name, shape, dim, out.shape[dim])
+    return len(names) * out.nbytes
+
+
+def read_whole(path: Path, num_threads: int) -> int:
+    """Read a file by several threads; return its bytes."""
+    part_bytes, num_bytes = 8 << 20, path.stat().st_size
+    buffers = threading.local()
+
+    def read(start: int) -> None:
+        if not hasattr(buffers, "part"):
+            buffers.part = bytearray(part_bytes)
+        os.preadv(descriptor, [buffers.part], start)
+
+    with ThreadPoolExecutor(num_threads) as threads, path.open("rb") as file:
+        descriptor = file.fileno()
+        list(threads.map(read, range(0, num_bytes, part_bytes)))
+    return num_bytes
+
+
+def best_rate(read: Callable[[], int], repeats: int) -> float:
+    """Return the highest rate of reads, in GB/s, after one that warms up."""
+    read()
+    rates = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        num_bytes = read()
+        rates.append(num_bytes / 1e9 / (time.perf_counter() - started))
+    return max(rates)
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--formats", type=names_from(FORMATS), default=list(FORMATS), metavar="A,B,...")
@@ -109,7 +193,8 @@ def main() -> None:
         _, measured = measure_load(lambda folder: load(engine, FORMATS[name], folder), Path(path))
         print(json.dumps(measured))
         return
-    figures: dict[str, Figure] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure_slices(Path(folder), arguments.repeats)
     with tempfile.TemporaryDirectory() as source:
         make_model(Path(source), arguments.model)
         for name in arguments.formats:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,8 @@ SINGLE_FILE = "model.safetensors"
 _COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".attn.bias", ".attn.masked_bias")
 
 CPU = torch.device("cpu")
+# Threads that read to memory; they are started when there are large tensors.
+MAX_READERS = min(8, os.cpu_count() or 1)
 
 ProgressCallback = Callable[[int, int], None]
 
@@ -67,6 +71,7 @@ class Checkpoint:
     ) -> None:
         self._folder = Path(folder)
         self._writer: DeviceWriter | None = None
+        self._readers = ThreadPoolExecutor(MAX_READERS, thread_name_prefix="weights")
         self._files: dict[str, SafetensorsFile] = {}
         try:
             self._file_of = self._locate_tensors()
@@ -83,6 +88,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Close the files, and free the buffers for a GPU. Safe to call twice."""
+        self._readers.shutdown(cancel_futures=True)
         if self._writer is not None:
             self._writer.close()
         for file in self._files.values():
@@ -224,7 +230,9 @@ class Checkpoint:
         if found != shape:
             raise ModelLoadError(f"{name!r} in {file_name} has shape {list(found)}, expected {list(shape)}")
         try:
-            self.num_bytes_read += self._files[file_name].read_into(out, name, starts, self._writer_for(out))
+            self.num_bytes_read += self._files[file_name].read_into(
+                out, name, starts, self._writer_for(out), self._readers
+            )
         except (OSError, ValueError) as error:
             raise _read_error(self._folder / file_name, error) from error
         self._unread.discard(name)

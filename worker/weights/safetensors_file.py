@@ -1,23 +1,31 @@
 """SafetensorsFile: reads slices of one safetensors file through a buffer of bounded size.
 
 The safetensors library maps files into memory, where a slice of columns touches the pages of nearly the whole tensor.
-Reads here grow the process only by what they return. The format: eight bytes of header length (little-endian), the
-header as JSON (name |-> dtype, shape, data_offsets), the data.
+Reads here grow the process only by what they return, and by one window of the file per thread: columns are copied out
+of a window that is mapped meanwhile, since a read per row took 0.06 GB/s for rows of 256 bytes instead of 2.0 (from
+the page cache, AMD EPYC, November 2026, busy). The format: eight bytes of header length (little-endian), the header
+as JSON (name |-> dtype, shape, data_offsets), the data.
 """
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import json
 import math
+import mmap
+import operator
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from . import device_writer
@@ -25,6 +33,16 @@ from .device_writer import DevicePart, DeviceWriter
 
 MAX_HEADER_BYTES = 16 << 20
 BUFFER_BYTES = 4 << 20
+# Runs of at least so many bytes that are contiguous in the file are read one by one, shorter ones out of windows.
+MIN_RUN_BYTES = 32 << 10
+WINDOW_BYTES = 4 << 20
+# Runs that are further apart than this multiple of their length are read one by one too.
+MAX_SPARSITY = 64
+# Tensors of at least so many bytes are read by several threads.
+MIN_PARALLEL_BYTES = 4 << 20
+# Linux's advice, from 5.14 on, to map the pages of a file at once: errors of the disk and the end of the file are
+# error numbers then, and no signals that end the process.
+_POPULATE_READ = 22
 # Parts of a file that `SafetensorsFile.sample` reads.
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
 
@@ -94,7 +112,12 @@ class SafetensorsFile:
         return b"".join((size.to_bytes(8), *(os.pread(descriptor, SAMPLE_BYTES, start) for start in starts)))
 
     def read_into(
-        self, out: Tensor, name: str, starts: Sequence[int], writer: DeviceWriter | None = None
+        self,
+        out: Tensor,
+        name: str,
+        starts: Sequence[int],
+        writer: DeviceWriter | None = None,
+        readers: Executor | None = None,
     ) -> int:
         """Copy a box (a slice in every dimension) of a tensor into `out`, converted to the dtype and device of `out`.
 
@@ -102,6 +125,7 @@ class SafetensorsFile:
             out: has the box's shape and any strides.
             starts: of the box in each dimension.
             writer: for tensors on a GPU; without one they are read part by part through pageable memory.
+            readers: threads for tensors on a CPU that need no conversion; None to read on this one.
 
         Returns:
             bytes read.
@@ -117,7 +141,7 @@ class SafetensorsFile:
         shape, starts = tensor.shape or (1,), tuple(starts) or (0,)
         out = out.view(1) if out.dim() == 0 else out
         if out.is_cpu and out.dtype == tensor.dtype and out.is_contiguous():
-            self._read_rows(_bytes_of(out), tensor, shape, starts, out.shape)
+            self._read_on_threads(out, tensor, shape, starts, readers)
             return out.nbytes
         row_bytes = math.prod(out.shape[1:]) * tensor.dtype.itemsize
         if writer is not None:
@@ -132,6 +156,24 @@ class SafetensorsFile:
             self._read_rows(_bytes_of(rows), tensor, shape, (starts[0] + first, *starts[1:]), rows.shape)
             out[first : first + len(rows)].copy_(rows)
         return len(out) * row_bytes
+
+    def _read_on_threads(
+        self,
+        out: Tensor,
+        tensor: StoredTensor,
+        shape: tuple[int, ...],
+        starts: tuple[int, ...],
+        readers: Executor | None,
+    ) -> None:
+        """Fill a contiguous tensor with the box."""
+        if readers is None or out.nbytes < MIN_PARALLEL_BYTES:
+            self._read_rows(_bytes_of(out), tensor, shape, starts, out.shape)
+            return
+        parts = self._parts(out, tensor, shape, starts)
+        reads = [readers.submit(part.read, _bytes_of(part.target)) for part in parts]
+        wait(reads)  # all of them, since they write to `out`
+        for read in reads:
+            read.result()
 
     def _parts(
         self, out: Tensor, tensor: StoredTensor, shape: tuple[int, ...], starts: tuple[int, ...]
@@ -156,12 +198,54 @@ class SafetensorsFile:
         starts: tuple[int, ...],
         lengths: Sequence[int],
     ) -> None:
-        """Fill `target` with the box, one read per run of bytes that are contiguous in the file."""
+        """Fill `target` with the box: by one read per long run of bytes, else out of windows."""
         itemsize = tensor.dtype.itemsize
+        run_bytes, distance = _run_len(shape, lengths) * itemsize, _distance(shape, lengths) * itemsize
+        if run_bytes < min(MIN_RUN_BYTES, len(target)) and distance <= MAX_SPARSITY * run_bytes:
+            out = np.frombuffer(target, np.uint8).reshape(*lengths[:-1], lengths[-1] * itemsize)
+            strides = _strides(shape)
+            first = tensor.offset + itemsize * sum(map(operator.mul, starts, strides))
+            self._read_scattered(out, first, (*(itemsize * stride for stride in strides[:-1]), 1))
+            return
         place = 0
         for first, length in _runs(shape, starts, lengths):
             self._read_bytes(target[place : place + length * itemsize], tensor.offset + first * itemsize)
             place += length * itemsize
+
+    def _read_scattered(self, out: NDArray[np.uint8], offset: int, strides: tuple[int, ...]) -> None:
+        """Fill `out` with bytes that lie `strides` apart in the file in each dimension, from `offset` on."""
+        span = 1 + sum((length - 1) * stride for length, stride in zip(out.shape, strides, strict=True))
+        if span <= WINDOW_BYTES:
+            window = self._map_window(offset, span)
+            if window is None:
+                window = np.empty(span, np.uint8)
+                self._read_bytes(memoryview(window), offset)
+            np.copyto(out, np.lib.stride_tricks.as_strided(window, out.shape, strides))
+            return
+        axis = next(axis for axis, length in enumerate(out.shape) if length > 1)
+        rows_at_once = min(max(1, WINDOW_BYTES // strides[axis]), -(-out.shape[axis] // 2))
+        rows = out.swapaxes(0, axis)
+        for first in range(0, out.shape[axis], rows_at_once):
+            own = rows[first : first + rows_at_once].swapaxes(0, axis)
+            self._read_scattered(own, offset + first * strides[axis], strides)
+
+    def _map_window(self, offset: int, length: int) -> NDArray[np.uint8] | None:
+        """Return bytes of the file, mapped as long as the array lives; None if that is not possible.
+
+        Raises:
+            OSError: they cannot be read, or the file ends before them.
+        """
+        start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        try:
+            mapped = mmap.mmap(
+                self._file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_READ
+            )
+            mapped.madvise(_POPULATE_READ)
+        except (OSError, ValueError, AttributeError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EFAULT, errno.EIO):
+                raise
+            return None
+        return np.frombuffer(mapped, np.uint8)[offset - start :]
 
     def _read_bytes(self, target: memoryview, offset: int) -> None:
         while len(target):
@@ -175,14 +259,33 @@ def _runs(
     shape: tuple[int, ...], starts: tuple[int, ...], lengths: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
     """Yield first index and length of each contiguous run of a box's elements, in the order of the box."""
-    inner = len(shape) - 1  # the innermost dimension that the box covers only in part
-    while inner > 0 and lengths[inner] == shape[inner]:
-        inner -= 1
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    run_len = lengths[inner] * strides[inner]
+    inner, strides, run_len = _inner_dim(shape, lengths), _strides(shape), _run_len(shape, lengths)
     first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
     for outer in itertools.product(*(range(length) for length in lengths[:inner])):
         yield first + sum(place * stride for place, stride in zip(outer, strides, strict=False)), run_len
+
+
+def _inner_dim(shape: tuple[int, ...], lengths: Sequence[int]) -> int:
+    """Return the innermost dimension that a box covers only in part."""
+    inner = len(shape) - 1
+    while inner > 0 and lengths[inner] == shape[inner]:
+        inner -= 1
+    return inner
+
+
+def _run_len(shape: tuple[int, ...], lengths: Sequence[int]) -> int:
+    """Return the elements of a box that are contiguous in the file."""
+    inner = _inner_dim(shape, lengths)
+    return lengths[inner] * math.prod(shape[inner + 1 :])
+
+
+def _distance(shape: tuple[int, ...], lengths: Sequence[int]) -> int:
+    """Return the elements from the begin of a contiguous run of a box to the next one's."""
+    return math.prod(shape[_inner_dim(shape, lengths) :])
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -81,5 +81,6 @@ def test_peak_memory_and_reads_are_those_of_own_slices(make_model: Any) -> None:
         whole = (folder / "model.safetensors").stat().st_size
         assert whole > 100e6
         # Half of each matrix; norms and biases of row-parallel layers, read in full, add a thousandth.
-        assert whole / 2 < measured["read"] < 1.02 * whole / 2, (folder, measured)
+        # Pages that are mapped, to slice columns, do not count as read.
+        assert measured["read"] < 1.02 * whole / 2, (folder, measured)
         assert measured["peak"] < 1.15 * whole / 2, (folder, measured)

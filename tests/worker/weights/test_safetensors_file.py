@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.worker.weights import safetensors_file
+from quire.worker.weights import device_writer, safetensors_file
 from quire.worker.weights.safetensors_file import SafetensorsFile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.float8_e4m3fn]
@@ -52,6 +54,67 @@ def test_read_into_equals_torch_slice(
                 turned = torch.empty(expected.shape[::-1], dtype=whole.dtype)
                 file.read_into(turned.t(), name, starts)
                 assert torch.equal(turned.t().float(), expected.float())
+
+
+@pytest.mark.parametrize("window_bytes", [1, 64, 1 << 20])
+@pytest.mark.parametrize("is_mapped", [True, False])
+@pytest.mark.parametrize("num_threads", [0, 3])
+def test_scattered_runs_equal_torch_slice(
+    tensors: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    window_bytes: int,
+    is_mapped: bool,
+    num_threads: int,
+) -> None:
+    """Out of windows of the file, which are mapped or, where that is not possible, read."""
+    monkeypatch.setattr(safetensors_file, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(safetensors_file, "MIN_PARALLEL_BYTES", 1)
+    monkeypatch.setattr(device_writer, "BUFFER_BYTES", 128)
+    if not is_mapped:
+        monkeypatch.setattr(safetensors_file, "_POPULATE_READ", -1)
+    save_file(tensors, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    rng = random.Random(2)
+    with ThreadPoolExecutor(max(1, num_threads)) as threads:
+        for name, whole in tensors.items():
+            for _ in range(4):
+                ranges = [sorted((rng.randint(0, length), rng.randint(0, length))) for length in whole.shape]
+                expected = whole[tuple(slice(*ends) for ends in ranges)]
+                out = torch.empty(expected.shape, dtype=whole.dtype)
+                starts = [start for start, _ in ranges]
+                file.read_into(out, name, starts, readers=threads if num_threads else None)
+                assert torch.equal(out.float(), expected.float())
+
+
+def test_columns_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read per row is 30 times slower; a sparse slice reads its rows alone."""
+    num_reads = [0]
+    preadv = os.preadv
+
+    def count(*arguments: Any) -> int:
+        num_reads[0] += 1
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", count)
+    monkeypatch.setattr(safetensors_file, "_POPULATE_READ", -1)  # windows are read instead of mapped
+    save_file({"x": torch.zeros(4000, 2048, dtype=torch.uint8)}, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    file.read_into(torch.empty(4000, 256, dtype=torch.uint8), "x", [0, 256])
+    assert num_reads[0] <= 3
+    num_reads[0] = 0
+    file.read_into(torch.empty(40, 16, dtype=torch.uint8), "x", [0, 256])
+    assert num_reads[0] == 40
+
+
+def test_columns_of_a_truncated_file_raise(tmp_path: Path) -> None:
+    """Not a signal that ends the process, as the access to a mapped page would be."""
+    save_file({"x": torch.zeros(40, 8192, dtype=torch.uint8)}, tmp_path / "x.safetensors")
+    file = SafetensorsFile(tmp_path / "x.safetensors")
+    with (tmp_path / "x.safetensors").open("r+b") as opened:
+        opened.truncate(20 * 8192)
+    with pytest.raises((ValueError, OSError)):
+        file.read_into(torch.empty(40, 1024, dtype=torch.uint8), "x", [0, 1024])
 
 
 def write(path: Path, header: Any, data: bytes = b"", header_len: int | None = None) -> Path:
