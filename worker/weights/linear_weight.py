@@ -166,9 +166,9 @@ def read_matrix(
     """
     stored = None
     if quantization is not None and not quantization.is_online:
-        stored = read_quantized(checkpoint, part, quantization)
+        stored = read_quantized(checkpoint, part, quantization, device)
     if stored is not None:
-        return dequantize(stored.to(device)).to(dtype)
+        return dequantize(stored).to(dtype)
     out = torch.empty(part.outputs[1], part.inputs[1], dtype=dtype, device=device)
     checkpoint.read_into(out, f"{part.name}.weight", part.shape, part.dim, part.start)
     return out
@@ -210,7 +210,7 @@ def _read_stored(
     keep_codes: bool,
 ) -> LinearWeight:
     """Read slices of a quantized checkpoint, which may store some of them in full precision."""
-    read = [read_quantized(checkpoint, part, quantization) for part in parts]
+    read = [read_quantized(checkpoint, part, quantization, device) for part in parts]
     stored = [weight for weight in read if weight is not None]
     if not stored:
         return _read_plain(checkpoint, parts, dtype, device)
@@ -218,12 +218,12 @@ def _read_stored(
         merged = _merge(stored)
         # Ops multiply whole layers by codes.
         keep_codes = keep_codes and len(merged) == 1
-        weights = [make_linear_weight(weight.to(device), dtype, keep_codes=keep_codes) for weight in merged]
+        weights = [make_linear_weight(weight, dtype, keep_codes=keep_codes) for weight in merged]
     else:
         weights = [
             _read_plain(checkpoint, [part], dtype, device)
             if weight is None
-            else make_linear_weight(weight.to(device), dtype)
+            else make_linear_weight(weight, dtype)
             for part, weight in zip(parts, read, strict=True)
         ]
     return weights[0] if len(weights) == 1 else StackedWeight(tuple(weights))

@@ -31,7 +31,7 @@ from torch import Tensor
 from ...kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, pack_nibbles, unpack_nibbles
 from ...proto.errors import ConfigError, ModelLoadError
 from ...proto.model.quantization import MXFP4_GROUP_LEN, Quantization
-from .checkpoint import Checkpoint
+from .checkpoint import CPU, Checkpoint
 from .weight_slice import Range, WeightSlice
 
 # Output of each of the eight elements of a word, lowest bits first.
@@ -53,20 +53,27 @@ UNUSED = (
     "v_scale",
 )
 
-Reader = Callable[[Checkpoint, WeightSlice, Quantization], QuantizedWeight | None]
+# Reads the codes to a device, and unpacks them there; the smaller tensors stay in memory.
+Reader = Callable[[Checkpoint, WeightSlice, Quantization, torch.device], QuantizedWeight | None]
 
 
 def read_quantized(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
-    """Read a slice of a quantized matrix. Returns None if the checkpoint stores it in full precision.
+    """Read a slice of a quantized matrix to a device.
+
+    Returns:
+        None if the checkpoint stores the matrix in full precision.
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape, or a group is out of range.
         ConfigError: the slice begins or ends inside a word that packs several elements.
     """
-    weight = _READERS[quantization.method](checkpoint, part, quantization)
-    if weight is None or part.interleaving is None:
+    weight = _READERS[quantization.method](checkpoint, part, quantization, device)
+    if weight is None:
+        return None
+    weight = weight.to(device)
+    if part.interleaving is None:
         return weight
     return weight.reordered(part.interleaving.order(weight.out_features))
 
@@ -88,7 +95,7 @@ class _Groups:
 
 
 def _read_gptq(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.scales"):
         return None
@@ -104,6 +111,7 @@ def _read_gptq(
         (num_inputs // per_word, num_outputs),
         _in_words(part, part.inputs, per_word),
         part.outputs,
+        device=device,
     )
     zeros = _read_words(
         checkpoint,
@@ -133,7 +141,7 @@ def _of_layer(checkpoint: Checkpoint, part: WeightSlice, quantization: Quantizat
 
 
 def _read_awq(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.scales"):
         return None
@@ -141,7 +149,12 @@ def _read_awq(
     scales, groups = _read_scales_by_group(checkpoint, part, quantization)
     outputs = _in_words(part, part.outputs, per_word)
     words = _read_words(
-        checkpoint, f"{part.name}.qweight", (num_inputs, num_outputs // per_word), part.inputs, outputs
+        checkpoint,
+        f"{part.name}.qweight",
+        (num_inputs, num_outputs // per_word),
+        part.inputs,
+        outputs,
+        device=device,
     )
     zeros = _read_words(
         checkpoint, f"{part.name}.qzeros", (groups.count, num_outputs // per_word), groups.range, outputs
@@ -151,12 +164,12 @@ def _read_awq(
 
 
 def _read_compressed(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.weight_packed"):
-        return _read_codes(checkpoint, part, quantization)
+        return _read_codes(checkpoint, part, quantization, device)
     if checkpoint.dtype_of(f"{part.name}.weight_packed") == torch.uint8:
-        return _read_float4(checkpoint, part, "weight_packed")
+        return _read_float4(checkpoint, part, "weight_packed", device)
     (num_outputs, num_inputs), shape = part.shape, checkpoint.shape_of(f"{part.name}.weight_packed")
     bits = WORD_BITS * shape[1] // num_inputs if len(shape) == 2 else 0
     if bits not in (4, 8):
@@ -172,6 +185,7 @@ def _read_compressed(
         (num_outputs, num_inputs // per_word),
         part.outputs,
         _in_words(part, part.inputs, per_word),
+        device=device,
     )
     zeros = _read_zeros(checkpoint, part, groups, bits)
     _ignore_unused(checkpoint, part)
@@ -180,7 +194,9 @@ def _read_compressed(
     return _unsigned(words.view(torch.uint8), bits, scales, zeros, groups)
 
 
-def _read_float4(checkpoint: Checkpoint, part: WeightSlice, codes_name: str) -> QuantizedWeight:
+def _read_float4(
+    checkpoint: Checkpoint, part: WeightSlice, codes_name: str, device: torch.device
+) -> QuantizedWeight:
     """Read a slice in NVFP4 or MXFP4 whose codes have this name."""
     (num_outputs, num_inputs), name = part.shape, f"{part.name}.weight_scale"
     num_groups = max(1, checkpoint.shape_of(name)[-1])
@@ -195,6 +211,7 @@ def _read_float4(checkpoint: Checkpoint, part: WeightSlice, codes_name: str) -> 
         (num_outputs, num_inputs // 2),
         part.outputs,
         _in_words(part, part.inputs, 2),
+        device=device,
     )
     _ignore_unused(checkpoint, part)
     return QuantizedWeight(codes.view(FLOAT4), scales.t().contiguous(), None, groups.index)
@@ -209,16 +226,16 @@ def _scale_all(checkpoint: Checkpoint, part: WeightSlice, scales: Tensor) -> Ten
 
 
 def _read_modelopt(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
     name = f"{part.name}.weight"
     if checkpoint.has(name) and checkpoint.dtype_of(name) == torch.uint8:
-        return _read_float4(checkpoint, part, "weight")
-    return _read_codes(checkpoint, part, quantization)
+        return _read_float4(checkpoint, part, "weight", device)
+    return _read_codes(checkpoint, part, quantization, device)
 
 
 def _read_codes(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
     """Read weights of 8 bits that are stored unpacked."""
     scale_names = f"{part.name}.weight_scale_inv", f"{part.name}.weight_scale"
@@ -234,14 +251,14 @@ def _read_codes(
             )
         return None
     scales, groups = _read_scales(checkpoint, name, part, quantization.block_shape)
-    codes = checkpoint.read(f"{part.name}.weight", part.shape, part.outputs, part.inputs)
+    codes = checkpoint.read(weight_name, part.shape, part.outputs, part.inputs, device=device)
     zeros = _read_zeros(checkpoint, part, groups, 8)
     _ignore_unused(checkpoint, part)
     return QuantizedWeight(codes, scales, _unless_zero(zeros), groups.index)
 
 
 def _read_mxfp4(
-    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
 ) -> QuantizedWeight | None:
     if not checkpoint.has(f"{part.name}.weight_blocks"):
         return None
@@ -254,7 +271,7 @@ def _read_mxfp4(
     num_groups = num_inputs // MXFP4_GROUP_LEN
     groups = start // MXFP4_GROUP_LEN, length // MXFP4_GROUP_LEN
     shape = num_outputs, num_groups, MXFP4_GROUP_LEN // 2
-    blocks = checkpoint.read(f"{part.name}.weight_blocks", shape, part.outputs, groups)
+    blocks = checkpoint.read(f"{part.name}.weight_blocks", shape, part.outputs, groups, device=device)
     scales = checkpoint.read(f"{part.name}.weight_scales", (num_outputs, num_groups), part.outputs, groups)
     return QuantizedWeight(blocks.flatten(1).view(FLOAT4), _powers_of_two(scales).t().contiguous())
 
@@ -356,11 +373,17 @@ def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Ten
     return _Groups(num_groups, needed, index - first)
 
 
-def _read_words(checkpoint: Checkpoint, name: str, shape: tuple[int, int], *ranges: Range) -> Tensor:
+def _read_words(
+    checkpoint: Checkpoint,
+    name: str,
+    shape: tuple[int, int],
+    *ranges: Range,
+    device: torch.device = CPU,
+) -> Tensor:
     """Read words that pack several elements; arguments as for Checkpoint.read."""
     if checkpoint.has(name) and checkpoint.dtype_of(name) != torch.int32:
         raise ModelLoadError(f"{name!r} is stored as {checkpoint.dtype_of(name)}, expected torch.int32")
-    return checkpoint.read(name, shape, *ranges)
+    return checkpoint.read(name, shape, *ranges, device=device)
 
 
 def _in_words(part: WeightSlice, elements: Range, per_word: int) -> Range:
@@ -382,7 +405,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 def _unpack_awq(words: Tensor) -> Tensor:
     """[A, W] int32 -> [A, 8 W] uint8 in the order of the outputs."""
-    places = torch.tensor(AWQ_ORDER).argsort()
+    places = torch.tensor(AWQ_ORDER, device=words.device).argsort()
     return _unpack(words, 4).view(*words.shape, len(AWQ_ORDER))[:, :, places].flatten(1)
 
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from quantized_models import SCHEMES, Scheme, write_quantized
 from safetensors.torch import load_file, save_file
+from stand_in_gpu import installed
 from torch import Tensor
 
 from quire.kernels.native.library import is_available
-from quire.kernels.quantized_linear import dequantize
+from quire.kernels.quantized_linear import QuantizedWeight, dequantize
 from quire.proto.errors import ConfigError, ModelLoadError
 from quire.proto.model.quantization import MODELOPT_BLOCK, Quantization, read_quantization
 from quire.proto.model.registry import check_supported
@@ -25,6 +26,7 @@ from quire.worker.comm.communicator import SingleRank
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.weights import linear_weight
 from quire.worker.weights.checkpoint import Checkpoint
+from quire.worker.weights.device_writer import DeviceWriter
 from quire.worker.weights.linear_weight import PanelCodes, PlainWeight, read_linear
 from quire.worker.weights.quantized_layouts import read_quantized
 from quire.worker.weights.weight_slice import WeightSlice
@@ -111,7 +113,7 @@ def test_scales_of_modelopt_per_block_are_found_for_any_slice(tmp_path: Path) ->
     expected = codes.float() * scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)
     for dim, start, length in ((0, 100, 150), (0, 256, 44), (1, 64, 256), (1, 100, 200)):
         found = read_quantized(
-            Checkpoint(tmp_path), WeightSlice("x", (300, 512), dim, start, length), quantization
+            Checkpoint(tmp_path), WeightSlice("x", (300, 512), dim, start, length), quantization, CPU
         )
         assert found is not None
         torch.testing.assert_close(dequantize(found).float(), expected.narrow(dim, start, length))
@@ -143,12 +145,53 @@ def test_read_quantized_slices_equal_written_weights(name: str, folders: Any, en
             for num_ranks in (1, 2, 4):
                 length = shape[dim] // num_ranks
                 parts = [WeightSlice(layer, shape, dim, rank * length, length) for rank in range(num_ranks)]
-                found = [read_quantized(checkpoint, part, quantization) for part in parts]
+                found = [read_quantized(checkpoint, part, quantization, CPU) for part in parts]
                 if "down_proj" in layer and name == "some-layers-left":
                     assert found == [None] * num_ranks
                     continue
                 together = torch.cat([dequantize(weight) for weight in found if weight], dim)
                 torch.testing.assert_close(together, expected[f"{layer}.weight"], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+@pytest.mark.parametrize("name", SCHEMES)
+def test_codes_are_unpacked_on_the_gpu(
+    name: str, folders: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read by several threads through page-locked memory, and no copy of them waits for the GPU."""
+    checkpoint, quantization = Checkpoint(folders[name][0]), scheme_of(folders[name][0], engine_config)
+    parts = [
+        WeightSlice(f"model.layers.0.{layer}", shape, dim, shape[dim] // 2, shape[dim] // 2)
+        for layer, shape in (("self_attn.q_proj", (128, 64)), ("mlp.down_proj", (64, 128)))
+        for dim in range(2)
+    ]
+    expected = [read_quantized(checkpoint, part, quantization, CPU) for part in parts]
+    written: list[int] = []
+    write = DeviceWriter.write
+
+    def note(writer: DeviceWriter, own: Any) -> None:
+        own = list(own)
+        written.extend(part.num_bytes for part in own)
+        write(writer, own)
+
+    monkeypatch.setattr(DeviceWriter, "write", note)
+    with installed(monkeypatch):
+        for part, weight in zip(parts, expected, strict=True):
+            written.clear()
+            found = read_quantized(checkpoint, part, quantization, torch.device("cuda", 0))
+            assert (found is None) == (weight is None)
+            if found is None or weight is None:
+                continue
+            assert sum(written) >= weight.codes.nbytes
+            for ours, theirs in zip(fields_of(found), fields_of(weight), strict=True):
+                assert torch.equal(ours, theirs)
+        checkpoint.close()
+
+
+def fields_of(weight: QuantizedWeight) -> list[Tensor]:
+    """Return the tensors of a weight, as bytes in host memory."""
+    tensors = weight.codes.view(torch.uint8), weight.scales.float(), weight.zeros, weight.group_index
+    return [tensor.cpu() for tensor in tensors if tensor is not None]
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -316,7 +359,7 @@ def test_layers_of_gptq_may_have_other_bits_and_groups(
     quantization = scheme_of(folders["gptq"][0], engine_config)
     for start in (0, 64):
         part = WeightSlice(layer, (64, 128), 1, start, 64)
-        found = read_quantized(Checkpoint(tmp_path / "mixed"), part, quantization)
+        found = read_quantized(Checkpoint(tmp_path / "mixed"), part, quantization, CPU)
         assert found is not None
         expected = load_file(twin / "model.safetensors")[f"{layer}.weight"][:, start : start + 64]
         torch.testing.assert_close(dequantize(found), expected, rtol=1e-6, atol=1e-7)
@@ -328,7 +371,7 @@ def test_block_scales_may_be_powers_of_two(tmp_path: Path) -> None:
     tensors = {"x.weight": codes, "x.weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
     save_file(tensors, tmp_path / "model.safetensors")
     quantization = Quantization("float8", block_shape=(16, 16))
-    found = read_quantized(Checkpoint(tmp_path), WeightSlice("x", (32, 32), 0, 8, 16), quantization)
+    found = read_quantized(Checkpoint(tmp_path), WeightSlice("x", (32, 32), 0, 8, 16), quantization, CPU)
     assert found is not None
     expected = codes.float() * scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
     assert torch.equal(dequantize(found).float(), expected[8:24])
@@ -407,7 +450,7 @@ def test_packed_word_has_documented_bit_order(layout: str, word: int, tmp_path: 
         {f"x.{key}": tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors"
     )
     quantization = Quantization("compressed" if layout == "packed" else layout, bits=4, group_len=1)
-    found = read_quantized(Checkpoint(tmp_path), WeightSlice("x", (8, 8), 0, 0, 8), quantization)
+    found = read_quantized(Checkpoint(tmp_path), WeightSlice("x", (8, 8), 0, 0, 8), quantization, CPU)
     assert found is not None
     numbers = torch.arange(8.0).expand(8, 8) - (8 if layout == "packed" else 0)
     assert torch.equal(dequantize(found), numbers.t() if layout == "awq" else numbers)
