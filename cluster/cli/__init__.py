@@ -12,6 +12,7 @@ import typer
 from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
 from .batch.command import run_batch
 from .chat import chat
+from .compile import compile_kernels
 from .deploy import delete, deploy, drain
 from .doctor.command import doctor as doctor_command
 from .engine import engine
@@ -56,6 +57,7 @@ for _command in (
     chaos,
 ):
     app.command(cls=Command)(_command)
+app.command("compile", cls=Command)(compile_kernels)
 app.add_typer(engine, name="engine")
 
 

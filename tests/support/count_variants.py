@@ -1,10 +1,12 @@
-"""Counts the kernel variants that Triton would compile while requests run: ``count_variants.py MODEL [FEATURE]``.
+"""Counts the kernel variants that Triton would compile while requests run.
 
-The feature is one of FEATURES, or none.
+Usage: ``count_variants.py MODEL [FEATURE [ready]]``.
+
+The feature is one of FEATURES, or none. With ``ready`` no requests run.
 
 The whole worker runs on a stand-in GPU. Each launch binds and specializes its arguments as on a GPU of compute
-capability 9.0, and computes its result by the PyTorch reference; nothing is compiled. Prints the number of variants
-before the first step, and then each variant that a random load needs in addition.
+capability 9.0, and computes its result by the PyTorch reference; nothing is compiled. Prints the variants before the
+first step and their number, and then each variant that a random load needs in addition.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ CAPABILITY = 90
 NUM_SEQUENCES = 60
 MAX_LEN = 120
 NUM_BLOCKS = 512
+SETTINGS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 24}
 
 
 class Variants:
@@ -172,7 +175,8 @@ def compile_grammar(model: ModelConfig) -> bytes:
     return library.compile(GrammarSpec("regex", "([a-z]{2}[0-9]){40,}"))
 
 
-def main(folder: Path, feature: str) -> None:
+def load_worker_conftest() -> Any:
+    """Return tests/worker/conftest.py, with Triton's interpreter off."""
     path = Path(__file__).parent.parent / "worker" / "conftest.py"
     spec = importlib.util.spec_from_file_location("worker_conftest", path)
     assert spec is not None
@@ -181,14 +185,23 @@ def main(folder: Path, feature: str) -> None:
     sys.modules["worker_conftest"] = worker
     spec.loader.exec_module(worker)
     os.environ.pop("TRITON_INTERPRET", None)  # which triton_device sets
+    return worker
+
+
+def main(folder: Path, feature: str, until: str = "") -> None:
+    worker = load_worker_conftest()
     variants = Variants()
     variants.install()
     decode_splits.NUM_EXTRA_ITEMS = 4
     dispatch.has_kernels = lambda tensor: getattr(tensor, "device", None) == torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch, installed(patch, stand_in=stand_in):
-        settings = {"block_size": 4, "max_num_seqs": 24, **FEATURES[feature](folder)}
+        settings = {**SETTINGS, **FEATURES[feature](folder)}
         engine = worker.Engine(folder, device="cuda", num_blocks=NUM_BLOCKS, **settings)
+        for variant in variants.new:
+            print("variant", variant)
         print("ready", len(variants.new))
+        if until == "ready":
+            return
         variants.new.clear()
         run_random_load(engine, worker.Planned, feature)
         for variant in variants.new:

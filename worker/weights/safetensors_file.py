@@ -219,7 +219,7 @@ class SafetensorsFile:
             window = self._map_window(offset, span)
             if window is None:
                 window = np.empty(span, np.uint8)
-                self._read_bytes(memoryview(window), offset)
+                self._read_bytes(window.data, offset)
             np.copyto(out, np.lib.stride_tricks.as_strided(window, out.shape, strides))
             return
         axis = next(axis for axis, length in enumerate(out.shape) if length > 1)
