@@ -1,8 +1,8 @@
 """Choice of each token's experts by the scores of a router.
 
-On a CPU one C++ op (native/routing.cpp) computes what takes PyTorch up to 14 ops, with the same bits: if a weight or
-the order of ties differed, so could the tokens of a model. PyTorch documents neither the order of its sums nor that
-of ties, so each Routing compares the op with PyTorch before it uses the op.
+On a GPU a Triton kernel computes in one launch what takes PyTorch up to 14. On a CPU one C++ op (native/routing.cpp)
+does, with the same bits: if a weight or the order of ties differed, so could the tokens of a model. PyTorch documents
+neither the order of its sums nor that of ties, so each Routing compares the op with PyTorch before it uses the op.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .dispatch import on_gpu
 from .native import ops as cpu
 from .native.library import is_available
 
@@ -67,7 +68,7 @@ class Routing:
         """
         if scores.is_cpu and (sum_lanes := self._sum_lanes):
             return self._choose_natively(scores, correction, sum_lanes)
-        return self.choose_by_torch(scores, correction)
+        return choose_experts(scores, correction, self)
 
     def choose_by_torch(self, scores: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `choose`, by PyTorch."""
@@ -101,6 +102,12 @@ class Routing:
     @functools.cached_property
     def _sum_lanes(self) -> int:
         return _find_sum_lanes(self)
+
+
+@on_gpu("routing")
+def choose_experts(scores: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Return what `Routing.choose` does; of equal scores any may come first."""
+    return routing.choose_by_torch(scores, correction)
 
 
 @functools.cache

@@ -42,6 +42,7 @@ from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_
 from quire.kernels.paged_cache import copy_blocks
 from quire.kernels.quantized_kv import quantize as quantize_kv
 from quire.kernels.quantized_linear import FLOAT8, float8_linear, quantize, quantized_linear
+from quire.kernels.routing import Routing, choose_experts
 
 
 def cases(sizes: Sizes) -> Iterator[OpCase]:
@@ -256,7 +257,8 @@ def quantized_layers(sizes: Sizes) -> Iterator[OpCase]:
 def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
     """Yield the feed-forward network of a mixture of experts, of which each token takes 8 of 64.
 
-    And its second product alone as adapters of experts need it, whose terms are not added up.
+    And its second product alone as adapters of experts need it, whose terms are not added up; and the choice of
+    the best of four times as many experts, in groups.
     """
     count, top_k = (64, 8) if sizes.device == "cuda" else (4, 2)
     hidden, inner = sizes.model.hidden_size // 2, sizes.model.intermediate_size // 8
@@ -285,10 +287,17 @@ def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
         choices = sort_choices(expert_ids, count)
         return partial(gather_terms, rows, make_weights(hidden, inner), choices, factors)
 
+    def make_routing(index: int) -> Op:
+        scores = random(sizes, tokens, 4 * count).float().sigmoid()
+        correction = random(sizes, 4 * count).float() / 4
+        own = Routing(4 * count, top_k, 4, 2, 2, normalized=True, scale=2.5)
+        return partial(choose_experts, scores, correction, own)
+
     num_read, num_products = min(count, tokens * top_k), tokens * top_k * hidden * inner
     num_bytes = num_read * hidden * inner * dtype.itemsize
     yield OpCase(f"experts.{tokens}", sizes.device, 3 * num_bytes, 6 * num_products, make)
     yield OpCase(f"expert_terms.{tokens}", sizes.device, num_bytes, 2 * num_products, make_terms)
+    yield OpCase(f"routing.{tokens}", sizes.device, tokens * (16 * count + 12 * top_k), 0, make_routing)
 
 
 def has_flash_attention() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from launched_kernels import FLOAT8_CAPABILITY
 from model_shapes import LatentShape, head_shapes, latent_shapes
+from routings import ROUTINGS
 
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers
 from quire.kernels.attention_variant import PLAIN, AttentionVariant
@@ -28,6 +29,7 @@ from quire.kernels.gpu import (
     process_logits,
     quantize_tokens,
     quantized_linear,
+    routing,
     sample_full,
     sample_top_k_top_p,
     sparse_latent,
@@ -47,6 +49,7 @@ def launch_everything(capability: int) -> None:
     launch_sampler()
     launch_quantized_linear(capability)
     launch_experts(capability)
+    launch_routing()
     launch_adapters()
 
 
@@ -175,6 +178,13 @@ def launch_experts(capability: int) -> None:
             weights.append(ExpertWeights(int8.to(torch.float8_e4m3fn), torch.zeros(8, 1, 256)))
         for each in weights:
             launch_expert_linears(num_tokens, each, torch.bfloat16)
+
+
+def launch_routing() -> None:
+    """Launch the choice of experts of every size that is tested."""
+    for own in ROUTINGS:
+        for correction in (None, torch.zeros(own.num_experts)):
+            routing.choose_experts(torch.zeros(3, own.num_experts), correction, own)
 
 
 def launch_adapters() -> None:

@@ -21,7 +21,7 @@ class ExpertRouter:
         correction_name: of the correction in the checkpoint, if the router has one.
 
     Attributes:
-        weight: [X, E], packed.
+        weight: [X, E], packed, in float32 if the scores are.
         bias: [X], added to the logits; None for none.
         correction: [X] float32, added to the scores that the choice is made by; None for none.
     """
