@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
@@ -30,11 +31,13 @@ class Variant:
     Attributes:
         module, name: of the kernel.
         data: of the variant, as Triton serializes it.
+        signature: the types of its arguments, pickled: in `data` the fields of named tuples have no names.
     """
 
     module: str
     name: str
     data: str
+    signature: bytes
 
 
 # Stands in for a compiled kernel.
@@ -117,7 +120,8 @@ def note_variants(capability: int) -> dict[Variant, None]:
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         kernel = fn.jit_function
-        variants[Variant(fn.module, kernel.fn.__name__, compile["specialization_data"])] = None
+        signature = pickle.dumps(compile["signature"])
+        variants[Variant(fn.module, kernel.fn.__name__, compile["specialization_data"], signature)] = None
         kernel.device_caches[0][0][compile["key"]] = _NOT_LAUNCHED  # so that it is noted once
         return True  # as if it were being compiled
 
@@ -135,10 +139,19 @@ def compile_variant(variant: Variant, capability: int) -> str | None:
     """Compile a variant to Triton's cache on disk, in any process; return why it cannot be."""
     driver.set_active(_AbsentDriver(capability))
     kernel = getattr(importlib.import_module(variant.module), variant.name)
+    signature = pickle.loads(variant.signature)  # noqa: S301  (from the process that started this one)
+    compile_with = kernel._do_compile
+
+    def compile_with_names(key: Any, unnamed: Any, *rest: Any, **options: Any) -> Any:
+        return compile_with(key, signature, *rest, **options)
+
+    kernel._do_compile = compile_with_names
     try:
         kernel.preload(variant.data)
     except Exception as error:
         return f"{variant.module}.{variant.name}: {type(error).__name__}: {error}"
+    finally:
+        kernel._do_compile = compile_with
     return None
 
 
