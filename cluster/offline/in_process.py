@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from ...proto.errors import InvalidRequest, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
-from ...scheduler import InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
+from ...scheduler import InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop, open_sink
 from ...worker import LaunchedStep, ModelRunner, SingleRank, compute_device, on_device
 from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
@@ -135,12 +136,13 @@ class InProcessEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config, self._group = load_in_process(config)
         self.scheduler = Scheduler(self.config)
+        self._events = open_sink(self.config.cache, time.time())
         self._thread = ThreadPoolExecutor(1, "steps")
         self._stepping = threading.Lock()
 
     def run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
         mailbox = InMemoryMailbox()
-        loop = StepLoop(self.scheduler, self._group, mailbox, self.config.model.name)
+        loop = self._loop(mailbox)
         batch = _Batch(collectors, advance, mailbox, loop)
         try:
             self._thread.submit(self._serve, batch, loop).result()
@@ -153,7 +155,7 @@ class InProcessEngine:
 
     def control(self, command: EngineCommand) -> None:
         mailbox = InMemoryMailbox()
-        loop = StepLoop(self.scheduler, self._group, mailbox, self.config.model.name)
+        loop = self._loop(mailbox)
         outcomes: list[EngineControlled] = []
 
         def on_message(message: ReplicaMessage) -> None:
@@ -168,6 +170,9 @@ class InProcessEngine:
         if outcomes[0].error:
             raise InvalidRequest("command", outcomes[0].error)
 
+    def _loop(self, mailbox: InMemoryMailbox) -> StepLoop:
+        return StepLoop(self.scheduler, self._group, mailbox, self.config.model.name, events=self._events)
+
     def _serve(self, batch: _Batch, loop: StepLoop) -> None:
         with self._stepping:
             batch.submit()
@@ -175,6 +180,7 @@ class InProcessEngine:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self._events.close()
         self._group.close()
 
 

@@ -23,6 +23,7 @@ from .values import (
     positive_up_to,
     processor_names,
     share,
+    zmq_endpoint,
 )
 
 DEVICES = ("cpu", "cuda")
@@ -176,6 +177,20 @@ class CacheOptions:
     prefix_caching: bool = _kv_option(
         True, help="Keep computed KV blocks for later prompts with the same beginning."
     )
+    kv_events: str | None = _kv_option(
+        None,
+        help="Publish the blocks that the prefix cache stores and removes, with their tokens, for routers that read "
+        "vLLM's KV events. Not encrypted: bind it where only routers can connect.",
+        metavar="zmq://HOST:PORT",
+        check=zmq_endpoint,
+    )
+    kv_events_replay: str | None = _kv_option(
+        None,
+        help="Where routers ask for KV events that they missed. Default: nowhere.",
+        metavar="zmq://HOST:PORT",
+        check=zmq_endpoint,
+    )
+    kv_events_topic: str = _kv_option("", help="Topic of the messages of --kv-events.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -241,6 +241,14 @@ def web_origins(name: str, value: str) -> str | None:
     return None
 
 
+def zmq_endpoint(name: str, value: str) -> str | None:
+    """Check an address at which a ZeroMQ socket is bound."""
+    match = re.fullmatch(r"zmq://(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+|\*):([0-9]{1,5}|\*)", value)
+    if match is None or (match[2] != "*" and not 0 < int(match[2]) < 1 << 16):
+        return f"{name} is {value!r}, must be zmq://HOST:PORT; with * as the port, the system chooses it"
+    return None
+
+
 def processor_names(name: str, value: str) -> str | None:
     """Check names of logits processors, separated by commas."""
     names = value.split(",")

@@ -338,6 +338,7 @@ class Scheduler:
                         pool=submit.prefix_pool,
                     )
                 ),
+                has_common_root=not (submit.salt or submit.lora or submit.tenant or submit.prefix_pool),
                 weights_version=self.control.weights_version,
                 tenant=submit.tenant,
                 prefix_pool=submit.prefix_pool,

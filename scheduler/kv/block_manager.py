@@ -11,11 +11,12 @@ from ...proto.config import EngineConfig
 from ...proto.digests import child_digest
 from ..sequences.sequence import Sequence
 from .block_pool import SCRATCH_BLOCK, BlockPool, RowPartitions
+from .cache_events import DEVICE_MEDIUM, CacheEvents, CacheKey, NoCacheEvents
 from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .kv_tiers import KvTiers
 from .planned_moves import PendingFills, PlannedMoves
-from .prefix_cache import MIN_PARTIAL_SHARE, CacheKey, PrefixCache, make_caches
+from .prefix_cache import MIN_PARTIAL_SHARE, PrefixCache, make_caches
 from .prefix_lookup import Prefix, PrefixLookup
 
 
@@ -31,6 +32,7 @@ class BlockManager:
     Attributes:
         tables: row |-> block ids; the ranks keep copies.
         journal: changes of the set of cached prefixes, in device or host memory.
+        events: the same changes with their tokens, for routers outside of quire, if there are any.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
     """
 
@@ -48,16 +50,29 @@ class BlockManager:
         self._first_live: IntArray = np.zeros(self.num_groups * num_rows, np.int32)
         self._max_held = layout.max_held_blocks(config.scheduler.max_num_batched_tokens, cache.block_size)
         self.journal = CacheJournal(window_blocks=layout.num_hit_blocks(cache.block_size))
+        self.events = CacheEvents() if cache.kv_events else NoCacheEvents()
         self.host = (
             HostTier(
-                cache.num_host_kv_blocks, cache.block_size, self.num_groups, self.journal, self.num_partitions
+                cache.num_host_kv_blocks,
+                cache.block_size,
+                self.num_groups,
+                self.journal,
+                self.events,
+                self.num_partitions,
             )
             if cache.num_host_kv_blocks
             else None
         )
         # Those of each cache group, for each partition in turn.
         self._caches = (
-            make_caches(cache.block_size, self.num_groups, self.journal, self.num_partitions)
+            make_caches(
+                cache.block_size,
+                self.num_groups,
+                self.journal,
+                self.events,
+                DEVICE_MEDIUM,
+                self.num_partitions,
+            )
             if cache.prefix_caching
             else []
         )
@@ -355,10 +370,13 @@ class BlockManager:
         digests.append(digest)
         key = digest, parent, tokens
         # The greatest is no placeholder of a released block, unless all are.
-        caches = self._caches_of(self._pool.partition_of(max(block_ids)))
+        partition = self._pool.partition_of(max(block_ids))
+        caches = self._caches_of(partition)
         for cache, block_id in zip(caches, block_ids, strict=True):
             if block_id != SCRATCH_BLOCK and cache.insert(key, block_id):
                 self._pool.keep_content(block_id)
+                if cache is caches[0]:
+                    self.events.add_stored(key, sequence, partition)
 
     # Release
 
@@ -548,8 +566,9 @@ class BlockManager:
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + self.block_size].tobytes()
         key = sequence.block_digests[index], parent, tokens
-        block_id = int(self.tables.ids[self._table(row, group), index])
-        self._insert(self._caches_of(self.partition_of(row))[group], key, block_id)
+        block_id, partition = int(self.tables.ids[self._table(row, group), index]), self.partition_of(row)
+        if self._insert(self._caches_of(partition)[group], key, block_id) and group == 0:
+            self.events.add_stored(key, sequence, partition)
         return block_id
 
     def _publish_loaded(self, row: int, sequence: Sequence, num_blocks: int) -> None:
@@ -566,9 +585,11 @@ class BlockManager:
         start = partition * self.num_groups
         return self._caches[start : start + self.num_groups] if self.num_partitions > 1 else self._caches
 
-    def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> None:
-        if cache.insert(key, block_id):
+    def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> bool:
+        is_new = cache.insert(key, block_id)
+        if is_new:
             self._pool.keep_content(block_id)
+        return is_new
 
     def _evict(self, block_id: int) -> None:
         """Evict a cached block: move its content to host memory if there is room."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from .block_pool import BlockPool
+from .cache_events import HOST_MEDIUM, CacheEvents, CacheKey
 from .cache_journal import CacheJournal
-from .prefix_cache import CacheKey, make_caches
+from .prefix_cache import make_caches
 
 
 class HostTier:
@@ -19,7 +20,7 @@ class HostTier:
         num_blocks: usable blocks of each partition.
         block_size: tokens per block.
         num_groups: cache groups.
-        journal: see make_caches.
+        journal, events: see make_caches.
     """
 
     def __init__(
@@ -28,10 +29,11 @@ class HostTier:
         block_size: int,
         num_groups: int,
         journal: CacheJournal,
+        events: CacheEvents,
         num_partitions: int = 1,
     ) -> None:
         self._num_groups = num_groups
-        self._caches = make_caches(block_size, num_groups, journal, num_partitions)
+        self._caches = make_caches(block_size, num_groups, journal, events, HOST_MEDIUM, num_partitions)
         self._pool = BlockPool(num_blocks + 1, self._forget, num_partitions)
 
     @property

@@ -29,6 +29,7 @@ class Sequence:
         max_len: number of tokens, prompt included, at which it ends by length.
         token_ids: prompt and generated tokens, as far as they were moved out of the row.
         root: start of the chain of its block digests.
+        has_common_root: requests without tenant, salt and adapter have the same root.
         prefix_pool: its tenant shares prefixes with the other tenants of this pool; empty if with none.
         num_cached_tokens: as reported to its tenant, see `OwnPrefixes`.
         block_digests: prefix-cache digest of each full block of token_ids.
@@ -69,6 +70,7 @@ class Sequence:
     eos_token_ids: tuple[int, ...]
     arrived_at: float
     root: bytes = b""
+    has_common_root: bool = False
     tenant: str = ""
     prefix_pool: str = ""
     rank: int = 0

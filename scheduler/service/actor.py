@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -20,6 +21,7 @@ from ...proto.config import EngineConfig
 from ...proto.faults import SIGNALS, Fault
 from ...proto.transport.network import CurveKeys
 from ..core.scheduler import Scheduler
+from .kv_events import open_sink
 from .loop import StepLoop
 from .worker_group import WorkerGroup
 from .zmq_mailbox import ZmqMailbox
@@ -64,13 +66,16 @@ class SchedulerActor:
 
         Raises:
             ReplicaUnavailable: a rank did not join.
+            ConfigError: an address of kv_events cannot be bound.
         """
         with ExitStack() as opened:
             group = make_group()
             opened.callback(group.close)
             mailbox = ZmqMailbox(endpoint, keys)
             opened.callback(mailbox.close)
-            self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id)
+            events = open_sink(config.cache, time.time())
+            opened.callback(events.close)
+            self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id, events=events)
             self._open = opened.pop_all()
         self._config, self._make_group = config, make_group
         gc.freeze()  # a full collection of all modules takes 0.1 s, which would delay a step

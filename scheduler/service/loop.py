@@ -32,6 +32,7 @@ from ...proto.stream import (
 )
 from ..core.replies.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
+from .event_sink import EventSink, NoSink
 from .mailbox import Mailbox
 from .recovery import GroupRecovery
 from .worker_group import WorkerGroup
@@ -57,6 +58,7 @@ class StepLoop:
 
     Args:
         clock: monotonic time, seconds; the only time that the scheduler sees.
+        events: receives the changes of the prefix caches.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class StepLoop:
         mailbox: Mailbox,
         replica_id: str,
         clock: Callable[[], float] = time.monotonic,
+        events: EventSink | None = None,
     ) -> None:
+        self._events = events or NoSink()
         self._config = scheduler.config
         self._scheduler = scheduler
         self._group = group
@@ -118,6 +122,7 @@ class StepLoop:
         except RankFailed as failure:
             self._recover(failure)
             busy = True
+        self._events.publish(self._scheduler.blocks.events.take(), time.time())
         self.handle_messages(0.0 if busy else IDLE_CHECK_S)
 
     def step(self) -> bool:

@@ -48,6 +48,7 @@ from quire.proto.options.values import (
     check_target_modules,
     processor_names,
     web_origins,
+    zmq_endpoint,
 )
 from quire.scheduler.core.queue.policy import ADMISSION_KEYS
 from quire.worker.structured.compilation import AUTO, GUIDANCE, XGRAMMAR
@@ -88,6 +89,8 @@ def sample(option: Option) -> tuple[Any, str]:
         return "secret", "secret"
     if option.check is web_origins:
         return "https://example.com", "https://example.com"
+    if option.check is zmq_endpoint:
+        return "zmq://127.0.0.1:5557", "zmq://127.0.0.1:5557"
     if option.check in (processor_names, check_target_modules):
         return "first,second", "first,second"
     return (Path("/some/text"), "/some/text") if option.kind is PATH else ("some text", "some text")
