@@ -124,8 +124,10 @@ class KvEventPublisher:
         if not events:
             return
         for partition in sorted({event.partition for event in events}):
-            own = [message_of(event, self._block_size) for event in events if event.partition == partition]
-            self._add(KVEventBatch(timestamp, own, partition))
+            own = (event for event in events if event.partition == partition)
+            self._add(
+                KVEventBatch(timestamp, [message_of(each, self._block_size) for each in own], partition)
+            )
         self._wakeup.wake()
 
     def close(self) -> None:

@@ -5,7 +5,8 @@ from array import array
 import pytest
 
 from quire.proto.digests import child_digest, make_root
-from quire.scheduler.kv.prefix_cache import CacheKey, PrefixCache
+from quire.scheduler.kv.cache_events import CacheKey
+from quire.scheduler.kv.prefix_cache import PrefixCache
 
 ROOT = make_root("model")
 
