@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--traces DIR] [--quick] --json benchmarks/results/memory.json
 
-The serving scheduler makes every decision; benchmarks.replay lists what is simulated. The arrivals of each trace are
+The serving scheduler makes every decision; only the ranks are simulated. The arrivals of each trace are
 scaled so that its prompts and KV reads keep the simulated machine busy for a share LOAD of the time.
 
 - memory.hit_rate.<trace>.<blocks>: share of prompt tokens found in a pool of that many blocks, which running
@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.progress import track
 
 from benchmarks.common import Figure, make_parser, report
-from benchmarks.replay import Roofline, replay
+from benchmarks.replay import busy_s, replay, roofline
 from benchmarks.trace import Trace, read_traces
 from quire.proto.cache_groups import make_layout
 
@@ -72,7 +72,7 @@ Figures = dict[str, Figure]
 
 def at_load(trace: Trace) -> Trace:
     """Return the trace with arrivals scaled to LOAD."""
-    return trace.over(Roofline().busy_s(trace) / LOAD)
+    return trace.over(busy_s(trace, roofline()) / LOAD)
 
 
 def measure_hits(trace: Trace, num_blocks: int) -> Figures:

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from benchmarks.common import Figure, make_parser, report
-from benchmarks.overload_model import OVERLOADED, Call, Load, Phase, ReplicaModel, serve
+from benchmarks.overload_model import OVERLOADED, Call, Load, Phase, serve
+from benchmarks.replay import ReplicaModel
 
 # Requests per second.
 RATES = (40.0, 45.0, 50.0, 55.0, 60.0, 65.0, 70.0, 90.0, 120.0, 180.0)

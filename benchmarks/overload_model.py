@@ -1,6 +1,6 @@
 """One replica under a load of requests with deadlines, in simulated time.
 
-Scheduler and StepLoop are the real ones; `SimulatedGroup` gives steps the time of a roofline. Requests arrive
+Scheduler and StepLoop are the real ones; `SimulatedRanks` give steps the time of a roofline. Requests arrive
 independently of each other at given rates. The output of a request ends at a length that only the simulation knows,
 as if the gateway had found a stop string there, or by its max_tokens.
 """
@@ -10,15 +10,13 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.replay import Roofline, SimulatedClock, SimulatedGroup
-from benchmarks.trace import FIRST_TOKEN, VOCAB_SIZE
-from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.config.resolve import engine_config
-from quire.proto.config import EngineConfig, ModelConfig
+from benchmarks.replay import ReplicaModel
+from quire.cluster.simulation.replica import SimulatedClock, SimulatedRanks
+from quire.cluster.simulation.traces import FIRST_TOKEN, VOCAB_SIZE
 from quire.proto.errors import Overloaded
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason, GatewayMessage, ReplicaMessage, Stop, Submit, TokenBatch
@@ -27,34 +25,6 @@ from quire.scheduler.service.loop import StepLoop
 
 GATEWAY = b"load"
 OVERLOADED = Overloaded.grpc_status
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaModel:
-    """Parameters of the simulated replica: by default a Llama of 8 billion parameters on one NVIDIA H100."""
-
-    roofline: Roofline = field(default_factory=Roofline)
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    num_blocks: int = 4096
-    max_queue_len: int = 4096
-    policy: str = "fcfs"
-
-    def config(self) -> EngineConfig:
-        """Return the configuration of a replica without a real model."""
-        model = ModelConfig(
-            path="", name="none", architecture="", hf={}, dtype="bfloat16", max_model_len=8192,
-            vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
-        )  # fmt: skip
-        options = EngineOptions(
-            "none",
-            num_kv_blocks=self.num_blocks,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_queue_len=self.max_queue_len,
-            policy=self.policy,
-        )
-        return engine_config(options, model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +234,7 @@ def serve(load: Load, model: ReplicaModel | None = None) -> Outcome:
     """Serve a load until its last phase ends."""
     model = model or ReplicaModel()
     scheduler, clock = Scheduler(model.config()), SimulatedClock()
-    group = SimulatedGroup(model.max_num_seqs, clock, roofline=model.roofline)
+    group = SimulatedRanks(model.max_num_seqs, clock, model.step_time)
     mailbox = LoadMailbox(clock, load, sum(phase.seconds for phase in load.phases))
     loop = StepLoop(scheduler, group, mailbox, "replica-0", clock)
     mailbox.on_done = loop.stop

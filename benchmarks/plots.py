@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from benchmarks.fleet_model import FleetRun
+from benchmarks.autoscale import FleetRun
 from benchmarks.trace import Trace
 
 # Bins of time per trace: one bar or point each.
@@ -53,6 +53,6 @@ def _draw_load(axis: Axes, trace: Trace, edges: np.ndarray) -> None:
 
 def _draw_waits(axis: Axes, run: FleetRun, edges: np.ndarray, color: str, label: str) -> None:
     waits = np.array([request.wait_s for request in run.requests])
-    bins = np.digitize([request.arrival_s for request in run.requests], edges) - 1
+    bins = np.digitize([request.traced.arrival_s for request in run.requests], edges) - 1
     worst = [np.percentile(waits[bins == i], 99) if (bins == i).any() else np.nan for i in range(NUM_BINS)]
     axis.plot(edges[:-1] / 60, worst, color=color, label=label)

@@ -1,62 +1,16 @@
-"""Traces of requests: arrival times, lengths of prompts and outputs, and shared prefixes.
+"""Traces of requests in memory, for benchmarks that change them: see `quire.cluster.simulation.traces`.
 
-A folder of traces holds ``*.csv.gz`` files (``prompt_tokens``, ``output_tokens``, ``arrival_s``) and ``*.jsonl.gz``
-files, which also have ``block_size`` and ``prefix_block_hashes``: one integer per block of the prompt, equal if two
-prompts agree up to the end of that block.
+Lengths of a trace with blocks of more than BLOCK_TOKENS tokens are scaled down to these: the same blocks are shared,
+and a small context is enough.
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from quire.proto.block_tables import IntArray
-
-# Prompts are built from blocks of this many tokens. Lengths of a trace with larger blocks are scaled down to it: the
-# same blocks are shared, and a small context is enough.
-BLOCK_TOKENS = 16
-VOCAB_SIZE = 32_000
-FIRST_TOKEN = 10  # smaller ids are special in most models
-
-
-@dataclass(frozen=True, slots=True)
-class TracedRequest:
-    """One request of a trace.
-
-    Attributes:
-        number: its position in the trace, from 0.
-        block_hashes: identity of each block of BLOCK_TOKENS prompt tokens, of which the last may be partial; empty
-            if the prompt shares no block.
-    """
-
-    number: int
-    arrival_s: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-    block_hashes: tuple[int, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_output_tokens
-
-    def prompt(self) -> IntArray:
-        """Return random token ids, [num_prompt_tokens]: equal hashes give equal blocks."""
-        num_blocks = math.ceil(self.num_prompt_tokens / BLOCK_TOKENS)
-        if self.block_hashes:
-            blocks = np.array(self.block_hashes, np.uint64)
-        else:
-            blocks = np.arange(num_blocks, dtype=np.uint64) + np.uint64((self.number + 1) << 32)
-        positions = blocks[:, None] * np.uint64(BLOCK_TOKENS) + np.arange(BLOCK_TOKENS, dtype=np.uint64)
-        tokens = _scramble(positions.ravel()) % np.uint64(VOCAB_SIZE - FIRST_TOKEN) + np.uint64(FIRST_TOKEN)
-        return tokens[: self.num_prompt_tokens].astype(np.int32)
+from quire.cluster.simulation.traces import BLOCK_TOKENS, TracedRequest, TraceFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,34 +60,10 @@ def read_traces(folder: Path) -> list[Trace]:
 
 def read_trace(path: Path) -> Trace:
     """Read one file."""
-    rows = _json_rows(path) if ".jsonl" in path.suffixes else _csv_rows(path)
-    return Trace(path.name.split(".")[0], tuple(_request(number, row) for number, row in enumerate(rows)))
+    return Trace(path.name.split(".")[0], tuple(map(_scaled_down, TraceFile(path))))
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt", newline="") as file:
-        yield from csv.DictReader(file)
-
-
-def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with gzip.open(path, "rt") as file:
-        yield from map(json.loads, file)
-
-
-def _request(number: int, row: dict[str, Any]) -> TracedRequest:
-    shrink = int(row.get("block_size", BLOCK_TOKENS)) // BLOCK_TOKENS
-    return TracedRequest(
-        number,
-        float(row["arrival_s"]),
-        math.ceil(int(row["prompt_tokens"]) / shrink),
-        max(1, int(row["output_tokens"])),
-        tuple(row.get("prefix_block_hashes", ())),
-    )
-
-
-def _scramble(values: np.ndarray) -> np.ndarray:
-    """Hash 64-bit numbers with the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
-    x = values + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _scaled_down(request: TracedRequest) -> TracedRequest:
+    shrink = request.block_tokens // BLOCK_TOKENS
+    num_prompt_tokens = math.ceil(request.num_prompt_tokens / shrink)
+    return replace(request, num_prompt_tokens=num_prompt_tokens, block_tokens=BLOCK_TOKENS)

@@ -24,6 +24,7 @@ from .models import download, models
 from .operate import chaos, events, flush_cache, scale, undrain
 from .provision.command import down, up
 from .serve.command import serve as serve_command
+from .simulate import simulate
 from .status import health, status
 from .token import token
 from .top import top
@@ -37,6 +38,7 @@ for _command in (
     download,
     models,
     fit,
+    simulate,
     doctor_command,
     generate,
     chat,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.overload_model import Load, Outcome, Phase, ReplicaModel, serve
-from benchmarks.replay import Roofline
+from benchmarks.overload_model import Load, Outcome, Phase, serve
+from benchmarks.replay import ReplicaModel, roofline
 
 # A replica on which a step takes 20 ms: about 12 requests/s.
-SLOW = Roofline(
+SLOW = roofline(
     flops_per_token=1e9, flops_per_s=2e13, weight_bytes=2e9, kv_bytes_per_token=1e4, bytes_per_s=1e11
 )
 SUSTAINABLE = 11.0

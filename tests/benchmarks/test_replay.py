@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.memory import lru_hit_rate, measure_windows
-from benchmarks.replay import Roofline, replay
-from benchmarks.trace import Trace, TracedRequest, read_trace
+from benchmarks.replay import replay, roofline
+from benchmarks.trace import Trace, read_trace
+from quire.cluster.simulation.step_time import StepWork
+from quire.cluster.simulation.traces import TracedRequest
 
 
 def trace(*lengths: tuple[int, int], apart_s: float = 0.0) -> Trace:
@@ -38,13 +40,13 @@ def test_trace_with_large_blocks_is_scaled_down(tmp_path: Path) -> None:
         file.write(json.dumps(row | {"prefix_block_hashes": [0, 1, 2]}) + "\n")
     read = read_trace(path)
     assert read.name == "chat"
-    assert read.requests == (TracedRequest(0, 2.5, 33, 7, (0, 1, 2)),)
+    assert read.requests == (TracedRequest(0, 0.0, 33, 7, (0, 1, 2)),)
 
 
 def test_every_request_finishes_with_the_length_of_the_trace() -> None:
     lengths = [(int(p), int(o)) for p, o in np.random.default_rng(0).integers(1, 90, (40, 2))]
     outcome = replay(trace(*lengths, apart_s=0.01), num_blocks=60)
-    finished = sorted((finish.num_prompt_tokens, finish.num_completion_tokens) for finish in outcome.finishes)
+    finished = sorted((each.traced.num_prompt_tokens, each.num_received) for each in outcome.requests)
     assert finished == sorted(lengths)
     assert outcome.num_preemptions > 0, "the pool is meant to be too small for all"
 
@@ -56,15 +58,15 @@ def test_replay_is_deterministic() -> None:
 
 def test_requests_larger_than_the_pool_are_left_out() -> None:
     outcome = replay(trace((500, 2), (20, 2)), num_blocks=8)
-    assert (len(outcome.finishes), outcome.num_left_out) == (1, 1)
+    assert (len(outcome.requests), outcome.num_left_out) == (1, 1)
 
 
 def test_step_time_follows_the_roofline() -> None:
-    outcome, machine = replay(trace((100, 3)), num_blocks=100), Roofline()
-    steps = machine.step_s(100, 100) + machine.step_s(1, 101) + machine.step_s(1, 102)
-    assert outcome.seconds == pytest.approx(steps)
-    assert machine.step_s(1, 0) == pytest.approx(16e9 / 3.35e12)  # limited by reading the weights
-    assert machine.step_s(10_000, 0) == pytest.approx(10_000 * 16e9 / 600e12)  # limited by arithmetic
+    outcome, machine = replay(trace((100, 3)), num_blocks=100), roofline()
+    works = StepWork(100, 1, 100), StepWork(1, 1, 101), StepWork(1, 1, 102)
+    assert outcome.seconds == pytest.approx(sum(map(machine.seconds, works)))
+    assert machine.seconds(StepWork(1, 1, 0)) == pytest.approx(16e9 / 3.35e12)  # limited by the weights
+    assert machine.seconds(StepWork(10_000, 1, 0)) == pytest.approx(10_000 * 16e9 / 600e12)  # by arithmetic
 
 
 def test_one_at_a_time_trace_never_queues() -> None:
@@ -97,7 +99,7 @@ def test_replay_of_prompts_alone_hits_like_an_lru_cache(num_blocks: int) -> None
     served = [TracedRequest(i, 0.0, 16 * len(row) + 1, 1, (*row, 10**9 + i)) for i, row in enumerate(chains)]
     full = [TracedRequest(i, 0.0, 16 * len(row), 1, row) for i, row in enumerate(chains)]
     outcome = replay(Trace("served", tuple(served)).one_at_a_time(), num_blocks)
-    num_hits = sum(finish.num_cached_tokens for finish in outcome.finishes) // 16
+    num_hits = sum(each.num_cached_tokens for each in outcome.requests) // 16
     expected = lru_hit_rate(Trace("full", tuple(full)), num_blocks - 1)
     assert num_hits / sum(map(len, chains)) == pytest.approx(expected)
     assert 0.0 < expected < 1.0

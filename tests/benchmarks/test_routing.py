@@ -1,7 +1,8 @@
 """Routing benchmark: every request is served, and cache-aware routing keeps conversations in place."""
 
 from benchmarks.routing import POLICIES, route
-from benchmarks.trace import BLOCK_TOKENS, Trace, TracedRequest
+from benchmarks.trace import Trace
+from quire.cluster.simulation.traces import BLOCK_TOKENS, TracedRequest
 
 
 def make_conversations(num_conversations: int, num_turns: int) -> Trace:

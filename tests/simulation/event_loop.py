@@ -13,21 +13,12 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from quire.cluster.gateway.routing.request_migration import MigratingRequest, ignore_move
+from quire.cluster.simulation.replica import SimulatedClock as Clock
 
 T = TypeVar("T")
 
 # Unix time at the start, for the fleet's wall clock.
 START = 1_700_000_000.0
-
-
-class Clock:
-    """Simulated seconds since the start."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class _Selector(selectors.SelectSelector):

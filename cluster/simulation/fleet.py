@@ -1,0 +1,374 @@
+"""SimulatedFleet: replicas, a gateway's router and the controller's decisions as events on one clock."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+import numpy as np
+
+from ...proto.config import EngineConfig
+from ...proto.digests import make_root, prefix_hashes
+from ...proto.sampling import SamplingParams
+from ...proto.stream import Drain, Finish, FinishReason, Submit, TokenBatch
+from ..config.deployment import ScalingLimits
+from ..fleet.controller.autoscaler import (
+    DemandCounter,
+    FleetSnapshot,
+    ScalingState,
+    decide,
+    take_snapshot,
+)
+from ..fleet.controller.fleet_state import Demand, ReplicaState
+from ..fleet.controller.reconcile import ReplicaView, plan
+from ..gateway.routing.router import ReplicaLoad, Router
+from .replica import SimulatedReplica
+from .step_time import TimesSteps
+from .traces import TracedRequest
+
+# Interval of the replicas' statuses and cache reports, and of the autoscaler's decisions, as in a real fleet.
+REPORT_S = 1.0
+_VERSION = "simulated"
+_GATEWAY_ID = "gateway"
+_NO_TOKENS = np.zeros(0, np.int32)
+
+# snapshot |-> wanted replicas
+Policy = Callable[[FleetSnapshot], int]
+# (hashes of the prompt's blocks, replica_id |-> load) |-> replica_id
+Choose = Callable[[Sequence[bytes], dict[str, ReplicaLoad]], str]
+
+
+def autoscaling(limits: ScalingLimits) -> Policy:
+    """Return `decide` with its state, as the controller calls it."""
+    state = ScalingState()
+
+    def policy(snapshot: FleetSnapshot) -> int:
+        nonlocal state
+        decision = decide(snapshot, limits, state)
+        state = decision.state
+        return decision.target
+
+    return policy
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """A request on its way, and its times.
+
+    Attributes:
+        replica_id: where it runs, or last ran.
+        num_received: tokens of its output so far.
+        first_token_s, last_token_s: of its output; None before the first.
+        wait_s: until its prompt's computation began, once it `has_waited`.
+        ended_at: None while it runs.
+        error: why it failed; empty if it did not.
+    """
+
+    traced: TracedRequest
+    replica_id: str = ""
+    num_received: int = 0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    wait_s: float = 0.0
+    has_waited: bool = False
+    num_cached_tokens: int = 0
+    ended_at: float | None = None
+    error: str = ""
+    num_moves: int = 0
+
+
+class Watcher:
+    """Sees what happens to requests. The methods do nothing; a subclass overrides those that it needs."""
+
+    def on_first_token(self, request: SimulatedRequest, now: float) -> None:
+        """A request got its first token."""
+
+    def on_gap(self, seconds: float) -> None:
+        """A request got another token so long after the one before."""
+
+    def on_end(self, request: SimulatedRequest) -> None:
+        """A request ended: its times and its error are known."""
+
+
+@dataclass(slots=True)
+class FleetCost:
+    """Replicas of a run.
+
+    Attributes:
+        replica_seconds: summed over the replicas, from start to end.
+        end_s: time of the last event.
+        history: (time, replicas started, replicas ready), one entry per change.
+        num_steps, num_preemptions: of all replicas.
+    """
+
+    replica_seconds: float = 0.0
+    end_s: float = 0.0
+    history: list[tuple[float, int, int]] = field(default_factory=list)
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def most_replicas(self) -> int:
+        return max((started for _, started, _ in self.history), default=0)
+
+
+class SimulatedFleet:
+    """Serves a trace. Everything that decides is the code that serves; see the package.
+
+    Args:
+        config: of each replica, with its number of KV blocks.
+        num_replicas: that are ready at the trace's begin.
+        policy: of the number of replicas; None keeps it.
+        cold_start_s: from a replica's start to its first request.
+        drain_grace_s: that running sequences of a draining replica have.
+        choose: the routing; None for the gateway's.
+        on_elapsed: called with (replica, seconds) before each result of a step.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        step_time: TimesSteps,
+        watcher: Watcher,
+        *,
+        num_replicas: int = 1,
+        policy: Policy | None = None,
+        cold_start_s: float = 60.0,
+        drain_grace_s: float = 30.0,
+        choose: Choose | None = None,
+        on_elapsed: Callable[[SimulatedReplica, float], None] | None = None,
+    ) -> None:
+        self._config, self._step_time, self._watcher = config, step_time, watcher
+        self._policy, self._num_replicas = policy, num_replicas
+        self._cold_start_s, self._drain_grace_s = cold_start_s, drain_grace_s
+        self._on_elapsed = on_elapsed
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self._router = Router(config.cache.block_size, random.Random(0))
+        self._choose: Choose = self._route if choose is None else choose
+        self._root = make_root(config.model.name)
+        self.replicas: dict[str, SimulatedReplica] = {}
+        self._loads: dict[str, ReplicaLoad] = {}  # of the ready ones, as last reported and counted on
+        self._demand = DemandCounter()
+        self._demand.cold_start_s = cold_start_s
+        self._buffer: deque[SimulatedRequest] = deque()
+        self._running: dict[int, SimulatedRequest] = {}  # handle |-> request
+        self._num_moving = 0  # between two replicas
+        self._free_handles: list[int] = []
+        self._cost = FleetCost()
+        self._arrivals: Iterator[TracedRequest] = iter(())
+        self._has_arrivals = True
+        self._target = num_replicas
+        for _ in range(num_replicas):
+            self._start(0.0).state = ReplicaState.READY
+
+    def run(self, requests: Iterable[TracedRequest]) -> FleetCost:
+        """Serve the requests, in order of their arrival, until the last has ended."""
+        self._arrivals = iter(requests)
+        self._schedule_arrival()
+        now = 0.0
+        self._tick(now)
+        while self._has_arrivals or self._running or self._buffer or self._num_moving:
+            now, _, event = heapq.heappop(self._events)
+            event(now)
+        for replica in list(self.replicas.values()):
+            self._end(replica, now)
+        self._cost.end_s = now
+        return self._cost
+
+    def _at(self, time_s: float, event: Callable[[float], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._order), event))
+
+    # Requests
+
+    def _schedule_arrival(self) -> None:
+        traced = next(self._arrivals, None)
+        self._has_arrivals = traced is not None
+        if traced is not None:
+            self._at(traced.arrival_s, partial(self._arrive, traced))
+
+    def _arrive(self, traced: TracedRequest, now: float) -> None:
+        request = SimulatedRequest(traced)
+        self._demand.add(_GATEWAY_ID, Demand(1, traced.num_prompt_tokens), now)
+        self._submit(request, now)
+        self._schedule_arrival()
+
+    def _submit(self, request: SimulatedRequest, now: float) -> None:
+        if not self._loads:
+            self._buffer.append(request)
+            return
+        caches = self._config.cache.prefix_caching
+        prompt = request.traced.prompt() if caches else np.zeros(request.traced.num_prompt_tokens, np.int32)
+        hashes = (
+            prefix_hashes(prompt, self._config.cache.block_size, self._root) if self._routes_by_prefix else ()
+        )
+        chosen = self._choose(hashes, self._loads) if len(self._loads) > 1 else next(iter(self._loads))
+        num_cached = 0
+        if hashes:
+            num_cached = self._config.cache.block_size * self._router.num_cached_blocks(chosen, hashes)
+            self._router.record_submit(chosen, hashes)
+        # Like the gateway, count the tokens sent since the replica's last report.
+        load = self._loads[chosen]
+        num_new = request.traced.num_prompt_tokens - num_cached
+        self._loads[chosen] = ReplicaLoad(load.queued_tokens + num_new, load.kv_use)
+        handle = self._free_handles.pop() if self._free_handles else len(self._running)
+        self._running[handle] = request
+        request.replica_id = chosen
+        generated = np.zeros(request.num_received, np.int32) if request.num_received else _NO_TOKENS
+        sampling = SamplingParams(max_tokens=request.traced.num_output_tokens, seed=0, ignore_eos=True)
+        replica = self.replicas[chosen]
+        replica.post(
+            Submit(
+                handle,
+                f"request-{request.traced.number}",
+                prompt,
+                generated_token_ids=generated,
+                sampling=sampling,
+            )
+        )
+        self._wake(replica, now)
+
+    @property
+    def _routes_by_prefix(self) -> bool:
+        return self._config.cache.prefix_caching and len(self._loads) > 1
+
+    def _route(self, hashes: Sequence[bytes], loads: dict[str, ReplicaLoad]) -> str:
+        self._router.set_loads(loads)
+        chosen = self._router.choose(hashes, b"")
+        assert chosen is not None, "no replica takes requests"
+        return chosen
+
+    def _on_tokens(self, replica: SimulatedReplica, now: float, batch: TokenBatch) -> None:
+        running, watcher = self._running, self._watcher
+        for handle in batch.handles.tolist():
+            request = running[handle]
+            request.num_received += 1
+            if request.last_token_s is None:
+                request.first_token_s = now
+                watcher.on_first_token(request, now)
+            else:
+                watcher.on_gap(now - request.last_token_s)
+            request.last_token_s = now
+        for finish in batch.finished:
+            self._on_finish(running.pop(finish.handle), finish, now)
+            self._free_handles.append(finish.handle)
+
+    def _on_finish(self, request: SimulatedRequest, finish: Finish, now: float) -> None:
+        if not request.has_waited and request.first_token_s is not None:
+            request.has_waited = True
+            request.wait_s = request.first_token_s - request.traced.arrival_s - finish.timings.prefill_s
+        if finish.reason is FinishReason.MOVED:
+            request.num_moves += 1
+            self._num_moving += 1
+            self._at(now, partial(self._move, request))
+            return
+        request.num_cached_tokens = finish.num_cached_tokens
+        request.ended_at = now
+        if finish.reason is FinishReason.ERROR:
+            request.error = finish.error_reason or finish.grpc_status
+        self._watcher.on_end(request)
+
+    def _move(self, request: SimulatedRequest, now: float) -> None:
+        self._num_moving -= 1
+        self._submit(request, now)
+
+    # Replicas
+
+    def _wake(self, replica: SimulatedReplica, now: float) -> None:
+        """Have a replica that has something to do take its next turn."""
+        if not replica.is_stepping:
+            replica.is_stepping = True
+            self._at(now, partial(self._turn, replica))
+
+    def _turn(self, replica: SimulatedReplica, now: float) -> None:
+        next_at = replica.turn(now)
+        if next_at is not None:
+            self._at(next_at, partial(self._turn, replica))
+            return
+        replica.is_stepping = False
+        if replica.state is ReplicaState.DRAINING:
+            self._end(replica, now)
+
+    def _tick(self, now: float) -> None:
+        """Read the replicas' reports, decide on their number, and carry out the controller's plan."""
+        is_routed = len(self.replicas) > 1
+        statuses = {}
+        if is_routed or self._policy is not None:
+            statuses = {replica_id: each.status(now) for replica_id, each in self.replicas.items()}
+        for replica_id in self._loads:
+            if replica_id in statuses:
+                status = statuses[replica_id]
+                self._loads[replica_id] = ReplicaLoad(status.queued_tokens, status.kv_use)
+            if is_routed and self._routes_by_prefix:
+                self._router.apply_report(replica_id, self.replicas[replica_id].report())
+        if self._policy is not None:
+            num_tokens = sum(each.traced.num_prompt_tokens for each in self._buffer)
+            self._demand.add(_GATEWAY_ID, Demand(0, 0, len(self._buffer), num_tokens), now)
+            pairs = [(each.state, statuses.get(replica_id)) for replica_id, each in self.replicas.items()]
+            self._target = self._policy(take_snapshot(now, pairs, self._demand))
+            self._reconcile(now)
+        if self._policy is not None or is_routed:
+            self._at(now + REPORT_S, self._tick)
+
+    def _reconcile(self, now: float) -> None:
+        views = [
+            ReplicaView(each.replica_id, _VERSION, each.state, each.started_at, each.num_requests)
+            for each in self.replicas.values()
+        ]
+        actions = plan(self._target, _VERSION, views, now)
+        for _ in range(actions.num_starts):
+            self._at(now + self._cold_start_s, partial(self._make_ready, self._start(now)))
+        for replica_id in actions.stop:
+            self._end(self.replicas[replica_id], now)
+        for replica_id in actions.drain:
+            self._drain(self.replicas[replica_id], now)
+        self._note(now)
+
+    def _start(self, now: float) -> SimulatedReplica:
+        replica_id = f"replica-{next(self._order)}"
+        replica = SimulatedReplica(
+            replica_id, self._config, self._step_time, self._on_tokens, now, self._on_elapsed
+        )
+        self.replicas[replica_id] = replica
+        if now == 0.0 and len(self.replicas) <= self._num_replicas:
+            self._loads[replica_id] = ReplicaLoad(0, 0.0)
+        return replica
+
+    def _make_ready(self, replica: SimulatedReplica, now: float) -> None:
+        if replica.state is not ReplicaState.STARTING:
+            return
+        replica.state = ReplicaState.READY
+        self._loads[replica.replica_id] = ReplicaLoad(0, 0.0)
+        self._note(now)
+        waiting, self._buffer = self._buffer, deque()
+        for request in waiting:
+            self._submit(request, now)
+
+    def _drain(self, replica: SimulatedReplica, now: float) -> None:
+        replica.state = ReplicaState.DRAINING
+        del self._loads[replica.replica_id]
+        replica.post(Drain(self._drain_grace_s))
+        self._wake(replica, now)
+
+    def _end(self, replica: SimulatedReplica, now: float) -> None:
+        replica.state = ReplicaState.STOPPED
+        del self.replicas[replica.replica_id]
+        self._loads.pop(replica.replica_id, None)
+        self._router.remove_replica(replica.replica_id)
+        stats = replica.scheduler.stats
+        self._cost.num_steps += stats.num_steps
+        self._cost.num_preemptions += stats.num_preemptions
+        self._cost.replica_seconds += now - replica.started_at
+        self._note(now)
+
+    def _note(self, now: float) -> None:
+        ready = sum(each.state is ReplicaState.READY for each in self.replicas.values())
+        starting = sum(each.state is ReplicaState.STARTING for each in self.replicas.values())
+        entry = now, starting + ready, ready
+        if not self._cost.history or self._cost.history[-1][1:] != entry[1:]:
+            self._cost.history.append(entry)

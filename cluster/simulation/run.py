@@ -1,0 +1,159 @@
+"""A run of the simulator: what to serve a trace on, and the figures of how it went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..config.deployment import ScalingLimits
+from .distribution import Distribution
+from .engine import SimulatedEngine
+from .fleet import FleetCost, SimulatedFleet, SimulatedRequest, Watcher, autoscaling
+from .traces import TracedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Latencies that a request must keep to count as good; None for any.
+
+    Attributes:
+        itl_s: bound of the mean time between a request's tokens.
+    """
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    e2e_s: float | None = None
+
+    def hold(self, ttft_s: float, itl_s: float, e2e_s: float) -> bool:
+        """Return whether a request with these latencies is good."""
+        pairs = (ttft_s, self.ttft_s), (itl_s, self.itl_s), (e2e_s, self.e2e_s)
+        return all(bound is None or value <= bound for value, bound in pairs)
+
+
+@dataclass(slots=True)
+class Summary(Watcher):
+    """Latencies and counts of a run, in memory that does not grow with it.
+
+    Attributes:
+        ttft, itl, e2e: times to the first token, between tokens and to the end, from the arrival.
+        wait: from the arrival until the prompt's computation begins.
+        errors: kind |-> number of requests.
+    """
+
+    targets: Targets = field(default_factory=Targets)
+    ttft: Distribution = field(default_factory=Distribution)
+    itl: Distribution = field(default_factory=Distribution)
+    e2e: Distribution = field(default_factory=Distribution)
+    wait: Distribution = field(default_factory=Distribution)
+    errors: Counter[str] = field(default_factory=Counter)
+    num_ended: int = 0
+    num_good: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    on_progress: Callable[[int], None] = lambda num_ended: None
+
+    def on_first_token(self, request: SimulatedRequest, now: float) -> None:
+        self.ttft.add(now - request.traced.arrival_s)
+
+    def on_gap(self, seconds: float) -> None:
+        self.itl.add(seconds)
+
+    def on_end(self, request: SimulatedRequest) -> None:
+        self.num_ended += 1
+        self.on_progress(self.num_ended)
+        if request.error:
+            self.errors[request.error] += 1
+            return
+        first_s, ended_at, arrived_at = request.first_token_s, request.ended_at, request.traced.arrival_s
+        assert first_s is not None, "a request ended without a token"
+        assert ended_at is not None, "a request that runs is reported as ended"
+        self.e2e.add(ended_at - arrived_at)
+        self.wait.add(request.wait_s)
+        self.num_prompt_tokens += request.traced.num_prompt_tokens
+        self.num_cached_tokens += request.num_cached_tokens
+        self.num_output_tokens += request.num_received
+        itl_s = (ended_at - first_s) / max(1, request.num_received - 1)
+        self.num_good += self.targets.hold(first_s - arrived_at, itl_s, ended_at - arrived_at)
+
+    @property
+    def num_failed(self) -> int:
+        return self.errors.total()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A simulated run and its figures."""
+
+    engine: SimulatedEngine
+    limits: ScalingLimits
+    summary: Summary
+    cost: FleetCost
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.cost.replica_seconds * self.engine.num_gpus / 3600
+
+    def figures(self) -> dict[str, Any]:
+        """Return the run as JSON has it."""
+        summary, cost, config = self.summary, self.cost, self.engine.config
+        seconds = max(cost.end_s, 1e-9)
+        return {
+            "model": config.model.name,
+            "gpu": self.engine.step_time.device.name,
+            "step_time": self.engine.step_time.source,
+            "tensor_parallel_size": config.parallel.tensor_parallel_size,
+            "min_replicas": self.limits.min_replicas,
+            "max_replicas": self.limits.max_replicas,
+            "kv_tokens": self.engine.num_kv_tokens,
+            "seconds": cost.end_s,
+            "requests": summary.num_ended,
+            "errors": dict(summary.errors),
+            "requests_per_s": summary.num_ended / seconds,
+            "output_tokens_per_s": summary.num_output_tokens / seconds,
+            "prompt_tokens_per_s": summary.num_prompt_tokens / seconds,
+            "goodput_requests_per_s": summary.num_good / seconds,
+            "hit_rate": summary.num_cached_tokens / max(1, summary.num_prompt_tokens),
+            "ttft_s": summary.ttft.summary(),
+            "itl_s": summary.itl.summary(),
+            "e2e_s": summary.e2e.summary(),
+            "wait_s": summary.wait.summary(),
+            "gpu_hours": self.gpu_hours,
+            "most_replicas": cost.most_replicas,
+            "steps": cost.num_steps,
+            "preemptions": cost.num_preemptions,
+        }
+
+
+def run_trace(
+    engine: SimulatedEngine,
+    trace: Iterable[TracedRequest],
+    limits: ScalingLimits,
+    *,
+    targets: Targets | None = None,
+    shares_prefixes: bool = True,
+    drain_grace_s: float = 30.0,
+    on_progress: Callable[[int], None] = lambda num_ended: None,
+) -> Run:
+    """Serve a trace on a fleet within the limits, beginning with the fewest replicas.
+
+    Args:
+        shares_prefixes: requests of the trace have prefixes in common; without, no prefix cache is simulated.
+    """
+    if not shares_prefixes:
+        cache = replace(engine.config.cache, prefix_caching=False)
+        engine = replace(engine, config=replace(engine.config, cache=cache))
+    summary = Summary(targets or Targets(), on_progress=on_progress)
+    is_fixed = limits.min_replicas == limits.max_replicas
+    fleet = SimulatedFleet(
+        engine.config,
+        engine.step_time,
+        summary,
+        num_replicas=limits.min_replicas,
+        policy=None if is_fixed else autoscaling(limits),
+        cold_start_s=limits.cold_start_s,
+        drain_grace_s=drain_grace_s,
+    )
+    return Run(engine, limits, summary, fleet.run(trace))
