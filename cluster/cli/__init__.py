@@ -11,6 +11,8 @@ import typer
 
 from ...proto.errors import ConfigError, InvalidRequest, ModelLoadError, QuireError
 from .batch.command import run_batch
+from .bench.command import bench
+from .calibrate import calibrate
 from .chat import chat
 from .compile import compile_kernels
 from .deploy import delete, deploy, drain
@@ -39,6 +41,7 @@ for _command in (
     models,
     fit,
     simulate,
+    calibrate,
     doctor_command,
     generate,
     chat,
@@ -61,6 +64,7 @@ for _command in (
     app.command(cls=Command)(_command)
 app.command("compile", cls=Command)(compile_kernels)
 app.add_typer(engine, name="engine")
+app.add_typer(bench, name="bench")
 
 
 def _show_version(is_asked: bool) -> None:

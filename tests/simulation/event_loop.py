@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 from quire.cluster.gateway.routing.request_migration import MigratingRequest, ignore_move
-from quire.cluster.simulation.replica import SimulatedClock as Clock
+from quire.cluster.simulation.replica import SimulatedClock
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ START = 1_700_000_000.0
 class _Selector(selectors.SelectSelector):
     """Moves the clock instead of waiting for sockets."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SimulatedClock) -> None:
         super().__init__()
         self._clock = clock
 
@@ -37,7 +37,7 @@ class _Selector(selectors.SelectSelector):
 class SimulatedEventLoop(asyncio.SelectorEventLoop):
     """See the module. Nothing in it may use a thread or a socket."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: SimulatedClock) -> None:
         super().__init__(_Selector(clock))
         self._clock_resolution = 1e-6
         self._simulated_clock = clock
@@ -54,7 +54,7 @@ async def _call_inline(function: Callable[..., T], /, *arguments: object) -> T:
 
 
 @contextmanager
-def _simulated_world(clock: Clock, rng: random.Random) -> Iterator[None]:
+def _simulated_world(clock: SimulatedClock, rng: random.Random) -> Iterator[None]:
     """Replace the clocks, the threads and the sources of randomness of this process."""
     make_random = random.Random
 
@@ -75,9 +75,11 @@ def _simulated_world(clock: Clock, rng: random.Random) -> Iterator[None]:
         yield
 
 
-def run_simulated(make_main: Callable[[Clock, random.Random], Coroutine[Any, Any, T]], seed: int) -> T:
+def run_simulated(
+    make_main: Callable[[SimulatedClock, random.Random], Coroutine[Any, Any, T]], seed: int
+) -> T:
     """Run a coroutine to its end in simulated time; equal seeds give equal runs."""
-    clock, rng = Clock(), random.Random(seed)
+    clock, rng = SimulatedClock(), random.Random(seed)
     with _simulated_world(clock, random.Random(seed + 1)):
         loop = SimulatedEventLoop(clock)
         try:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from fakes import EOS, VOCAB_SIZE
 
 from quire.cluster.fleet.controller.fleet_state import ReplicaState
+from quire.cluster.simulation.replica import SimulatedClock
 from quire.proto.errors import QuireError
 
-from .event_loop import Clock, run_simulated
+from .event_loop import run_simulated
 from .network import Network
 from .processes import ControllerProcess, Gateway, deployment, without_models
 from .replicas import Cluster, SimulatedReplica
@@ -54,7 +55,7 @@ class Outcome:
 class World:
     """A fleet and everything that happens to it."""
 
-    clock: Clock
+    clock: SimulatedClock
     rng: random.Random
     cluster: Cluster
     controller: ControllerProcess
@@ -238,7 +239,7 @@ async def _retry(action: Callable[[], Awaitable[None]]) -> None:
     raise AssertionError("a process did not start 20 times")
 
 
-async def simulate(clock: Clock, rng: random.Random) -> Outcome:
+async def simulate(clock: SimulatedClock, rng: random.Random) -> Outcome:
     """Run one scenario and check it. Raises AssertionError at a violated invariant."""
     cluster = Cluster(Network(rng), rng, live={}, departing={}, texts={})
     world = World(clock, rng, cluster, ControllerProcess(cluster))

@@ -22,8 +22,9 @@ from quire.cluster.fleet.controller.fleet_state import (
     ReplicaEntry,
     ReplicaState,
 )
+from quire.cluster.simulation.replica import SimulatedClock
 from quire.proto.errors import ReplicaUnavailable
-from tests.simulation.event_loop import Clock, run_simulated
+from tests.simulation.event_loop import run_simulated
 
 
 @dataclass
@@ -49,7 +50,7 @@ class SlowActor:
 def call(delay_s: float, method: Callable[[ControllerClient], Awaitable[object]]) -> float:
     """Call a slow controller; return the simulated time that it took."""
 
-    async def main(clock: Clock, rng: Random) -> float:
+    async def main(clock: SimulatedClock, rng: Random) -> float:
         await method(ControllerClient(cast(Any, SlowActor(delay_s))))
         return clock.now
 

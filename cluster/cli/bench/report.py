@@ -1,0 +1,136 @@
+"""Reports of a load: tables on a terminal, JSON, and a page with charts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..charts import Series, chart, distribution, html_table, page
+from ..simulate import seconds
+from .measures import Measures
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+LATENCIES = {
+    "ttft_s": "first token",
+    "itl_s": "between tokens",
+    "e2e_s": "whole request",
+    "lateness_s": "sent late by",
+}
+_MOST_DOTS = 2000
+
+
+def rates_table(points: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: a load each."""
+    header = ["load", "served/s", "good/s", "tokens/s", "p99 first", "p99 between", "errors"]
+    rows = [
+        [
+            point["label"],
+            f"{point['requests_per_s']:.2f}",
+            f"{point['goodput_requests_per_s']:.2f}",
+            f"{point['output_tokens_per_s']:,.0f}",
+            _shown(point["ttft_s"], "p99"),
+            _shown(point["itl_s"], "p99"),
+            str(sum(point["errors"].values())),
+        ]
+        for point in points
+    ]
+    return header, rows
+
+
+def latency_table(point: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows: a latency each."""
+    header = ["latency", "mean", "p50", "p90", "p99", "p99 at 95 %"]
+    rows = []
+    for key, name in LATENCIES.items():
+        summary = point[key]
+        cells = [_shown(summary, column) for column in ("mean", "p50", "p90", "p99")]
+        interval = " - ".join(map(seconds, summary["p99_interval"])) if summary["count"] else ""
+        rows.append([name, *cells, interval])
+    return header, rows
+
+
+def _shown(summary: Mapping[str, Any], column: str) -> str:
+    return seconds(summary[column]) if summary["count"] else ""
+
+
+def print_report(console: Console, points: Sequence[Mapping[str, Any]]) -> None:
+    """Print the loads, and the latencies of the last one, at most 80 columns wide."""
+    from rich.table import Table
+
+    tables = [rates_table(points), latency_table(points[-1])]
+    for header, rows in tables:
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    for point in points:
+        for kind, number in point["errors"].items():
+            console.print(f"{point['label']}: {number} requests failed: {kind}")
+
+
+def write_json(path: Path, record: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def write_page(path: Path, title: str, record: Mapping[str, Any], loads: Sequence[Measures]) -> None:
+    """Write one HTML file with tables and charts of all loads."""
+    points = record["points"]
+    last = loads[-1]
+    body = [
+        f"<p>{escape(str(record['date']))}, {escape(str(record['target']))}</p>",
+        html_table(*rates_table(points)),
+        f"<h2>Latencies at {escape(last.label)}</h2>",
+        html_table(*latency_table(points[-1])),
+        chart(
+            "Share of requests with a first token within a time",
+            [Series(each.label, distribution([one.ttft_s for one in each.served])) for each in loads],
+            "seconds",
+            "share",
+            log_x=True,
+        ),
+        chart(
+            "Share of tokens that follow the one before within a time",
+            [
+                Series(each.label, distribution([gap for one in each.served for gap in one.gaps]))
+                for each in loads
+            ],
+            "seconds",
+            "share",
+            log_x=True,
+        ),
+        chart(
+            f"First tokens over time at {last.label}",
+            [
+                Series(
+                    "",
+                    [(one.due_s, one.ttft_s) for one in _thinned(last.served)],
+                    is_line=False,
+                )
+            ],
+            "seconds from the start",
+            "seconds to the first token",
+        ),
+    ]
+    if len(points) > 1:
+        pairs = [
+            (point["requests_per_s"], point["ttft_s"]["p99"]) for point in points if point["ttft_s"]["count"]
+        ]
+        labels = [point["label"] for point in points if point["ttft_s"]["count"]]
+        body.append(
+            chart(
+                "Latency against throughput",
+                [Series("p99 of first tokens", sorted(pairs), labels=labels)],
+                "requests per second",
+                "seconds",
+            )
+        )
+    path.write_text(page(title, body))
+
+
+def _thinned(values: Sequence[Any]) -> Sequence[Any]:
+    return values[:: max(1, len(values) // _MOST_DOTS)]
