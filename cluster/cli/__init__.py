@@ -24,6 +24,7 @@ from .generate import generate
 from .help import Command, Group
 from .models import download, models
 from .operate import chaos, events, flush_cache, scale, undrain
+from .plan import plan
 from .provision.command import down, up
 from .serve.command import serve as serve_command
 from .simulate import simulate
@@ -41,6 +42,7 @@ for _command in (
     models,
     fit,
     simulate,
+    plan,
     calibrate,
     doctor_command,
     generate,

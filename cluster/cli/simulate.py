@@ -95,15 +95,14 @@ def simulate(
     """
     from rich.console import Console
 
-    from ..simulation.run import run_trace
+    from ..simulation.run import Summary, run_trace
 
     read = read_trace(trace, requests, speed)
     simulated = read_engine(model, gpu, engine, coefficients)
     bounds = ScalingLimits(**select_options(ScalingLimits, limits))
     with simulation_progress(f"simulating {trace.name}") as on_progress:
-        run = run_trace(
-            simulated, read, bounds, shares_prefixes=read.shares_prefixes, on_progress=on_progress
-        )
+        summary = Summary(on_progress=on_progress)
+        run = run_trace(simulated, read, bounds, summary=summary, shares_prefixes=read.shares_prefixes)
     figures = {"trace": trace.name, **run.figures()}
     console = Console()
     print_figures(console, figures)

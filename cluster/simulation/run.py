@@ -132,20 +132,20 @@ def run_trace(
     trace: Iterable[TracedRequest],
     limits: ScalingLimits,
     *,
-    targets: Targets | None = None,
+    summary: Summary | None = None,
     shares_prefixes: bool = True,
     drain_grace_s: float = 30.0,
-    on_progress: Callable[[int], None] = lambda num_ended: None,
 ) -> Run:
     """Serve a trace on a fleet within the limits, beginning with the fewest replicas.
 
     Args:
+        summary: collects the figures; a new one by default.
         shares_prefixes: requests of the trace have prefixes in common; without, no prefix cache is simulated.
     """
     if not shares_prefixes:
         cache = replace(engine.config.cache, prefix_caching=False)
         engine = replace(engine, config=replace(engine.config, cache=cache))
-    summary = Summary(targets or Targets(), on_progress=on_progress)
+    summary = Summary() if summary is None else summary
     is_fixed = limits.min_replicas == limits.max_replicas
     fleet = SimulatedFleet(
         engine.config,

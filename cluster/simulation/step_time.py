@@ -18,7 +18,9 @@ import numpy.typing as npt
 
 from ...proto.errors import ConfigError
 
-_FIT_ROUNDS = 20
+_FIT_ROUNDS = 40
+# Relative errors up to it count by their square.
+_SMALL_ERROR = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +184,11 @@ class MeasuredStep:
 
 
 def fit_coefficients(step_time: StepTime, steps: Sequence[MeasuredStep]) -> Coefficients:
-    """Return the coefficients with the least squares of relative errors.
+    """Return the coefficients with the least relative errors.
 
-    A step is limited by reading the weights or by their products, and which of the two depends on the coefficients:
-    the fit begins with those of `step_time`, and is repeated with its own result. Terms that no step shows keep them.
+    Larger errors count by their size, not by their square: they are interruptions of the process. A step is limited
+    by reading the weights or by their products, and which of the two depends on the coefficients: the fit begins with
+    those of `step_time`, and is repeated with its own result. Terms that no step shows keep them.
 
     Raises:
         ConfigError: there are fewer steps than coefficients.
@@ -197,6 +200,7 @@ def fit_coefficients(step_time: StepTime, steps: Sequence[MeasuredStep]) -> Coef
     seconds = np.array([step.seconds for step in steps])
     ones, sequences = np.ones(len(steps)), np.array([float(step.work.num_sequences) for step in steps])
     found = np.array([getattr(step_time.coefficients, name) for name in names])
+    weights = np.ones(len(steps))
     for _ in range(_FIT_ROUNDS):
         is_limited_by_weights = found[2] * terms[:, 0] >= found[3] * terms[:, 1]
         columns = np.stack(
@@ -211,9 +215,10 @@ def fit_coefficients(step_time: StepTime, steps: Sequence[MeasuredStep]) -> Coef
         )
         scaled = columns / seconds[:, None]
         before = found
-        found = _least_squares(scaled, np.ones(len(steps)), found)
+        found = _least_squares(weights[:, None] * scaled, weights, found)
         if np.allclose(found, before, rtol=1e-6):
             break
+        weights = 1 / np.sqrt(np.maximum(np.abs(scaled @ found - 1), _SMALL_ERROR))
     return Coefficients(*found.tolist())
 
 

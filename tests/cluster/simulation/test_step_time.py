@@ -80,3 +80,14 @@ def test_coefficients_are_read_as_they_were_written(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_coefficients(path, "cpu")
+
+
+def test_fit_ignores_steps_that_were_interrupted() -> None:
+    true = StepTime(COST, DEVICE, TRUE)
+    steps = [
+        MeasuredStep(work, true.seconds(work) * (9.0 if number % 5 == 0 else 1.0))
+        for number, work in enumerate(works())
+    ]
+    fitted = StepTime(COST, DEVICE, fit_coefficients(StepTime(COST, DEVICE), steps))
+    undisturbed = [step for number, step in enumerate(steps) if number % 5]
+    assert np.abs(relative_errors(fitted, undisturbed)).max() < 0.05
