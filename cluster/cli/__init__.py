@@ -26,6 +26,7 @@ from .models import download, models
 from .operate import chaos, events, flush_cache, scale, undrain
 from .plan import plan
 from .provision.command import down, up
+from .replay import replay
 from .serve.command import serve as serve_command
 from .simulate import simulate
 from .status import health, status
@@ -43,6 +44,7 @@ for _command in (
     fit,
     simulate,
     plan,
+    replay,
     calibrate,
     doctor_command,
     generate,

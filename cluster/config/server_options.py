@@ -135,6 +135,12 @@ class ServerOptions:
         help="OTLP collector to which traces of requests are sent over gRPC. Needs the extra otel.",
         metavar="URL",
     )
+    record_trace: str | None = _log_option(
+        None,
+        help="New file in which arrivals, lengths and shared prefixes of requests are recorded, without texts, for "
+        "`quire replay`.",
+        metavar="FILE",
+    )
 
     def __post_init__(self) -> None:
         validate_options(self)

@@ -23,6 +23,7 @@ from .step_time import (
     find_device,
     read_coefficients,
 )
+from .traces import VOCAB_SIZE
 
 CPU = "cpu"
 # KV memory of a rank on a CPU, unless it is given: the default of `quire serve`.
@@ -102,6 +103,9 @@ def make_engine(
     dtype_bytes = dtype_bytes or _DTYPE_BYTES.get(model.dtype, 2)
     num_blocks, kv_token_bytes = _kv_cache(options, bare, weights, memory, dtype_bytes)
     config = bare.with_num_blocks(num_blocks)
+    # Prompts of traces have ids of their own, which a small vocabulary lacks.
+    simulated = replace(config.model, vocab_size=max(VOCAB_SIZE, model.vocab_size))
+    config = replace(config, model=simulated)
     if coefficients is None:
         known = ASSUMED_ON_CPU if device.name == CPU else ASSUMED
         source = "assumed: no step was measured"

@@ -143,7 +143,7 @@ class TraceFile:
         Raises:
             ConfigError: a line cannot be read.
         """
-        with _open(self.path) as file:
+        with open_trace(self.path) as file:
             yield from islice(self._requests(file), self._limit)
 
     def _requests(self, file: IO[str]) -> Iterator[TracedRequest]:
@@ -167,7 +167,8 @@ class TraceFile:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[IO[str]]:
+def open_trace(path: Path) -> Iterator[IO[str]]:
+    """Open a file of text, compressed or not. Raises ConfigError if it cannot be read."""
     try:
         with gzip.open(path, "rt", newline="") if path.suffix == ".gz" else path.open(newline="") as file:
             yield file

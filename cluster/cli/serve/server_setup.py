@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from ....proto.errors import ConfigError, Problems
 from ...config.server_options import ServerOptions
@@ -14,6 +15,7 @@ from ...gateway.access.security import ListenAddress, Security
 from ...gateway.generation.retention import RetentionLimits
 from ...gateway.metrics.call_log import CallLog
 from ...gateway.tracing.export import exported_traces
+from ...gateway.tracing.trace_recorder import recorded_trace
 from ...os_utils.logs import log_to_stderr
 from ...text.requests.observer import RequestObserver
 
@@ -44,10 +46,11 @@ def request_observers(options: ServerOptions) -> Iterator[list[RequestObserver]]
     """Yield the observers of requests that the options ask for, beside the metrics.
 
     Raises:
-        ConfigError: traces cannot be sent.
+        ConfigError: traces cannot be sent or recorded.
     """
-    with exported_traces(options.otlp_traces_endpoint) as traces:
-        yield [*traces, *([CallLog()] if options.log_requests else [])]
+    path = None if options.record_trace is None else Path(options.record_trace)
+    with exported_traces(options.otlp_traces_endpoint) as traces, recorded_trace(path) as recorders:
+        yield [*traces, *recorders, *([CallLog()] if options.log_requests else [])]
 
 
 def retention_limits(options: ServerOptions) -> RetentionLimits:
