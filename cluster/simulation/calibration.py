@@ -107,6 +107,8 @@ def measure_steps(
 
     Equal steps of the repeats are merged: the fastest counts, since whatever else a machine does only adds time.
     """
+    # With one step in flight, nothing hides the scheduler's time when the engine serves either.
+    is_serial = config.scheduler.max_steps_in_flight == 1
     # One step at a time: of two in flight, a CPU computes the second before the first one's result is read.
     config = replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=1))
     best: dict[StepWork, float] = {}
@@ -119,12 +121,13 @@ def measure_steps(
             best[work] = min(seconds, best.get(work, seconds))
 
     prober = _Prober(config.model.vocab_size)
-    metered = MeteredRanks(ranks, config.scheduler.max_num_seqs, clock, on_step)
+    metered = MeteredRanks(ranks, config.scheduler.max_num_seqs, clock, on_step, is_serial=is_serial)
     loop = StepLoop(Scheduler(config), metered, prober, "calibration", time.monotonic)
     for _ in range(repeats):
         for probe in probes(config):
             on_probe(probe)
             prober.submit(probe)
+            metered.rest()
             while prober.num_running:
                 loop.turn()
     return [MeasuredStep(work, seconds) for work, seconds in best.items()]

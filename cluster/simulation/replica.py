@@ -135,8 +135,10 @@ class MeteredRanks:
     """WorkerGroup of real ranks that reports each step's work and seconds.
 
     Args:
-        on_step: called with the work of a step and the seconds from its predecessor's result, or from its own plan
-            if the ranks were idle.
+        on_step: called with the work of a step and its seconds: from its plan, or from its predecessor's result if
+            that came later.
+        is_serial: seconds count from the predecessor's result in any case, so that they have the scheduler's time,
+            which no step in flight hides.
     """
 
     def __init__(
@@ -145,11 +147,17 @@ class MeteredRanks:
         num_rows: int,
         clock: Callable[[], float],
         on_step: Callable[[StepWork, float], None],
+        *,
+        is_serial: bool = False,
     ) -> None:
-        self._ranks, self._clock, self._on_step = ranks, clock, on_step
+        self._ranks, self._clock, self._on_step, self._is_serial = ranks, clock, on_step, is_serial
         self._meter = PlanMeter(num_rows)
         self._began: deque[tuple[float, StepWork]] = deque()
-        self._done_at = 0.0
+        self._done_at: float | None = None
+
+    def rest(self) -> None:
+        """Take the time until the next plan for idle."""
+        self._done_at = None
 
     def broadcast(self, plan: StepPlan) -> None:
         work, _ = self._meter.measure(plan)
@@ -161,7 +169,9 @@ class MeteredRanks:
         if result is not None:
             began_at, work = self._began.popleft()
             now = self._clock()
-            self._on_step(work, now - max(began_at, self._done_at))
+            if self._done_at is not None:
+                began_at = self._done_at if self._is_serial else max(began_at, self._done_at)
+            self._on_step(work, now - began_at)
             self._done_at = now
         return result
 

@@ -1,0 +1,236 @@
+"""Simulated runs against real ones: the demo model on this machine, in one process.
+
+    python -m benchmarks.simulation_accuracy [--requests N] --json benchmarks/results/simulation_accuracy.json
+
+All times are processor time of one thread, so that other processes disturb little: where the engine would wait for a
+request, its clock moves there. The steps of an engine are measured and fitted as `quire calibrate` does, with one
+configuration. Then each workload runs twice with the same scheduler: on real ranks, and on ranks that take the fitted
+time. No workload is in the fit: lengths, arrivals and limits are others.
+
+- ``simulation.fit.error.p50`` and ``.p90``: of single steps;
+- ``simulation.<workload>.<figure>``: the simulated figure over the real one, less 1, with the real one as a note.
+
+The workloads: ``chat`` has lognormal lengths and Poisson arrivals at about 60 % of the engine's throughput;
+``prefixes`` also shares 8 beginnings; ``chunks`` has long prompts in small chunks; ``preemptions`` has too few blocks
+for the sequences that it admits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import Figure, make_parser, report
+from quire.cluster.config.engine_options import DEMO_MODEL, EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.cluster.offline.in_process import load_in_process
+from quire.cluster.simulation.calibration import measure_steps
+from quire.cluster.simulation.engine import make_engine
+from quire.cluster.simulation.fleet import SimulatedFleet, SimulatedRequest
+from quire.cluster.simulation.replica import GATEWAY
+from quire.cluster.simulation.run import Summary
+from quire.cluster.simulation.step_time import StepTime, fit_coefficients, relative_errors
+from quire.cluster.simulation.traces import VOCAB_SIZE, TracedRequest
+from quire.proto.config import EngineConfig
+from quire.proto.sampling import SamplingParams
+from quire.proto.stream import GatewayMessage, ReplicaMessage, Submit, TokenBatch
+from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.loop import StepLoop
+from quire.scheduler.service.worker_group import WorkerGroup
+
+LOAD = 0.6
+BLOCK = 16
+MAX_NUM_SEQS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests without arrival times, and what the engine has for them.
+
+    Attributes:
+        num_blocks: of the pool.
+        chunk: tokens per step.
+    """
+
+    prompt_tokens: float
+    output_tokens: float
+    num_blocks: int = 1024
+    chunk: int = 512
+    num_prefixes: int = 0
+
+
+WORKLOADS = {
+    "chat": Workload(80, 40),
+    "prefixes": Workload(160, 24, num_prefixes=8),
+    "chunks": Workload(300, 16, chunk=64),
+    "preemptions": Workload(40, 100, num_blocks=64),
+}
+
+
+def make_requests(workload: Workload, count: int, max_tokens: int, seed: int) -> list[TracedRequest]:
+    """Return requests that all arrive at 0."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for number in range(count):
+        lens = rng.lognormal(np.log((workload.prompt_tokens, workload.output_tokens)) - 0.125, 0.5)
+        num_prompt, num_output = np.clip(lens, 1, (max_tokens * 2 // 3, max_tokens // 4)).astype(int).tolist()
+        num_blocks = -(-num_prompt // BLOCK)
+        hashes: tuple[int, ...] = ()
+        if workload.num_prefixes:
+            prefix = 1000 * int(rng.integers(1, workload.num_prefixes + 1))
+            own = 1_000_000 + 1000 * number
+            hashes = tuple((prefix if 2 * place < num_blocks else own) + place for place in range(num_blocks))
+        requests.append(TracedRequest(number, 0.0, num_prompt, num_output, hashes))
+    return requests
+
+
+def with_arrivals(requests: Sequence[TracedRequest], rate: float) -> list[TracedRequest]:
+    """Return the requests with the arrivals of a Poisson process."""
+    times = np.cumsum(np.random.default_rng(1).exponential(1 / rate, len(requests)))
+    return [replace(each, arrival_s=at) for each, at in zip(requests, times.tolist(), strict=True)]
+
+
+class ProcessorClock:
+    """Processor time of this process, and what was skipped."""
+
+    def __init__(self) -> None:
+        self._skipped_s = -time.process_time()
+
+    def __call__(self) -> float:
+        return time.process_time() + self._skipped_s
+
+    def skip_to(self, now: float) -> None:
+        """Move the clock to a time, unless that has passed."""
+        self._skipped_s += max(0.0, now - self())
+
+
+class RealGateway:
+    """The mailbox of a step loop on real ranks, which sends requests when they are due."""
+
+    def __init__(self, requests: Sequence[TracedRequest], summary: Summary, vocab_size: int) -> None:
+        self._pending = list(reversed(requests))
+        self._running: dict[int, SimulatedRequest] = {}
+        self._summary, self._vocab_size = summary, vocab_size
+        self.now = ProcessorClock()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._pending and not self._running
+
+    def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
+        if timeout_s > 0 and self._pending:
+            self.now.skip_to(self._pending[-1].arrival_s)
+        due: list[tuple[bytes, GatewayMessage]] = []
+        while self._pending and self._pending[-1].arrival_s <= self.now():
+            traced = self._pending.pop()
+            self._running[traced.number] = SimulatedRequest(traced)
+            sampling = SamplingParams(
+                max_tokens=traced.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True
+            )
+            prompt = (traced.prompt() % self._vocab_size).astype(np.int32)
+            due.append(
+                (GATEWAY, Submit(traced.number, f"request-{traced.number}", prompt, sampling=sampling))
+            )
+        return due
+
+    def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
+        assert isinstance(message, TokenBatch)
+        now = self.now()
+        for handle in message.handles.tolist():
+            request = self._running[handle]
+            request.num_received += 1
+            if request.last_token_s is None:
+                request.first_token_s = now
+                self._summary.on_first_token(request, now)
+            else:
+                self._summary.on_gap(now - request.last_token_s)
+            request.last_token_s = now
+        for finish in message.finished:
+            request = self._running.pop(finish.handle)
+            request.ended_at, request.error = now, finish.error
+            request.num_cached_tokens = finish.num_cached_tokens
+            self._summary.on_end(request)
+        return True
+
+    def wake(self) -> None: ...
+
+
+def serve_real(
+    config: EngineConfig, ranks: WorkerGroup, requests: Sequence[TracedRequest]
+) -> tuple[Summary, float]:
+    """Serve requests on real ranks; return the summary and the seconds."""
+    ranks.rebuild(1)  # empties the rows that an earlier scheduler left
+    summary = Summary()
+    gateway = RealGateway(requests, summary, config.model.vocab_size)
+    loop = StepLoop(Scheduler(config), ranks, gateway, "real", gateway.now)
+    while not gateway.is_done:
+        loop.turn()
+    return summary, gateway.now()
+
+
+def serve_simulated(
+    config: EngineConfig, step_time: StepTime, requests: Sequence[TracedRequest]
+) -> tuple[Summary, float]:
+    """Serve requests in simulated time; return the summary and the seconds."""
+    summary = Summary()
+    model = replace(config.model, vocab_size=max(VOCAB_SIZE, config.model.vocab_size))
+    cost = SimulatedFleet(replace(config, model=model), step_time, summary).run(requests)
+    return summary, cost.end_s
+
+
+def compare(name: str, real: tuple[Summary, float], simulated: tuple[Summary, float]) -> dict[str, Figure]:
+    """Return the relative errors of a workload."""
+    pairs = {
+        "output_tokens_per_s": tuple(one.num_output_tokens / seconds for one, seconds in (real, simulated))
+    }
+    for latency in ("ttft", "itl"):
+        for column, share in (("p50", 0.5), ("p99", 0.99)):
+            values = tuple(getattr(one, latency).quantile(share) for one, _ in (real, simulated))
+            pairs[f"{latency}.{column}"] = values
+    return {
+        f"simulation.{name}.{figure}": Figure(guess / known - 1, "share", f"{known:.4g} in reality")
+        for figure, (known, guess) in pairs.items()
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--requests", type=int, default=200, help="of each workload")
+    parser.add_argument("--repeats", type=int, default=3, help="of each probe of the calibration")
+    parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
+    arguments = parser.parse_args()
+    name = DEMO_MODEL if arguments.model is None else str(arguments.model)
+    options = EngineOptions(
+        name, max_num_seqs=MAX_NUM_SEQS, num_kv_blocks=1025, max_num_batched_tokens=512, max_steps_in_flight=1
+    )
+    config, ranks = load_in_process(resolve(options, Machine(num_cores=1, num_gpus=0)))
+    assumed = make_engine(options, "cpu").step_time
+    steps = measure_steps(config, ranks, arguments.repeats, ProcessorClock())
+    step_time = replace(assumed, coefficients=fit_coefficients(assumed, steps))
+    errors = np.abs(relative_errors(step_time, steps))
+    figures = {
+        f"simulation.fit.error.{column}": Figure(
+            float(np.quantile(errors, share)), "share", f"{len(steps)} steps"
+        )
+        for column, share in (("p50", 0.5), ("p90", 0.9))
+    }
+    for workload_name, workload in WORKLOADS.items():
+        limits = replace(config.scheduler, max_num_batched_tokens=workload.chunk)
+        cache = replace(config.cache, num_kv_blocks=workload.num_blocks + 1)
+        own = replace(config, scheduler=limits, cache=cache)
+        requests = make_requests(workload, arguments.requests, own.max_servable_tokens, seed=7)
+        at_once, seconds = serve_simulated(own, step_time, requests)
+        requests = with_arrivals(requests, LOAD * at_once.num_ended / seconds)
+        real = serve_real(own, ranks, requests)
+        figures |= compare(workload_name, real, serve_simulated(own, step_time, requests))
+    ranks.close()
+    report(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
