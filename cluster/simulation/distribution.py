@@ -51,12 +51,6 @@ class Distribution:
         margin = _Z * math.sqrt(share * (1 - share) / max(1, self.count))
         return self.quantile(max(0.0, share - margin)), self.quantile(min(1.0, share + margin))
 
-    def share_within(self, limit: float) -> float:
-        """Return the share of the values up to `limit`; 1 without values."""
-        if not self.count:
-            return 1.0
-        return sum(self._counts[: _place_of(limit) + 1]) / self.count
-
     def summary(self) -> dict[str, Any]:
         """Return mean, quantiles and their confidence intervals, for JSON."""
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}

@@ -17,7 +17,6 @@ from ..config.resolve import engine_config
 from .step_time import (
     ASSUMED,
     ASSUMED_ON_CPU,
-    Coefficients,
     ModelCost,
     StepTime,
     find_device,
@@ -170,6 +169,3 @@ def _kv_cache(
             f"{weights.rank_bytes(tp) / GIB:.1f} GiB of each"
         )
     return num_blocks + 1, found.kv_token_bytes
-
-
-__all__ = ["CPU", "Coefficients", "Models", "SimulatedEngine", "make_engine", "model_cost"]

@@ -79,7 +79,6 @@ class SimulatedRequest:
     num_cached_tokens: int = 0
     ended_at: float | None = None
     error: str = ""
-    num_moves: int = 0
 
 
 class Watcher:
@@ -263,7 +262,6 @@ class SimulatedFleet:
             request.has_waited = True
             request.wait_s = request.first_token_s - request.traced.arrival_s - finish.timings.prefill_s
         if finish.reason is FinishReason.MOVED:
-            request.num_moves += 1
             self._num_moving += 1
             self._at(now, partial(self._move, request))
             return

@@ -78,58 +78,42 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_page(path: Path, title: str, record: Mapping[str, Any], loads: Sequence[Measures]) -> None:
-    """Write one HTML file with tables and charts of all loads."""
+    """Write one HTML file with tables of all loads, and charts of those whose outcomes are known."""
     points = record["points"]
-    last = loads[-1]
     body = [
         f"<p>{escape(str(record['date']))}, {escape(str(record['target']))}</p>",
         html_table(*rates_table(points)),
-        f"<h2>Latencies at {escape(last.label)}</h2>",
+        f"<h2>Latencies at {escape(points[-1]['label'])}</h2>",
         html_table(*latency_table(points[-1])),
-        chart(
-            "Share of requests with a first token within a time",
-            [Series(each.label, distribution([one.ttft_s for one in each.served])) for each in loads],
-            "seconds",
-            "share",
-            log_x=True,
-        ),
-        chart(
-            "Share of tokens that follow the one before within a time",
-            [
-                Series(each.label, distribution([gap for one in each.served for gap in one.gaps]))
-                for each in loads
-            ],
-            "seconds",
-            "share",
-            log_x=True,
-        ),
-        chart(
-            f"First tokens over time at {last.label}",
-            [
-                Series(
-                    "",
-                    [(one.due_s, one.ttft_s) for one in _thinned(last.served)],
-                    is_line=False,
-                )
-            ],
-            "seconds from the start",
-            "seconds to the first token",
-        ),
+        *_charts(loads),
     ]
-    if len(points) > 1:
-        pairs = [
-            (point["requests_per_s"], point["ttft_s"]["p99"]) for point in points if point["ttft_s"]["count"]
-        ]
-        labels = [point["label"] for point in points if point["ttft_s"]["count"]]
-        body.append(
-            chart(
-                "Latency against throughput",
-                [Series("p99 of first tokens", sorted(pairs), labels=labels)],
-                "requests per second",
-                "seconds",
-            )
-        )
+    served = sorted(
+        (point["requests_per_s"], point["ttft_s"]["p99"], point["label"])
+        for point in points
+        if point["ttft_s"]["count"]
+    )
+    if len(served) > 1:
+        pairs, labels = [(rate, late) for rate, late, _ in served], [label for *_, label in served]
+        series = [Series("p99 of first tokens", pairs, labels=labels)]
+        body.append(chart("Latency against throughput", series, "requests per second", "seconds"))
     path.write_text(page(title, body))
+
+
+def _charts(loads: Sequence[Measures]) -> list[str]:
+    """Return the distributions of latencies of all loads, and the last one's over time."""
+    first = [Series(each.label, distribution([one.ttft_s for one in each.served])) for each in loads]
+    gaps = [
+        Series(each.label, distribution([gap for one in each.served for gap in one.gaps])) for each in loads
+    ]
+    over_time = [
+        Series(each.label, [(one.due_s, one.ttft_s) for one in _thinned(each.served)], is_line=False)
+        for each in loads[-1:]
+    ]
+    return [
+        chart("Share of requests with a first token within a time", first, "seconds", "share", log_x=True),
+        chart("Share of tokens that follow within a time", gaps, "seconds", "share", log_x=True),
+        chart("First tokens over time", over_time, "seconds from the start", "seconds to the first token"),
+    ]
 
 
 def _thinned(values: Sequence[Any]) -> Sequence[Any]:

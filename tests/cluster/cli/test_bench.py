@@ -193,6 +193,14 @@ def test_page_is_self_contained(tmp_path: Path) -> None:
         assert outside not in html
 
 
+def test_page_of_a_load_that_others_sent_has_its_tables(tmp_path: Path) -> None:
+    figures = Measures(open_loop(Server, turns(5, 0.5)), Targets(), "2/s").figures()
+    path = tmp_path / "report.html"
+    write_page(path, "Load", {"date": "today", "target": "url", "points": [figures]}, [])
+    assert path.read_text().count("<table") == 2
+    assert "<svg" not in path.read_text()
+
+
 def test_aiperf_gets_the_load_and_its_result_is_read(tmp_path: Path) -> None:
     command = aiperf_command(
         "http://localhost:8000", tmp_path, model="m", requests=10, rate=2.5, concurrency=None,
