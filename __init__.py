@@ -46,10 +46,13 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
         BeamSearchParams as BeamSearchParams,
         BeamSearchSequence as BeamSearchSequence,
     )
-    from .cluster.offline.engine_arguments import EngineArgs as EngineArgs
+    from .cluster.offline.async_engine import AsyncLLMEngine as AsyncLLMEngine, LLMEngine as LLMEngine
+    from .cluster.offline.engine_arguments import AsyncEngineArgs as AsyncEngineArgs, EngineArgs as EngineArgs
+    from .cluster.offline.flat_logprobs import FlatLogprobs as FlatLogprobs
     from .cluster.offline.llm import LLM as LLM
     from .cluster.offline.prompts import (
         LoRARequest as LoRARequest,
+        PromptType as PromptType,
         TextPrompt as TextPrompt,
         TokensPrompt as TokensPrompt,
     )
@@ -80,6 +83,8 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
         ClassificationRequestOutput as ClassificationRequestOutput,
         EmbeddingOutput as EmbeddingOutput,
         EmbeddingRequestOutput as EmbeddingRequestOutput,
+        PoolingOutput as PoolingOutput,
+        PoolingRequestOutput as PoolingRequestOutput,
         ScoringOutput as ScoringOutput,
         ScoringRequestOutput as ScoringRequestOutput,
     )
@@ -90,7 +95,7 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
         QueueInfo as QueueInfo,
         RankStatus as RankStatus,
     )
-    from .proto.sampling import SamplingParams as SamplingParams
+    from .proto.sampling import RequestOutputKind as RequestOutputKind, SamplingParams as SamplingParams
     from .proto.stream import Timings as Timings
     from .proto.structured_outputs import (
         RepetitionDetectionParams as RepetitionDetectionParams,
@@ -107,9 +112,11 @@ _MODULES = {
     ".cluster.config.deployment": "Deployment ScalingLimits",
     ".cluster.config.engine_options": "EngineOptions",
     ".cluster.offline.beams": "BeamSearchOutput BeamSearchParams BeamSearchSequence",
-    ".cluster.offline.engine_arguments": "EngineArgs",
+    ".cluster.offline.async_engine": "AsyncLLMEngine LLMEngine",
+    ".cluster.offline.engine_arguments": "AsyncEngineArgs EngineArgs",
+    ".cluster.offline.flat_logprobs": "FlatLogprobs",
     ".cluster.offline.llm": "LLM",
-    ".cluster.offline.prompts": "LoRARequest TextPrompt TokensPrompt",
+    ".cluster.offline.prompts": "LoRARequest PromptType TextPrompt TokensPrompt",
     ".cluster.text.chat_format.deltas": (
         "AssistantMessage ChatDelta ContentDelta ReasoningDelta ToolCall ToolCallArguments ToolCallStart"
     ),
@@ -120,11 +127,12 @@ _MODULES = {
     ),
     ".cluster.text.requests.pooling": (
         "ClassificationOutput ClassificationRequestOutput EmbeddingOutput EmbeddingRequestOutput "
+        "PoolingOutput PoolingRequestOutput "
         "ScoringOutput ScoringRequestOutput"
     ),
     ".proto.pooling": "PoolingParams",
     ".proto.replica_status": "KvCacheInfo QueueInfo RankStatus",
-    ".proto.sampling": "SamplingParams",
+    ".proto.sampling": "RequestOutputKind SamplingParams",
     ".proto.stream": "Timings",
     ".proto.structured_outputs": "RepetitionDetectionParams StructuredOutputsParams",
 }

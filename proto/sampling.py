@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from dataclasses import field as declare
+from enum import IntEnum
 from typing import Any, cast, get_args, get_type_hints
 
 from . import coerce as plain
@@ -42,6 +43,17 @@ MAX_SHOWN_CHARS = 200
 def _limited(default: float, allowed: str, holds: Callable[[float], bool]) -> Any:
     """Declare a setting with its limits, which `check_sampling_settings` checks."""
     return declare(default=default, metadata={"allowed": allowed, "holds": holds})
+
+
+class RequestOutputKind(IntEnum):
+    """Parts of an output that an engine returns while it is generated, as in vLLM.
+
+    CUMULATIVE: all tokens so far. DELTA: the new tokens. FINAL_ONLY: all tokens, once the request has ended.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,10 @@ class SamplingParams:
         extra_args: name of a custom logits processor |-> its arguments, a value of JSON. The engine option
             logits_processors must have the name. They see the logits before all that is named above. Stored as pairs
             of name and JSON text.
+        spaces_between_special_tokens: without effect: tokenizers of the tokenizers library put none there.
+        output_kind: of `AsyncLLMEngine` and `LLMEngine`; LLM and the clients return whole outputs.
+        flat_logprobs: log-probabilities in the outputs of LLM and its engines are a FlatLogprobs instead of a list.
+        logprob_token_ids: refused: use logprobs=-1, which has the log-probabilities of all tokens.
 
     Raises:
         InvalidRequest: a value is out of range; the message names the value and the range.
@@ -175,6 +191,25 @@ class SamplingParams:
     thinking_token_budget: int | None = sent_if_set(None)
     repetition_detection: RepetitionDetectionParams | None = sent_if_set(None)
     extra_args: Mapping[str, Any] | tuple[tuple[str, str], ...] = sent_if_set(())
+    # Of the caller's process alone; see DELIVERY.
+    spaces_between_special_tokens: bool = sent_if_set(True)
+    output_kind: RequestOutputKind = sent_if_set(RequestOutputKind.CUMULATIVE)
+    flat_logprobs: bool = sent_if_set(False)
+    logprob_token_ids: tuple[int, ...] | None = sent_if_set(None)
+
+    @classmethod
+    def from_optional(cls, *, max_tokens: int | None = 16, **settings: Any) -> SamplingParams:
+        """Return settings of which None stands for the default, as in vLLM; biases are cut to their limits."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        if isinstance(biases := given.get("logit_bias"), Mapping):
+            try:
+                given["logit_bias"] = {
+                    int(token_id): max(-MAX_LOGIT_BIAS, min(MAX_LOGIT_BIAS, float(bias)))
+                    for token_id, bias in biases.items()
+                }
+            except (TypeError, ValueError) as error:
+                raise InvalidRequest("sampling.logit_bias", f"must have numbers: {error}") from None
+        return cls(max_tokens=max_tokens, **given)
 
     def __post_init__(self) -> None:
         for field, convert in _CONVERTERS.items():
@@ -212,6 +247,10 @@ class SamplingParams:
         _require(
             budget is None or budget >= 0, "thinking_token_budget", budget, "at least 0, or -1 for no limit"
         )
+        _require(
+            self.logprob_token_ids is None,
+            "logprob_token_ids", self.logprob_token_ids, "unset: use logprobs=-1, for all tokens",
+        )  # fmt: skip
         if self.structured_outputs is None:
             return
         # Together, these may leave no token that can be sampled.
@@ -388,6 +427,13 @@ def _extra_args(field: str, given: Any) -> tuple[tuple[str, str], ...]:
     return plain.json_arguments(field, given)
 
 
+def _output_kind(field: str, given: Any) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(given)
+    except ValueError:
+        raise InvalidRequest(field, f"is {given!r}, must be a RequestOutputKind") from None
+
+
 # Type of a field |-> the function that converts its value to plain Python.
 _CONVERTER_OF: dict[type, Callable[[str, Any], Any]] = {
     int: plain.whole_number,
@@ -395,6 +441,7 @@ _CONVERTER_OF: dict[type, Callable[[str, Any], Any]] = {
     bool: plain.flag,
     StructuredOutputsParams: StructuredOutputsParams.of,
     RepetitionDetectionParams: RepetitionDetectionParams.of,
+    RequestOutputKind: _output_kind,
 }
 
 
@@ -406,6 +453,7 @@ _LIST_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
     "bad_words": plain.bad_words,
     "allowed_token_ids": plain.distinct_token_ids,
     "extra_args": _extra_args,
+    "logprob_token_ids": plain.token_ids,
 }
 # Field of one value |-> its type, without None.
 VALUE_TYPES: dict[str, Any] = {
@@ -424,4 +472,8 @@ _NEVER_NONE = {
     member.name
     for member in fields(SamplingParams)
     if member.default is not None and member.name != "max_tokens"
+}
+# Settings of how outputs are returned |-> their defaults, with which schedulers get them.
+DELIVERY: dict[str, Any] = {
+    name: _DEFAULT_OF[name] for name in ("spaces_between_special_tokens", "output_kind", "flat_logprobs")
 }

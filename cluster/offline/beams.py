@@ -85,6 +85,7 @@ def _beam(
     ends_with_stop_token = beam.finish_reason == "stop" and not params.include_stop_str_in_output
     tokens = prompt + (beam.token_ids[:-1] if ends_with_stop_token else beam.token_ids)
     assert beam.score is not None, "beam search reports scores"
+    assert beam.finish_reason is not None, "outputs of LLM are whole"
     cum_logprob = beam.score * len(beam.token_ids) ** params.length_penalty
     text = tokenizer.decode(tokens, skip_special_tokens=False)
     return BeamSearchSequence(tokens, cum_logprob, text, beam.finish_reason, beam.stop_reason)

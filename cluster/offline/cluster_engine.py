@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import COMMAND_TIMEOUT_S, EngineCommand
+from ...proto.replica_status import ReplicaStatus
+from ...proto.stream import FlushCache
 from ..fleet.ray.local_cluster import LocalCluster
 from ..fleet.replica.client import ReplicaClient
 from ..fleet.replica.launch import launch_replica
@@ -21,6 +23,10 @@ from .engine import OutputCollector
 
 # A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.
 _SILENCE_MARGIN_S = 5.0
+# A scheduler answers within 0.1 s, but for a machine that is overloaded.
+_STATUS_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
 
 
 class ClusterEngine:
@@ -39,16 +45,31 @@ class ClusterEngine:
     def control(self, command: EngineCommand) -> None:
         _run_to_end(self._control(command))
 
+    def flush_cache(self) -> None:
+        _run_to_end(self._flush_cache())
+
+    def status(self) -> ReplicaStatus:
+        return _run_to_end(self._status())
+
+    async def _flush_cache(self) -> None:
+        async with self.connect() as client:
+            client.send(FlushCache())
+            await client.status(_STATUS_TIMEOUT_S)  # the scheduler answers after it has flushed
+
+    async def _status(self) -> ReplicaStatus:
+        async with self.connect() as client:
+            return await client.status(_STATUS_TIMEOUT_S)
+
     async def _run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
-        async with self._client() as client:
+        async with self.connect() as client:
             await asyncio.gather(*(_follow(client, collector, advance) for collector in collectors))
 
     async def _control(self, command: EngineCommand) -> None:
-        async with self._client() as client:
+        async with self.connect() as client:
             await client.control(command, COMMAND_TIMEOUT_S)
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[ReplicaClient]:
+    async def connect(self) -> AsyncIterator[ReplicaClient]:
         client = ReplicaClient(
             self._replica.address,
             self._replica.replica_id,
@@ -76,15 +97,14 @@ async def _follow(client: ReplicaClient, collector: OutputCollector, advance: Ca
         running.abort()
 
 
-def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:
+def _run_to_end(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine, also if this thread runs an event loop already, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(coroutine)
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(asyncio.run, coroutine).result()
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, coroutine).result()
 
 
 async def _output_events(stream: RequestStream, processor: OutputProcessor) -> AsyncIterator[OutputEvent]:

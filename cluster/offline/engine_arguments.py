@@ -34,6 +34,10 @@ class EngineArgs(EngineOptions):
         super().__init__(**vars(read_engine_options(model, options, os.environ)))
 
 
+class AsyncEngineArgs(EngineArgs):
+    """The options of AsyncLLMEngine under vLLM's name."""
+
+
 def takes_engine_options(function: F) -> F:
     """Show the engine options in the signature of a function that takes ``**options``, for help() and editors."""
     signature = inspect.signature(function)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
 from ...proto.errors import InvalidRequest, RankFailed, ReplicaUnavailable
-from ...proto.replica_status import RankStatus
+from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
 from ...scheduler import InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop, open_sink
@@ -25,6 +27,9 @@ from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
 from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle
 from .engine import OutputCollector
+
+if TYPE_CHECKING:
+    from ..fleet.replica.client import ReplicaClient
 
 _log = logging.getLogger(__name__)
 
@@ -152,6 +157,35 @@ class InProcessEngine:
                 pass  # until the step loop has ended
         if batch.error is not None:
             raise batch.error
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[ReplicaClient]:
+        from ..fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient  # ZeroMQ, which LLM does without
+        from .in_process_connection import InProcessConnection
+
+        mailbox = InMemoryMailbox()
+        name = self.config.model.name
+        loop = StepLoop(self.scheduler, self._group, mailbox, name)
+        timeout_s = self.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
+        connection = InProcessConnection(mailbox)
+        client = ReplicaClient("in-process", name, silence_timeout_s=timeout_s, connection=connection)
+        client.start()
+        serving = self._thread.submit(loop.run)
+        try:
+            yield client
+        finally:
+            await client.close()
+            loop.stop()
+            await asyncio.wait([asyncio.wrap_future(serving)])  # its error has ended the requests
+
+    def flush_cache(self) -> None:
+        with self._stepping:
+            self._thread.submit(self.scheduler.blocks.flush_cache).result()
+
+    def status(self) -> ReplicaStatus:
+        loop = StepLoop(self.scheduler, self._group, InMemoryMailbox(), self.config.model.name)
+        with self._stepping:
+            return self._thread.submit(loop.status).result()
 
     def control(self, command: EngineCommand) -> None:
         mailbox = InMemoryMailbox()

@@ -11,36 +11,37 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from ...proto.config import EngineConfig
-from ...proto.engine_command import Action, EngineCommand
-from ...proto.errors import InvalidRequest, InvalidType
-from ...proto.lora import LoraReference
+from ...proto.errors import InvalidRequest
 from ...proto.options.option import write_table
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
-from ..client.wire.admin_messages import read_tags
+from ..client.wire.engine_commands import (
+    RESET_PREFIX_CACHE,
+    collective_results,
+    read_collective_call,
+    sleep_command,
+    update_command,
+    wake_up_command,
+)
 from ..config.engine_options import EngineOptions
-from ..config.machine import Machine
-from ..config.resolve import resolve
 from ..text.requests.chat import Chat, Tool
 from ..text.requests.chat_messages import Message
 from ..text.requests.outputs import RequestOutput
 from ..text.requests.pooling import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from ..text.requests.request import RequestChecker
-from ..text.requests.tokenizer import load_tokenizer
 from .beams import BeamSearchOutput, BeamSearchParams, beam_search_output
-from .engine import Engine, OutputCollector
 from .engine_arguments import read_engine_options, takes_engine_options
+from .loaded_model import LoadedModel
+from .metrics import Metric, metrics_of
 from .pooling import PooledPrompt, PooledRequests
 from .prompts import LoRARequest, PromptInput, read_prompts
 
@@ -75,16 +76,12 @@ class LLM:
 
     @takes_engine_options
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        engine_options = read_engine_options(str(model), options, os.environ)
-        config = _resolve(engine_options)
-        self._tokenizer = load_tokenizer(config.model)
-        self._engine = _make_engine(config)
+        loaded = self._loaded = LoadedModel(read_engine_options(str(model), options, os.environ))
         # Runs at interpreter exit as well: a local cluster must not outlive its owner.
-        self._close = weakref.finalize(self, self._engine.close)
-        self.config = self._engine.config
-        self._checker = RequestChecker(self.config, self._tokenizer)
+        self._close = weakref.finalize(self, loaded.engine.close)
+        self.config, self._engine, self._tokenizer = loaded.config, loaded.engine, loaded.tokenizer
         self._weights_folder: TemporaryDirectory[str] | None = None
-        self._pooled = PooledRequests(self._engine, self._checker, self._tokenizer)
+        self._pooled = PooledRequests(self._engine, loaded.checker, self._tokenizer)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineOptions) -> Self:
@@ -130,23 +127,19 @@ class LLM:
         tenants: Sequence[str] = _spread("tenant", tenant, len(several))
         salts: Sequence[str] = _spread("cache_salt", cache_salt, len(several))
         adapters: Sequence[LoRARequest | None] = _spread("lora_request", lora_request, len(several))
-        requests = [
-            self._checker.check(
-                each.prompt,
-                sampling,
-                priority=-number,
+        collectors = [
+            self._loaded.collector(
+                each,
+                own,
+                priority=number,
                 tenant=owner,
-                cache_salt=salt if each.cache_salt is None else each.cache_salt,
+                cache_salt=salt,
+                lora_request=adapter,
                 add_special_tokens=add_special_tokens,
-                lora=_lora_reference(adapter),
             )
-            for each, sampling, number, owner, salt, adapter in zip(
+            for each, own, number, owner, salt, adapter in zip(
                 several, params, priorities, tenants, salts, adapters, strict=True
             )
-        ]
-        collectors = [
-            OutputCollector(each.text, request, self.config.model.name, self._tokenizer)
-            for each, request in zip(several, requests, strict=True)
         ]
         with _progress_bar(len(collectors), use_tqdm) as advance:
             self._engine.run(collectors, advance)
@@ -250,6 +243,48 @@ class LLM:
         with _progress_bar(len(pooled), options.get("use_tqdm", False)) as advance:
             return self._pooled.classify(pooled, advance)
 
+    def encode(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return the vectors of all prompts as tensors of torch: embeddings, or the scores of classes.
+
+        Args:
+            pooling_task: ``embed`` or ``classify``; None for what the model does. vLLM's tasks with a vector per
+                token are refused.
+            options: as in `embed`.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served, or the model does something else. No request was started.
+        """
+        pooled = self._pooled_prompts(prompts, pooling_params, options)
+        with _progress_bar(len(pooled), options.get("use_tqdm", False)) as advance:
+            return self._pooled.encode(pooled, pooling_task, advance)
+
+    def reward(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Return the scores of a reward model for all prompts, each of the whole prompt and not limited to 0 to 1.
+
+        Args:
+            pooling_params: None for scores without an activation.
+            options: as in `embed`.
+
+        Raises:
+            InvalidRequest: a prompt cannot be served, or the model does not classify. No request was started.
+        """
+        raw = PoolingParams(use_activation=False)
+        params = raw if pooling_params is None else pooling_params
+        return self.encode(prompts, params, pooling_task="classify", **options)
+
     def score(
         self,
         data_1: str | Sequence[str],
@@ -305,9 +340,7 @@ class LLM:
         Raises:
             InvalidRequest: the level is wrong.
         """
-        if level not in (1, 2):
-            raise InvalidRequest("level", f"is {level}, must be 1 or 2")
-        self._engine.control(EngineCommand(Action.SLEEP, level=level))
+        self._engine.control(sleep_command(level))
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """End `sleep`.
@@ -320,7 +353,7 @@ class LLM:
             InvalidRequest: a tag is unknown, the weights were discarded, or there is not enough memory; the engine
                 sleeps on.
         """
-        self._engine.control(EngineCommand(Action.WAKE_UP, tags=read_tags(tags or ())))
+        self._engine.control(wake_up_command(tags))
 
     def update_weights(
         self,
@@ -346,8 +379,42 @@ class LLM:
             raise InvalidRequest("version", "is empty, must be a new name")
         folder = None if tensors is None else write_tensors(tensors)
         source = str(Path(path).resolve()) if path is not None else str(folder and folder.name)
-        self._engine.control(EngineCommand(Action.UPDATE_WEIGHTS, path=source, version=version))
+        self._engine.control(update_command(source, version))
         self._weights_folder = folder  # the ranks read it again after a failure or `sleep`
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the cached prefixes. Returns True, as vLLM does if it succeeds."""
+        self._engine.flush_cache()
+        return True
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's numbers, under vLLM's names where they mean the same."""
+        return metrics_of(self._engine.status())
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Have all ranks carry out a method; return the result of each.
+
+        Args:
+            method: ``sleep`` (level), ``wake_up`` (tags), ``update_weights`` (path, version) or
+                ``reset_prefix_cache``, whose results are None; or ``rank_status``, the process of each rank. A
+                function, which vLLM runs, is refused: no code is sent to ranks.
+            timeout: without effect; each method has a deadline.
+
+        Raises:
+            InvalidRequest: there is no such method, or it has other arguments, or cannot be carried out.
+        """
+        command = read_collective_call(method, args, kwargs or {})
+        if command is not None:
+            self._engine.control(command)
+        elif method == RESET_PREFIX_CACHE:
+            self._engine.flush_cache()
+        return collective_results(method, self._engine.status().ranks)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """Return the model's tokenizer, an object of transformers."""
@@ -381,34 +448,6 @@ def _progress_bar(count: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     with Progress() as bar:
         task = bar.add_task("requests", total=count)
         yield lambda: bar.advance(task)
-
-
-def _resolve(options: EngineOptions) -> EngineConfig:
-    """Resolve the options; with one step in flight by default if the scheduler and a CPU rank share a thread."""
-    config = resolve(options, Machine.this())
-    parallel = config.parallel
-    if options.max_steps_in_flight or parallel.device != "cpu" or parallel.tensor_parallel_size > 1:
-        return config
-    return replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=1))
-
-
-def _make_engine(config: EngineConfig) -> Engine:
-    if config.parallel.tensor_parallel_size == 1:
-        from .in_process import InProcessEngine  # torch, which a larger LLM leaves to its ranks
-
-        return InProcessEngine(config)
-    from .cluster_engine import ClusterEngine  # Ray and ZeroMQ, which one rank does without
-
-    return ClusterEngine(config)
-
-
-def _lora_reference(adapter: LoRARequest | None) -> LoraReference | None:
-    """Raises InvalidType if the adapter is something else."""
-    if adapter is None:
-        return None
-    if not isinstance(adapter, LoRARequest):
-        raise InvalidType("lora_request", f"is of type {type(adapter).__name__}, must be LoRARequest")
-    return adapter.reference
 
 
 def _spread(name: str, given: T | Sequence[T], count: int) -> Sequence[T]:

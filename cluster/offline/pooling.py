@@ -17,6 +17,8 @@ from ..text.requests.pooling import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     PooledResult,
+    PoolingOutput,
+    PoolingRequestOutput,
     ScorePrompts,
     ScoringOutput,
     ScoringRequestOutput,
@@ -56,6 +58,31 @@ class PooledRequests:
                 request.request_id,
                 request.prompt_token_ids.tolist(),
                 EmbeddingOutput(result.values.tolist()),
+                usage=result.usage,
+            )
+            for request, result in self._run(prompts, advance)
+        ]
+
+    def encode(
+        self, prompts: Sequence[PooledPrompt], task: str | None, advance: Advance
+    ) -> list[PoolingRequestOutput]:
+        """Return the vector of each prompt as a tensor.
+
+        Args:
+            task: embed or classify; None for what the model does.
+        """
+        if task not in (None, "embed", "classify"):
+            problem = f"is {task!r}, must be embed or classify: vectors are those of whole prompts"
+            raise InvalidRequest("pooling_task", problem)
+        if task is not None:
+            self._require(task, classifies=task == "classify")
+        import torch  # which an LLM on several ranks does without
+
+        return [
+            PoolingRequestOutput(
+                request.request_id,
+                request.prompt_token_ids.tolist(),
+                PoolingOutput(torch.tensor(result.values)),
                 usage=result.usage,
             )
             for request, result in self._run(prompts, advance)

@@ -33,6 +33,8 @@ class TokensPrompt(TypedDict):
 
 
 PromptInput = Prompt | TextPrompt | TokensPrompt
+# vLLM's name of it.
+PromptType = PromptInput
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ def _finished_to_message(finished: CompletionFinished | CompletionOutput) -> inf
     return to_message(
         inference_pb2.Finished,
         finished,
-        reason=_FINISH_REASONS[finished.finish_reason],
+        reason=_FINISH_REASONS[finished.finish_reason or ""],
         stop_string=stop_reason if isinstance(stop_reason, str) else None,
         stop_token_id=stop_reason if isinstance(stop_reason, int) else None,
     )

@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from ....proto import admin_pb2
-from ....proto.engine_command import COMMAND_TIMEOUT_S, Action, EngineCommand, PauseMode
+from ....proto.engine_command import COMMAND_TIMEOUT_S, Action, EngineCommand
 from ....proto.errors import ConfigError, InvalidRequest, ReplicaUnavailable
 from ....proto.faults import SIGNALS, Fault, FaultKind
 from ....proto.stream import FlushCache
-from ...client.wire.admin_messages import read_tags
 from ...fleet.replica.client import ReplicaClient
-from ...text.requests.json_values import check_text
 from ..routing.registries import new_timestamp
 from ..routing.replica_pool import ReplicaPool
 from .services import GatewayServices
 
-MAX_VERSION_CHARS = 256
-MAX_PATH_CHARS = 4096
 # For the replicas to report their new state; a busy scheduler answers within 0.1 s.
 STATUS_TIMEOUT_S = 10.0
 
@@ -31,31 +26,6 @@ _KINDS = {
     admin_pb2.FAULT_KIND_SLOW: FaultKind.SLOW,
     admin_pb2.FAULT_KIND_POISON: FaultKind.POISON,
 }
-
-
-def sleep_command(level: int, mode: PauseMode) -> EngineCommand:
-    """Raises InvalidRequest if a value is not allowed."""
-    if level not in (1, 2):
-        raise InvalidRequest("level", f"is {level}, must be 1 or 2")
-    return EngineCommand(Action.SLEEP, mode, level=level)
-
-
-def wake_up_command(tags: Iterable[str]) -> EngineCommand:
-    """Raises InvalidRequest for an unknown tag."""
-    return EngineCommand(Action.WAKE_UP, tags=read_tags(tags))
-
-
-def update_command(path: str, version: str, mode: PauseMode) -> EngineCommand:
-    """Raises InvalidRequest if a value is not allowed."""
-    for field, text, most in (("path", path, MAX_PATH_CHARS), ("version", version, MAX_VERSION_CHARS)):
-        if not 1 <= len(text) <= most:
-            raise InvalidRequest(field, f"has {len(text)} characters, must have 1 to {most}")
-        check_text(field, text)
-    if not Path(path).is_absolute():
-        raise InvalidRequest(
-            "path", f"is {path!r}, must be absolute: the ranks have working directories of their own"
-        )
-    return EngineCommand(Action.UPDATE_WEIGHTS, mode, path=path, version=version)
 
 
 async def control_replicas(pool: ReplicaPool, command: EngineCommand) -> None:

@@ -38,6 +38,7 @@ ROLE_OF_PATH = {
     "/is_paused": Role.OPERATOR,
     "/update_weights": Role.OPERATOR,
     "/reset_prefix_cache": Role.OPERATOR,
+    "/collective_rpc": Role.OPERATOR,
     "/server_info": Role.OPERATOR,
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import eq
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from ....proto.codec import FloatArray
 from ....proto.step import Logprobs
@@ -223,7 +223,7 @@ class CompletionOutput:
 
     Attributes:
         text: as the model wrote it, in a chat with its reasoning and tool calls.
-        finish_reason: ``stop`` or ``length``, in a chat also ``tool_calls``.
+        finish_reason: ``stop`` or ``length``, in a chat also ``tool_calls``; None in a part of an output.
         stop_reason: the stop string or stop token that ended the completion; None if the model's end of sequence or
             the length did.
         logprobs: for each token, token id |-> Logprob of that token and of the most likely ones; None unless
@@ -238,9 +238,9 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: str | int | None = None
-    logprobs: list[PositionLogprobs] | None = None
+    logprobs: Sequence[PositionLogprobs] | None = None
     cumulative_logprob: float | None = None
     score: float | None = None
     usage: Usage = field(default_factory=Usage, compare=False)
@@ -249,8 +249,8 @@ class CompletionOutput:
     weights_version: str = field(default="", compare=False)
 
     def finished(self) -> bool:
-        """Return True: outputs are returned when all completions have ended."""
-        return True
+        """Return whether the completion has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +288,16 @@ class RequestOutput:
 
     Attributes:
         model: name under which the model is served.
-        prompt: the prompt's text; None if token ids or messages were sent.
+        prompt: the prompt's text, of a chat as the template wrote it; None if token ids were sent, and for chats in
+            outputs of Client and AsyncClient.
         prompt_token_ids: the tokens of the prompt; in outputs of Client and AsyncClient None unless the prompt was
             sent as token ids, since the server does not return its tokenization.
         outputs: by index; ranked from best to worst with `best_of` and beam search.
         prompt_logprobs: for each token of the prompt, token id |-> Logprob of that token and of the most likely ones;
             None for the first token, and None as a whole unless requested.
         arrival_time: seconds since 1970 when the request was made; None in outputs of Client and AsyncClient.
+        lora_request: the adapter that the request named to LLM; None otherwise.
+        finished: whether all completions have ended, as they have but in parts of outputs of `AsyncLLMEngine`.
     """
 
     request_id: str
@@ -304,11 +307,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     prompt_logprobs: Sequence[PositionLogprobs | None] | None = None
     arrival_time: float | None = field(default=None, compare=False)
-
-    @property
-    def finished(self) -> bool:
-        """True: outputs are returned when all completions have ended."""
-        return True
+    lora_request: Any = field(default=None, compare=False)
+    finished: bool = True
 
     @property
     def num_cached_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -63,16 +64,34 @@ class ScoringOutput:
     score: float
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolingOutput:
+    """The vector of `LLM.encode` and `LLM.reward`.
+
+    Attributes:
+        data: a tensor of torch, [dimensions or classes] float32.
+    """
+
+    data: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PoolingOutput) and bool((self.data == other.data).all())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput:
-    """Fields of all outputs below.
+    """Output of a pooled request, and the fields of all outputs below.
 
     Attributes:
         prompt_token_ids: the tokens that were pooled.
+        outputs: a PoolingOutput, or in the classes below what they name.
     """
 
     request_id: str
     prompt_token_ids: list[int]
+    outputs: Any
     usage: Usage = field(default_factory=Usage, compare=False, kw_only=True)
 
     @property

@@ -17,7 +17,7 @@ from ....proto.digests import content_digest
 from ....proto.errors import InvalidRequest
 from ....proto.lora import LoraReference
 from ....proto.pooling import PoolingParams
-from ....proto.sampling import RANDOM_SEED, SamplingParams
+from ....proto.sampling import DELIVERY, RANDOM_SEED, SamplingParams
 from ....proto.stream import Recall, SequenceRequest, Submit
 from ....proto.structured_outputs import OutputConstraint, StructuredOutputsParams
 from ..chat_format.chat_format import OpenReasoning
@@ -251,6 +251,7 @@ class RequestChecker:
         return replace(
             sampling,
             **sampling.defaulted_values(self._config.model.sampling_defaults),
+            **DELIVERY,
             max_tokens=min(sampling.max_tokens or max_new_tokens, max_new_tokens),
             seed=self._seeds.getrandbits(63) if sampling.seed in (None, RANDOM_SEED) else sampling.seed,
             bad_words=self._bad_word_token_ids(sampling.bad_words),

@@ -23,7 +23,7 @@ from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.config.speculative_options import JSON_OBJECT
 from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
 from quire.cluster.fleet.controller.spot import NOTICES
-from quire.cluster.offline import llm
+from quire.cluster.offline import loaded_model
 from quire.cluster.offline.engine_arguments import OFFLINE_DEFAULTS, read_engine_options
 from quire.proto.errors import ConfigError
 from quire.proto.model.quantization import ONLINE_METHODS
@@ -274,7 +274,7 @@ def test_llm_refuses_bad_options(given: dict[str, Any], message: str) -> None:
 def test_offline_engine_of_one_cpu_rank_has_one_step_in_flight(demo_model_dir: Path) -> None:
     """It shares a thread with the scheduler. On a GPU the host prepares a step while the device computes one."""
     steps = [
-        llm._resolve(read_engine_options("demo", given, environment)).scheduler.max_steps_in_flight
+        loaded_model._resolve(read_engine_options("demo", given, environment)).scheduler.max_steps_in_flight
         for given, environment in (
             ({}, {}),
             ({"tensor_parallel_size": 2}, {}),
@@ -289,7 +289,7 @@ def test_offline_engine_of_one_gpu_has_two_steps_in_flight(
     demo_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "this", lambda: Machine(num_cores=2, num_gpus=1))
-    assert llm._resolve(read_engine_options("demo", {}, {})).scheduler.max_steps_in_flight == 2
+    assert loaded_model._resolve(read_engine_options("demo", {}, {})).scheduler.max_steps_in_flight == 2
 
 
 def test_constructor_accepts_what_write_table_returns() -> None:

@@ -45,7 +45,7 @@ def test_finished_answers_are_valid_by_every_accepted_schema(llm: LLM, name: str
     for seed, record in enumerate(records(name)):
         own = sampling(record["schema"], seed)
         try:
-            llm._checker.check([5, 6, 7], own)
+            llm._loaded.checker.check([5, 6, 7], own)
         except InvalidRequest as error:
             found = str(error)
             assert any(word and word in found for word in keywords_of(record["schema"])), (

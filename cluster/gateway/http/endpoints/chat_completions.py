@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
@@ -26,7 +26,14 @@ from ....text.requests.outputs import (
 )
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
-from ..calls import collect_all, preparing, renamed_fields, unless_client_leaves, with_context
+from ..calls import (
+    collect_all,
+    preparing,
+    renamed_fields,
+    run_all,
+    unless_client_leaves,
+    with_context,
+)
 from ..completion_objects import (
     DONE,
     Choice,
@@ -40,12 +47,13 @@ from ..completion_objects import (
     num_logprobs,
     prompt_logprobs_json,
     timings_json,
+    total_usage,
     usage_json,
 )
 from ..errors import OPENAI_ERRORS, WHOLE_OR_STREAM, openai_error_event
 from ..event_stream import EventStream
 from ..json_bodies import BodyRoute, ResponseHead, TextTemplate
-from ..schema.chat_completion import ChatCompletionRequest
+from ..schema.chat_completion import BatchChatCompletionRequest, ChatCompletionRequest
 from ..stream_position import StreamPosition, chunks_of
 
 
@@ -68,6 +76,19 @@ def router(services: GatewayServices) -> APIRouter:
                     (output,) = await collect_all([generation])
         make = partial(_whole, head, body, generation, output)
         return await head.response_of(make, num_values=num_logprobs(output))
+
+    @router.post("/v1/chat/completions/batch", summary="Continue several conversations")
+    async def create_chat_completions(body: BatchChatCompletionRequest, request: Request) -> Response:
+        head = ResponseHead.new("chatcmpl-", "", request.headers)
+        with preparing(services, body.field_names):
+            sampling = body.sampling()
+            calls = [with_context(body.call(chat, sampling), request, services) for chat in body.chats()]
+        async with unless_client_leaves(request.receive):
+            with renamed_fields(body.field_names):
+                async with run_all(services.generation, calls) as generations:
+                    outputs = await collect_all(generations)
+        make = partial(_whole_batch, head, body, generations, outputs)
+        return await head.response_of(make, num_values=sum(map(num_logprobs, outputs)))
 
     return router
 
@@ -106,6 +127,24 @@ def _whole(
     return whole
 
 
+def _whole_batch(
+    head: ResponseHead,
+    body: ChatCompletionRequest,
+    generations: list[Generation],
+    outputs: list[RequestOutput],
+) -> Completion:
+    """Return the choices of all conversations, numbered in their order."""
+    whole = _whole(head, body, generations[0], outputs[0])
+    for generation, output in zip(generations[1:], outputs[1:], strict=True):
+        for choice in _whole(head, body, generation, output).choices:
+            choice.index = len(whole.choices)
+            whole.choices.append(choice)
+    whole.usage = usage_json(total_usage(output.usage for output in outputs))
+    if len(outputs) > 1:  # those of the first conversation
+        whole.prompt_logprobs = whole.prompt_token_ids = UNSET
+    return whole
+
+
 def _choice(body: ChatCompletionRequest, generation: Generation, completion: CompletionOutput) -> Choice:
     message = _message(completion.message or AssistantMessage())
     choice = Choice(completion.index, message, **ending(completion))
@@ -118,7 +157,7 @@ def _add_tokens(
     body: ChatCompletionRequest,
     generation: Generation,
     token_ids: list[int],
-    entries: list[PositionLogprobs],
+    entries: Sequence[PositionLogprobs],
 ) -> None:
     """Add what the call asks for about the tokens of a choice, or of a part of it."""
     if body.logprobs:

@@ -6,7 +6,7 @@ They exist only if an operator allows it: their callers stop the engine, and nam
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import PlainTextResponse
@@ -14,19 +14,25 @@ from pydantic import Field
 
 from .....proto.engine_command import Action, EngineCommand, PauseMode
 from ....client.wire.admin_messages import read_mode
+from ....client.wire.engine_commands import (
+    RESET_PREFIX_CACHE,
+    collective_results,
+    read_collective_call,
+    sleep_command,
+    update_command,
+    wake_up_command,
+)
 from ...admin.engine_control import (
     control_replicas,
     flush_caches,
     is_paused,
     is_sleeping,
-    sleep_command,
-    update_command,
-    wake_up_command,
 )
 from ...admin.services import GatewayServices
 from ..calls import preparing
 from ..errors import OPENAI_ERRORS
 from ..json_bodies import BodyRoute, json_bytes
+from ..schema.bounded import Entries, JsonObject, Limited
 from ..schema.request_model import RequestModel
 
 
@@ -43,6 +49,16 @@ class UpdateWeights(RequestModel):
     path: str
     version: str
     mode: str = Field("keep", description="keep, wait or abort: the treatment of running requests.")
+    model: str = ""
+
+
+class CollectiveRpc(RequestModel):
+    """A method that all ranks carry out; see docs/http.md."""
+
+    method: str
+    args: Limited[Entries[Any]] = Field(default_factory=list)
+    kwargs: JsonObject = Field(default_factory=dict)
+    timeout: float | None = Field(None, description="Has no effect: each command has a deadline.")
     model: str = ""
 
 
@@ -127,6 +143,18 @@ def engine_router(services: GatewayServices) -> APIRouter:
     async def reset_prefix_cache(model: str = "") -> None:
         with preparing(services, {}):
             flush_caches(services.models.find(model).pool)
+
+    @router.post("/collective_rpc", summary="Have all ranks carry out a method")
+    async def collective_rpc(body: CollectiveRpc) -> dict[str, Any]:
+        with preparing(services, {}):
+            command = read_collective_call(body.method, body.args, body.kwargs)
+            pool = services.models.find(body.model).pool
+            if command is not None:
+                await control_replicas(pool, command)
+            elif body.method == RESET_PREFIX_CACHE:
+                flush_caches(pool)
+        ranks = [rank for status in pool.statuses for rank in status.ranks]
+        return {"results": collective_results(body.method, ranks)}
 
     @router.get("/server_info", summary="Return the configuration of the engine")
     async def server_info(model: str = "") -> Response:

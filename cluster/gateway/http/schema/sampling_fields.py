@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, Field, create_model, model_validator
 
-from .....proto.sampling import VALUE_TYPES, SamplingParams
+from .....proto.sampling import DELIVERY, VALUE_TYPES, SamplingParams
 from .....proto.structured_outputs import StructuredOutputsParams
 from ....text.requests.request import Prompt
 from ...generation.generation import GenerationCall
@@ -30,6 +30,7 @@ class StreamOptions(BaseModel):
 
 # Numbers and flags of SamplingParams that have another name, or none, in OpenAI's requests.
 _NAMED_OTHERWISE = {"max_tokens", "logprobs", "best_of", "beam_width", "early_stopping", "detokenize"}
+_NAMED_OTHERWISE |= DELIVERY.keys()
 # And those that endpoints of one output lack.
 _OF_SEVERAL = {"n", "prompt_logprobs", "length_penalty"}
 
