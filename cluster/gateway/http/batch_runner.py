@@ -22,6 +22,8 @@ from .errors import UNEXPECTED
 MAX_RUNNING = 32
 # Batches that run at once, each of which holds its requests in memory.
 MAX_BATCHES = 4
+# Time in which a batch must end.
+WINDOW_S = 86_400
 # In vLLM's sense, lower runs first: requests of clients have 0.
 PRIORITY = 1
 _RETRIABLE = frozenset({429, 502, 503, 504})

@@ -26,12 +26,15 @@ from .endpoints import (
     chat_completions,
     completions,
     embeddings,
+    infill,
     invocations,
+    message_batches,
     operation,
     pages,
     rerank,
     responses,
     state,
+    token_generation,
     tokenization,
 )
 from .errors import install_error_handlers
@@ -46,6 +49,8 @@ ROUTERS: Sequence[Callable[[GatewayServices], APIRouter]] = (
     rerank.router,
     invocations.router,
     tokenization.router,
+    token_generation.router,
+    infill.router,
     state.models_router,
     operation.lora_router,
     operation.engine_router,
@@ -77,7 +82,8 @@ def create_app(
     app.state.batches = None
     if store is not None:
         app.state.batches = BatchRunner(store, app)
-        app.include_router(batches.router(services, app.state.batches))
+        for batch_router in (batches.router, message_batches.router):
+            app.include_router(batch_router(services, app.state.batches))
     app.add_middleware(LimitBody, services=services)
     app.add_middleware(AuthenticateCalls, services=services)
     if allowed_origins:  # outside the authentication: a browser asks for permission without a token

@@ -131,6 +131,12 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def added_tokens(self) -> dict[str, int]:
+        """Return text |-> id of the tokens that were added to the vocabulary, special or not."""
+        return {
+            token.content: token_id for token_id, token in self._backend.get_added_tokens_decoder().items()
+        }
+
     def chat_template(self, *, for_tools: bool = False) -> str | None:
         """Return the source of the model's chat template, of several the one for tools if that is asked for."""
         templates = self._loaded.chat_template

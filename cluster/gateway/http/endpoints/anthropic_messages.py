@@ -67,7 +67,11 @@ def router(services: GatewayServices) -> APIRouter:
         head = ResponseHead.new("msg_")
         with preparing(services, _FIELDS):
             call = GenerationCall(
-                body.chat(), body.sampling(), model=body.model or "", cache_salt=body.cache_salt
+                body.chat(),
+                body.sampling(),
+                model=body.model or "",
+                priority=-body.priority,  # in quire.v1, higher runs first
+                cache_salt=body.cache_salt,
             )
             call = with_context(call, request, services)
         if body.stream:
@@ -200,7 +204,7 @@ def _stop(completion: CompletionOutput | CompletionFinished) -> dict[str, Any]:
     version = version_json(completion)
     if isinstance(completion.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason, **version}
-    return {"stop_reason": _STOP_REASONS[completion.finish_reason], "stop_sequence": None, **version}
+    return {"stop_reason": _STOP_REASONS[completion.finish_reason or ""], "stop_sequence": None, **version}
 
 
 def _usage(usage: Usage) -> dict[str, int]:

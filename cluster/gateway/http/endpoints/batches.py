@@ -12,15 +12,15 @@ from fastapi.responses import FileResponse
 
 from .....proto.errors import InvalidRequest
 from ...admin.services import GatewayServices
-from ..batch_runner import BatchRunner
+from ..batch_runner import WINDOW_S, BatchRunner
 from ..batch_store import Item
 from ..calls import preparing
 from ..errors import OPENAI_ERRORS
 from ..json_bodies import BodyRoute
 from ..schema.bounded import Members
 from ..schema.request_model import RequestModel
+from .message_batches import PATH as MESSAGES_PATH
 
-_WINDOW_S = 86_400
 # Of a form; uploads have two, and clients may add others.
 _MAX_PARTS = 16
 _MAX_HEAD_BYTES = 4096
@@ -91,7 +91,7 @@ def router(services: GatewayServices, runner: BatchRunner) -> APIRouter:
             store.get(tenant, "file", body.input_file_id)
             batch = body.model_dump() | {
                 "id": store.new_id("batch"), "object": "batch", "status": "validating", "errors": None,
-                "created_at": now, "expires_at": now + _WINDOW_S,
+                "created_at": now, "expires_at": now + WINDOW_S,
                 "request_counts": {"total": 0, "completed": 0, "failed": 0},
             }  # fmt: skip
             store.put(tenant, batch)
@@ -101,7 +101,9 @@ def router(services: GatewayServices, runner: BatchRunner) -> APIRouter:
     @router.get("/v1/batches", summary="List the batches")
     async def list_batches(request: Request, after: str | None = None, limit: _Limit = 20) -> dict[str, Any]:
         batches = await asyncio.to_thread(store.entries, tenant_of(request), "batch")
-        return _page([runner.current(each) for each in batches], after, limit)
+        return _page(
+            [runner.current(each) for each in batches if each["endpoint"] != MESSAGES_PATH], after, limit
+        )
 
     @router.get("/v1/batches/{batch_id}", summary="Describe a batch")
     async def get_batch(batch_id: str, request: Request) -> Item:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,25 @@ from ..calls import preparing, renamed_fields, unless_client_leaves, with_contex
 from ..completion_objects import total_usage, usage_json
 from ..errors import OPENAI_ERRORS
 from ..json_bodies import BodyRoute, ResponseHead
-from ..schema.pooling import ClassifyRequest, EmbeddingRequest, PoolingRequest, PromptsBody
+from ..schema.pooling import (
+    ClassifyRequest,
+    CohereEmbedRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    PromptsBody,
+)
 
 # field of quire.v1 |-> field of this endpoint
 FIELDS = {
     "prompt": "input",
     "pooling.dimensions": "dimensions",
     "pooling.truncate_prompt_tokens": "truncate_prompt_tokens",
+}
+_COHERE_FIELDS = {
+    "prompt": "texts",
+    "input": "texts",
+    "pooling.dimensions": "output_dimension",
+    "pooling.truncate_prompt_tokens": "max_tokens",
 }
 
 
@@ -36,6 +48,32 @@ def router(services: GatewayServices) -> APIRouter:
         with preparing(services, FIELDS):
             _require(services, body.model, classifies=False)
         return await _vectors(services, body, request, head, "embedding", "embedding")
+
+    @router.post("/v2/embed", summary="Embed texts, as Cohere's API")
+    async def embed(body: CohereEmbedRequest, request: Request) -> Response:
+        head = ResponseHead.new("embd-", "", request.headers)
+        with preparing(services, _COHERE_FIELDS):
+            _require(services, body.model, classifies=False)
+            prompts = body.as_embedding()
+        answers = await _pool(services, prompts, request, prompts.dimensions, _COHERE_FIELDS)
+        vectors = [answer.result.values for answer in answers]
+
+        def whole() -> dict[str, Any]:
+            types = dict.fromkeys(body.embedding_types or ["float"])
+            return {
+                "id": head.id,
+                "embeddings": {kind: [_ENCODERS[kind](each) for each in vectors] for kind in types},
+                "texts": body.texts,
+                "meta": {
+                    "api_version": {"version": "2"},
+                    "billed_units": {
+                        "input_tokens": sum(answer.result.usage.prompt_tokens for answer in answers)
+                    },
+                },
+                "response_type": "embeddings_by_type",
+            }
+
+        return await head.response_of(whole, num_values=sum(each.size + 1 for each in vectors))
 
     @router.post("/pooling", summary="Return the vectors of an embedder or the scores of a classifier")
     async def pool(body: PoolingRequest, request: Request) -> Response:
@@ -82,13 +120,17 @@ async def _vectors(
 
 
 async def _pool(
-    services: GatewayServices, body: PromptsBody, request: Request, dimensions: int | None = None
+    services: GatewayServices,
+    body: PromptsBody,
+    request: Request,
+    dimensions: int | None = None,
+    fields: Mapping[str, str] = FIELDS,
 ) -> list[PooledResponse]:
-    with preparing(services, FIELDS):
+    with preparing(services, fields):
         pooling = body.pooling(dimensions)
         calls = [with_context(body.call(prompt, pooling), request, services) for prompt in body.prompts]
     async with unless_client_leaves(request.receive):
-        with renamed_fields(FIELDS):
+        with renamed_fields(fields):
             return await pool_all(services.generation, calls)
 
 
@@ -108,9 +150,16 @@ def _base64(values: FloatArray) -> str:
     return base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
 
 
+def _bits(values: FloatArray) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return whether each number is positive, eight in a byte."""
+    return np.packbits(values > 0)
+
+
 _ENCODERS: dict[str, Callable[[FloatArray], str | list[float]]] = {
     "float": lambda values: values.tolist(),
     "base64": _base64,
+    "ubinary": lambda values: _bits(values).tolist(),
+    "binary": lambda values: (_bits(values).astype(np.int16) - 128).tolist(),
 }
 
 

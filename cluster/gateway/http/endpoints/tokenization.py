@@ -103,6 +103,28 @@ def router(services: GatewayServices) -> APIRouter:
         )
         return {"prompt": text}
 
+    @router.get("/tokenizer_info", summary="Describe the tokenizer")
+    async def tokenizer_info(model: str = "") -> Response:
+        with preparing(services, {}):
+            served = services.models.find(model)
+        tokenizer = served.tokenizer
+        added = tokenizer.added_tokens()
+        info = {
+            "tokenizer_class": type(tokenizer.transformers_tokenizer).__name__,
+            "vocab_size": served.config.model.vocab_size,
+            "model_max_length": served.config.max_servable_tokens,
+            **tokenizer.named_special_tokens,
+            "added_tokens_decoder": {
+                str(token_id): {"content": text, "special": token_id in tokenizer.special_ids}
+                for text, token_id in added.items()
+            },
+            "chat_template": served.config.chat.chat_template or tokenizer.chat_template(),
+        }
+        return Response(
+            await in_thread(lambda: encode(info)) if len(added) > MAX_VALUES_IN_LOOP else encode(info),
+            media_type="application/json",
+        )
+
     return router
 
 

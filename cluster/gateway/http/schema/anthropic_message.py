@@ -80,6 +80,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: int | None = None
     top_p: float | None = None
     cache_salt: str = Field("", description="Prefixes are shared only with equal salts.")
+    priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
     vllm_xargs: JsonObject | None = Field(
         None, description="Name of a custom logits processor and its arguments."
     )

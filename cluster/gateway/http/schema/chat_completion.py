@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Annotated
+
 from pydantic import Field
 
 from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
-from .bounded import JsonObjects
+from ....text.requests.chat import Chat
+from .bounded import Bounded, JsonObjects
+from .completion import MAX_PROMPTS
 from .conversation import ConversationFields
 from .sampling_fields import SamplingFields
 
@@ -42,3 +47,20 @@ class ChatCompletionRequest(SamplingFields, ConversationFields):
             "chat": "messages",
             "chat.template_options": "chat_template_kwargs",
         }
+
+
+class BatchChatCompletionRequest(ChatCompletionRequest):
+    """Several conversations with the same settings, as in vLLM."""
+
+    messages: Annotated[list[JsonObjects], Bounded(MAX_PROMPTS)] = Field(  # type: ignore[assignment]
+        min_length=1, description="Conversations; the choices of all follow each other."
+    )
+
+    def chats(self) -> list[Chat]:
+        """Return the conversations. Raises InvalidRequest for what only one conversation can have."""
+        if self.stream:
+            raise InvalidRequest("stream", "is true, must be false for several conversations")
+        if self.request_id:
+            raise InvalidRequest("request_id", "identifies one conversation, must be unset with several")
+        one = self.chat()
+        return [replace(one, messages=messages) for messages in self.messages]

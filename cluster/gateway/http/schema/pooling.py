@@ -14,7 +14,7 @@ from ...generation.generation import GenerationCall
 from ...generation.pooled_calls import check_num_inputs
 from .bounded import Entries, Prompts, TextOrObject, Texts
 from .conversation import ConversationFields
-from .peer_fields import REFUSED, Refusal
+from .peer_fields import REFUSED, UNSET, Refusal
 from .request_model import RequestModel
 
 
@@ -91,6 +91,44 @@ class PoolingRequest(EmbeddingRequest):
     """The fields of vLLM."""
 
     task: Literal["embed", "classify"] | None = Field(None, description="By default, what the model does.")
+
+
+EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+
+
+class CohereEmbedRequest(RequestModel):
+    """The fields of Cohere's API, version 2."""
+
+    model: str | None = None
+    texts: Entries[str]
+    input_type: Literal["search_document", "search_query", "classification", "clustering"] | None = Field(
+        None, description="Has no effect: put the instruction of a model before its texts."
+    )
+    embedding_types: Entries[EmbeddingType] | None = Field(None, description="By default, float.")
+    output_dimension: int | None = None
+    truncate: Literal["NONE", "END"] = Field("END", description="END keeps the first tokens of a long text.")
+    max_tokens: int | None = Field(None, ge=1, description="Keep at most this many of the first tokens.")
+    priority: int = Field(0, ge=-(2**31) + 1, lt=2**31, description="As in vLLM, lower runs first.")
+
+    refused: ClassVar[dict[str, Refusal]] = REFUSED | {
+        "images": ("the model reads text only", UNSET),
+        "inputs": ("use texts", UNSET),
+    }
+
+    def as_embedding(self) -> EmbeddingRequest:
+        """Return the same request with OpenAI's fields."""
+        kept = self.max_tokens
+        if kept is None and self.truncate == "END":
+            kept = -1
+        return EmbeddingRequest.model_validate(
+            {
+                "model": self.model,
+                "input": self.texts,
+                "dimensions": self.output_dimension,
+                "truncate_prompt_tokens": kept,
+                "priority": self.priority,
+            }
+        )
 
 
 class ClassifyRequest(PromptsBody):

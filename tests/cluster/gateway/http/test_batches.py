@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -230,3 +231,72 @@ def test_form_of_any_bytes_is_read_in_linear_time() -> None:
         "file": ("f", b"1\r\n2")
     }
     assert parse_form(kind, b"--x\r\n" + b'name="' * 2_000_000) == {}
+
+
+def chat_model_of(model: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "chat"
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    return folder
+
+
+def test_batch_of_messages_has_a_result_for_each(model: Path, tmp_path: Path) -> None:
+    import anthropic
+
+    conversation = {"max_tokens": 3, "messages": [{"role": "user", "content": "Hello"}]}
+    chat = tmp_path / "chat"
+    shutil.copytree(model, chat)
+    (chat / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    with (
+        serving(chat, tmp_path / "batches") as (server, client),
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude,
+    ):
+        requests: Any = [
+            {"custom_id": "good", "params": {"model": "tiny", **conversation}},
+            {"custom_id": "wrong", "params": {"model": "tiny", **conversation, "temperature": 5}},
+        ]
+        batches = claude.messages.batches
+        batch = batches.create(requests=requests)
+        assert batch.id.startswith("msgbatch_")
+        until(lambda: batches.retrieve(batch.id).processing_status == "ended")
+        counts = batches.retrieve(batch.id).request_counts
+        assert (counts.succeeded, counts.errored, counts.processing) == (1, 1, 0)
+        found = {each.custom_id: each.result for each in batches.results(batch.id)}
+        assert found["good"].type == "succeeded"
+        assert found["good"].message.usage.output_tokens == 3
+        assert found["wrong"].type == "errored"
+        assert "temperature" in found["wrong"].error.error.message
+        assert [each.id for each in batches.list(limit=1)] == [batch.id]
+        assert list(client.batches.list()) == [], "OpenAI's list has OpenAI's batches"
+        with pytest.raises(anthropic.NotFoundError):
+            batches.retrieve("msgbatch_" + "0" * 32)
+        with pytest.raises(anthropic.BadRequestError, match="custom_id twice"):
+            batches.create(requests=requests[:1] * 2)
+        assert batches.delete(batch.id).id == batch.id
+        with pytest.raises(anthropic.NotFoundError):
+            batches.retrieve(batch.id)
+
+
+def test_cancelled_batch_of_messages_names_what_was_not_run(model: Path, tmp_path: Path) -> None:
+    import anthropic
+
+    with (
+        serving(chat_model_of(model, tmp_path), tmp_path / "batches") as (server, _),
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude,
+    ):
+        params: Any = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello"}]}
+        batches = claude.messages.batches
+        server.server.brake.slow_down()
+        batch = batches.create(requests=[{"custom_id": "held", "params": params}])
+        with pytest.raises(anthropic.BadRequestError, match="must be of one that ended"):
+            batches.delete(batch.id)
+        batches.cancel(batch.id)
+        until(lambda: batches.retrieve(batch.id).processing_status == "ended")
+        assert [each.result.type for each in batches.results(batch.id)] == ["canceled"]
+        assert batches.retrieve(batch.id).request_counts.canceled == 1
+        server.server.brake.speed_up()
+        server.wait_until_free()
