@@ -62,8 +62,8 @@ def resolve_device(device: str, machine: Machine) -> str:
 
 
 def resolve_policy(options: EngineOptions) -> str:
-    """Return the order of admission: with adapters, one that a flood of requests for one of them does not delay."""
-    return options.policy or ("fair" if options.enable_lora else "fcfs")
+    """Return the order of admission: by default one in which a flood of a tenant or adapter delays no other."""
+    return options.policy or "fair"
 
 
 def threads_per_rank(num_ranks: int, device: str, machine: Machine) -> int:

@@ -241,7 +241,7 @@ class SchedulerOptions:
     )
     policy: str | None = _scheduling_option(
         None,
-        help="Order of admission. Default: fcfs, and fair with --enable-lora: adapters share the rows.",
+        help="Order of admission. Default: fair: tenants, and adapters of one tenant, share the rows.",
         check=one_of("fcfs", "priority", "shortest-prefill", "fair", "longest-prefix"),
     )
     tenant_weights: tuple[tuple[str, float], ...] = _scheduling_option(

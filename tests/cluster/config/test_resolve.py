@@ -166,7 +166,10 @@ def test_directory_without_tokenizer_raises_model_load_error(model_copy: Path) -
             {"policy": "lottery"},
             "must be fcfs, priority, shortest-prefill, fair or longest-prefix",
         ),
-        ({"tenant_weights": [("gold", 2.0)]}, "shares of the policy fair, but the policy is fcfs"),
+        (
+            {"policy": "fcfs", "tenant_weights": [("gold", 2.0)]},
+            "shares of the policy fair, but the policy is fcfs",
+        ),
         ({"policy": "fair", "tenant_weights": [("gold", 0.0)]}, "has 0 for 'gold', must be above 0"),
         ({"policy": "fair", "tenant_weights": [("gold", float("nan"))]}, "has nan for 'gold'"),
         ({"policy": "fair", "tenant_weights": [("gold", 1.0)] * 2}, "has 'gold' 2 times, must have it once"),
@@ -307,11 +310,11 @@ def test_dp_attention_refuses_drafts_without_latents(make_model: Callable[..., P
 @pytest.mark.parametrize(
     ("settings", "policy"),
     [
-        ({}, "fcfs"),
+        ({}, "fair"),
         ({"enable_lora": True}, "fair"),
         ({"enable_lora": True, "policy": "fcfs"}, "fcfs"),
         ({"enable_lora": True, "tenant_weights": (("gold", 3.0),)}, "fair"),
     ],
 )
-def test_adapters_share_the_rows_fairly_by_default(settings: dict[str, Any], policy: str) -> None:
+def test_tenants_and_adapters_share_the_rows_fairly_by_default(settings: dict[str, Any], policy: str) -> None:
     assert resolve_on_cpu("demo", **settings).scheduler.policy == policy
