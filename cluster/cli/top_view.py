@@ -17,6 +17,8 @@ from ..client.wire.status import BlockMapInfo, FleetInfo, LatencyInfo, NodeInfo,
 # A status is due every second.
 SILENT_S = 3.0
 MAP_LINES = 4
+# Terminals below this width show the traffic of a model in lines of words instead of a table.
+TABLE_WIDTH = 120
 # Terminals from this width on show the last minute, HISTORY_S per character.
 HISTORY_WIDTH = 140
 HISTORY_S = 3
@@ -58,7 +60,8 @@ def render(look: Look, target: str, now: float, width: int) -> RenderableType:
     if look.fleet.problem:
         parts.append(Text(f"the fleet's state is out of date: {look.fleet.problem}", "red"))
     if look.fleet.traffic:
-        parts.append(_traffic_table(look.fleet, width))
+        narrow = width < TABLE_WIDTH
+        parts += _traffic_lines(look.fleet) if narrow else [_traffic_table(look.fleet, width)]
     for replica in look.fleet.replicas:
         parts += [Text(), *_replica(replica, look.maps.get(replica.replica_id), width)]
     if look.fleet.nodes:
@@ -84,19 +87,41 @@ def _traffic_table(fleet: FleetInfo, width: int) -> Table:
     for name in ("model", *columns, *texts):
         table.add_column(name, header_style="dim", justify="right" if name in columns else "left")
     for traffic in fleet.traffic:
-        figures = (
-            _replica_count(fleet, traffic.model),
-            f"{traffic.num_open}",
-            f"{traffic.num_unplaced}",
-            f"{traffic.generated_tokens_per_s:,.0f}",
-            f"{traffic.prompt_tokens_per_s:,.0f}",
-            f"{traffic.completions_per_s:.1f}",
-        )
+        figures = _figures(fleet, traffic)
         errors = Text(f"{traffic.errors_per_s:.1f}", "red" if traffic.errors_per_s else "")
         latencies = _latency(traffic.first_token), _latency(traffic.inter_token)
         history = (_sparkline(traffic),) if with_history else ()
         table.add_row(Text(traffic.model, "bold"), *figures, errors, *latencies, *history)
     return table
+
+
+def _traffic_lines(fleet: FleetInfo) -> list[Text]:
+    """Return what the table shows in lines of at most 80 characters."""
+    lines = []
+    for traffic in fleet.traffic:
+        count, num_open, unplaced, generated, prompt, done = _figures(fleet, traffic)
+        name = Text(f"{traffic.model}  ", "bold", no_wrap=True, overflow="ellipsis")
+        lines += [
+            name.append(f"{count} replicas, {num_open} open, {unplaced} unplaced", "not bold"),
+            Text(f"  {generated} generated and {prompt} prompt tok/s, {done} done/s").append(
+                f", {traffic.errors_per_s:.1f} errors/s", "red" if traffic.errors_per_s else ""
+            ),
+            Text(
+                f"  p50/p99: first token {_latency(traffic.first_token)}, next {_latency(traffic.inter_token)}"
+            ),
+        ]
+    return lines
+
+
+def _figures(fleet: FleetInfo, traffic: TrafficInfo) -> tuple[str, ...]:
+    return (
+        _replica_count(fleet, traffic.model),
+        f"{traffic.num_open}",
+        f"{traffic.num_unplaced}",
+        f"{traffic.generated_tokens_per_s:,.0f}",
+        f"{traffic.prompt_tokens_per_s:,.0f}",
+        f"{traffic.completions_per_s:.1f}",
+    )
 
 
 def _replica_count(fleet: FleetInfo, model: str) -> str:

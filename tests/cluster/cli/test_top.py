@@ -123,3 +123,15 @@ def test_look_at_a_server_that_answers_and_one_that_is_gone(server: ThreadedServ
         later = look_at(nobody, look)
     assert (later.seen_at, later.fleet) == (look.seen_at, look.fleet)
     assert "127.0.0.1:1" in later.problem
+
+
+def test_screen_of_80_columns_has_whole_lines_of_traffic() -> None:
+    deployment = DeploymentInfo("tiny", "v1", 1, 4, 2)
+    busy = replace(
+        TRAFFIC, generated_tokens_per_s=123_456.0, prompt_tokens_per_s=1_234_567.0, errors_per_s=1.5
+    )
+    lines = shown(Look(99.0, FleetInfo((REPLICA,), (deployment,), (), "", (busy,))), width=80).splitlines()
+    assert "tiny  1/2 replicas, 3 open, 1 unplaced" in lines
+    assert "  123,456 generated and 1,234,567 prompt tok/s, 2.5 done/s, 1.5 errors/s" in lines
+    assert "  p50/p99: first token 50 ms / 2.0 s, next -" in lines
+    assert max(map(len, lines)) <= 80
