@@ -119,7 +119,7 @@ class AsyncLLMEngine:
         self, prompt: PromptInput, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the vector of a prompt; see `LLM.encode`."""
-        import torch
+        from ...worker.pooling.vectors import as_tensor  # torch
 
         running = await self.submit(
             prompt, SamplingParams(), request_id, priority=priority, pooling=pooling_params
@@ -130,7 +130,7 @@ class AsyncLLMEngine:
         finally:
             self._end(running)
         result, request = collect_pooled(running.collector.events), running.collector.request
-        output = PoolingOutput(torch.tensor(result.values))
+        output = PoolingOutput(as_tensor(result.values))
         yield PoolingRequestOutput(request_id, request.prompt_token_ids.tolist(), output, usage=result.usage)
 
     async def submit(

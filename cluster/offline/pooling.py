@@ -76,13 +76,13 @@ class PooledRequests:
             raise InvalidRequest("pooling_task", problem)
         if task is not None:
             self._require(task, classifies=task == "classify")
-        import torch  # which an LLM on several ranks does without
+        from ...worker.pooling.vectors import as_tensor  # torch, which an LLM on several ranks does without
 
         return [
             PoolingRequestOutput(
                 request.request_id,
                 request.prompt_token_ids.tolist(),
-                PoolingOutput(torch.tensor(result.values)),
+                PoolingOutput(as_tensor(result.values)),
                 usage=result.usage,
             )
             for request, result in self._run(prompts, advance)

@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from reference import Reference
 from safetensors.torch import load_file
 
-from quire import LLM, Client, SamplingParams
+from quire import LLM, Client, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
 from quire.cluster.client.wire.status import ReplicaInfo
 
@@ -102,3 +103,26 @@ def test_tensors_of_a_trainer_reach_two_ranks(folders: tuple[Path, Path]) -> Non
         (output,) = llm.generate([PROMPT], GREEDY)
         Reference(second).check_greedy(PROMPT, output.outputs[0].token_ids)
         assert output.outputs[0].weights_version == "step-1"
+
+
+def test_calls_of_vllm_reach_both_ranks(make_model: Callable[..., Path]) -> None:
+    """As tests/cluster/offline/test_engines.py has them for one rank."""
+    model = str(make_model("llama", seed=21))
+    options: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2, "num_kv_blocks": 64}
+    greedy = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    with LLM(model, **options) as llm:
+        (whole,) = llm.generate({"prompt_token_ids": [5] * 40}, greedy)
+        assert llm.generate({"prompt_token_ids": [5] * 40}, greedy)[0].outputs[0].usage.cached_tokens
+        assert llm.reset_prefix_cache()
+        assert llm.generate({"prompt_token_ids": [5] * 40}, greedy)[0].outputs[0].usage.cached_tokens == 0
+        assert [rank["rank"] for rank in llm.collective_rpc("rank_status")] == [0, 1]
+        assert llm.collective_rpc("reset_prefix_cache") == [None, None]
+        finished = next(each for each in llm.get_metrics() if each.name == "quire_finished_sequences")
+        assert finished.value == 3  # type: ignore[attr-defined]
+    with LLMEngine(EngineArgs(model, **options)) as engine:
+        engine.add_request("one", {"prompt_token_ids": [5] * 40}, greedy)
+        outputs: list[RequestOutput] = []
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+        assert outputs[-1].outputs == whole.outputs
+        assert len(outputs) > 1

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from .....proto.errors import InvalidRequest
 from .....proto.sampling import SamplingParams
-from ....text.infill import InfillTokens
+from ....text.requests.infill import InfillTokens
 from ....text.requests.outputs import CompletionDelta, CompletionFinished, CompletionOutput, Usage
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall

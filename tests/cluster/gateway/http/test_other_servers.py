@@ -15,7 +15,7 @@ from local_server import ThreadedServer, threaded_server
 from pooling_models import as_embedder
 from tokenizers import AddedToken, Tokenizer
 
-from quire.cluster.text.infill import InfillTokens
+from quire.cluster.text.requests.infill import InfillTokens
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
