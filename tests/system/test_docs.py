@@ -1,4 +1,4 @@
-"""Paths that the docs name exist."""
+"""Paths that the docs name exist, and the site shows whole lines of code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -31,3 +32,10 @@ def test_threat_model_names_tests_that_exist() -> None:
     assert len(named) > 20
     for file, name in named:
         assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
+
+
+def test_site_wraps_lines_of_code() -> None:
+    """The theme cuts lines of 118 characters at 1,200 px."""
+    (sheet,) = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["extra_css"]
+    rules = re.findall(r"^([^{\n]+) \{(.*)\}$", (ROOT / "docs" / sheet).read_text(), re.MULTILINE)
+    assert "white-space: pre-wrap" in dict(rules)[".md-typeset pre > code"]
