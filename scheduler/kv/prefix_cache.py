@@ -36,7 +36,11 @@ class PrefixCache:
         self._full_width = 4 * block_size
         self._journal = journal
         self._block_of: dict[bytes, int] = {}
-        self._key_of: dict[int, CacheKey] = {}
+        # The content of each cached block. Three dicts of bytes, which the garbage collector never visits: it visits
+        # a dict whole in the collection, of any generation, after a tuple was put into it.
+        self._digest_of: dict[int, bytes] = {}
+        self._parent_of: dict[int, bytes] = {}
+        self._tokens_of: dict[int, bytes] = {}
         # parent digest + the fewest tokens of a partial match |-> its block, or its blocks, the oldest first. All
         # prompts of a model begin with the same token, and all with one system prompt continue the same block: the
         # blocks of an OrderedDict are added, removed and read from its start in O(1).
@@ -44,10 +48,10 @@ class PrefixCache:
         self._min_common = ceil(MIN_PARTIAL_SHARE * block_size)
 
     def __len__(self) -> int:
-        return len(self._key_of)
+        return len(self._digest_of)
 
     def __contains__(self, block_id: int) -> bool:
-        return block_id in self._key_of
+        return block_id in self._digest_of
 
     def extend(self, root: bytes, digests: list[bytes], token_ids: array[int], num_blocks: int) -> None:
         """Append the digests that a chain lacks for the first `num_blocks` full blocks of `token_ids`."""
@@ -74,7 +78,7 @@ class PrefixCache:
         children = (found,) if isinstance(found, int) else found
         best: tuple[int, int] | None = None
         for block_id in islice(children, MAX_CHILDREN_COMPARED):
-            count = _common_tokens(raw, self._key_of[block_id][2])
+            count = _common_tokens(raw, self._tokens_of[block_id])
             if count >= self._min_common and (best is None or count > best[1]):
                 best = block_id, count
         return best
@@ -82,10 +86,10 @@ class PrefixCache:
     def insert(self, key: CacheKey, block_id: int) -> bool:
         """Add a block. Returns False if a block with the same content is cached already."""
         digest, parent, tokens = key
-        if digest in self._block_of or block_id in self._key_of:
+        if digest in self._block_of or block_id in self._digest_of:
             return False
         self._block_of[digest] = block_id
-        self._key_of[block_id] = key
+        self._digest_of[block_id], self._parent_of[block_id], self._tokens_of[block_id] = key
         child = self._child_key(parent, tokens)
         others = self._children.get(child)
         if others is None:
@@ -100,11 +104,12 @@ class PrefixCache:
 
     def key_of(self, block_id: int) -> CacheKey:
         """Return the content of a cached block."""
-        return self._key_of[block_id]
+        return self._digest_of[block_id], self._parent_of[block_id], self._tokens_of[block_id]
 
     def forget(self, block_id: int) -> None:
         """Remove a block: its content is evicted."""
-        digest, parent, tokens = self._key_of.pop(block_id)
+        digest = self._digest_of.pop(block_id)
+        parent, tokens = self._parent_of.pop(block_id), self._tokens_of.pop(block_id)
         del self._block_of[digest]
         child = self._child_key(parent, tokens)
         others = self._children[child]
@@ -118,22 +123,24 @@ class PrefixCache:
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
         """Remove those of the blocks that are cached."""
         for block_id in block_ids:
-            if block_id in self._key_of:
+            if block_id in self._digest_of:
                 self.forget(block_id)
 
     def clear(self) -> None:
         """Remove every block."""
-        for block_id in list(self._key_of):
+        for block_id in list(self._digest_of):
             self.forget(block_id)
 
     def full_digests(self) -> list[bytes]:
         """Return the digests of all cached full blocks."""
-        return [digest for digest, _, tokens in self._key_of.values() if len(tokens) == self._full_width]
+        tokens_of, full_width = self._tokens_of, self._full_width
+        return [digest for block, digest in self._digest_of.items() if len(tokens_of[block]) == full_width]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all maps agree."""
         blocks, children = dict[bytes, int](), dict[bytes, list[int]]()
-        for block_id, (digest, parent, tokens) in self._key_of.items():
+        for block_id in self._digest_of:
+            digest, parent, tokens = self.key_of(block_id)
             assert digest == child_digest(parent, tokens), "a cached block has another block's digest"
             blocks[digest] = block_id
             children.setdefault(self._child_key(parent, tokens), []).append(block_id)

@@ -7,7 +7,6 @@ died may wait before calls of their successors. All return when the step loop en
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
@@ -21,6 +20,7 @@ from ...proto.config import EngineConfig
 from ...proto.faults import SIGNALS, Fault
 from ...proto.transport.network import CurveKeys
 from ..core.scheduler import Scheduler
+from .collector import IdleCollector
 from .kv_events import open_sink
 from .loop import StepLoop
 from .worker_group import WorkerGroup
@@ -73,12 +73,14 @@ class SchedulerActor:
             opened.callback(group.close)
             mailbox = ZmqMailbox(endpoint, keys)
             opened.callback(mailbox.close)
-            events = open_sink(config.cache, time.time())
+            events, collector = open_sink(config.cache, time.time()), IdleCollector()
             opened.callback(events.close)
-            self._loop = StepLoop(Scheduler(config), group, mailbox, self._replica_id, events=events)
+            self._loop = StepLoop(
+                Scheduler(config), group, mailbox, self._replica_id, events=events, collector=collector
+            )
             self._open = opened.pop_all()
         self._config, self._make_group = config, make_group
-        gc.freeze()  # a full collection of all modules takes 0.1 s, which would delay a step
+        collector.start()
         threading.Thread(target=self._run, args=(self._loop,), name="step-loop", daemon=True).start()
         return mailbox.endpoint
 

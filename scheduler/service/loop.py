@@ -32,6 +32,7 @@ from ...proto.stream import (
 )
 from ..core.replies.outbox import Outgoing, error_finish
 from ..core.scheduler import Scheduler
+from .collector import IdleCollector
 from .event_sink import EventSink, NoSink
 from .mailbox import Mailbox
 from .recovery import GroupRecovery
@@ -59,6 +60,7 @@ class StepLoop:
     Args:
         clock: monotonic time, seconds; the only time that the scheduler sees.
         events: receives the changes of the prefix caches.
+        collector: of a process that runs nothing else; None to leave the garbage collection to Python.
     """
 
     def __init__(
@@ -69,8 +71,9 @@ class StepLoop:
         replica_id: str,
         clock: Callable[[], float] = time.monotonic,
         events: EventSink | None = None,
+        collector: IdleCollector | None = None,
     ) -> None:
-        self._events = events or NoSink()
+        self._events, self._collector = events or NoSink(), collector
         self._config = scheduler.config
         self._scheduler = scheduler
         self._group = group
@@ -123,6 +126,8 @@ class StepLoop:
             self._recover(failure)
             busy = True
         self._events.publish(self._scheduler.blocks.events.take(), time.time())
+        if self._collector is not None:
+            self._collector.turn(self._clock(), is_idle=not busy)
         self.handle_messages(0.0 if busy else IDLE_CHECK_S)
 
     def step(self) -> bool:

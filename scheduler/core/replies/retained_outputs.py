@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ....proto.block_tables import IntArray
+from ....proto.codec import FrameCodec
 from ....proto.digests import content_digest
 from ....proto.lora import LoraReference
 from ....proto.sampling import SamplingParams
@@ -18,8 +20,8 @@ from ...sequences.sequence import Sequence
 RETENTION_S = 60.0
 # 16 million tokens, prompts included.
 MAX_BYTES = 64 << 20
-# Estimate of an output's memory beside its tokens, measured with sys.getsizeof.
-_ENTRY_BYTES = 1000
+# Estimate of an output's memory beside its frame, measured with sys.getsizeof.
+_ENTRY_BYTES = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class KnownOutput:
     sampling: SamplingParams
     lora: LoraReference | None
     num_prompt_tokens: int
-    token_ids: array[int]
+    token_ids: IntArray
     finish: Finish
 
     @staticmethod
@@ -55,7 +57,7 @@ class KnownOutput:
             params,
             sequence.lora,
             sequence.num_prompt_tokens,
-            token_ids,
+            np.array(token_ids, np.int32),  # a view would keep the sequence from adding tokens
             finish,
         )
 
@@ -66,15 +68,20 @@ class KnownOutput:
             return None
         if not 0 <= index < recall.num_outputs:
             return None
-        token_ids = np.array(self.token_ids, np.int32)
-        prompt, generated = token_ids[: self.num_prompt_tokens], token_ids[self.num_prompt_tokens :]
+        prompt, generated = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
         if content_digest(prompt, self.sampling, self.lora) != recall.content:
             return None
         return RecalledOutput(index, generated, self.finish)
 
 
+_codec = FrameCodec("retained output", 1, {"output": KnownOutput})
+
+
 class RetainedOutputs:
     """Tokens of the latest sequences that have ended, within bounds of time and memory.
+
+    Each output is kept as a frame: the garbage collector visits an object of six others at each full collection,
+    which took 34 ms for 14,400 outputs, and no bytes.
 
     A gateway that died took the numbers of its requests with it. Another one finds them by tenant and request_id.
     Beam searches are not kept, nor requests that report log-probabilities, which are not kept either: these are
@@ -88,10 +95,10 @@ class RetainedOutputs:
     def __init__(self, max_bytes: int = MAX_BYTES, retention_s: float = RETENTION_S) -> None:
         self._max_bytes = max_bytes
         self._retention_s = retention_s
-        # (expiry, output), the oldest first
-        self._kept: deque[tuple[float, KnownOutput]] = deque()
-        # (tenant, request_id) |-> its output, or its outputs, the oldest first
-        self._of_request: dict[tuple[str, str], KnownOutput | list[KnownOutput]] = {}
+        # (expiry, request, frame), the oldest first
+        self._kept: deque[tuple[float, str, bytes]] = deque()
+        # request |-> the frame of its output, or the frames of its outputs, the oldest first
+        self._of_request: dict[str, bytes | tuple[bytes, ...]] = {}
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -107,14 +114,12 @@ class RetainedOutputs:
         output = KnownOutput.of(sequence, token_ids, finish)
         if output is None or len(token_ids) <= sequence.num_prompt_tokens:
             return
-        self.num_bytes += _num_bytes(output)
-        self._kept.append((now + self._retention_s, output))
-        key = output.tenant, output.request_id
-        others = self._of_request.setdefault(key, output)
-        if isinstance(others, list):
-            others.append(output)
-        elif others is not output:
-            self._of_request[key] = [others, output]
+        frame = _codec.encode(output)
+        self.num_bytes += _ENTRY_BYTES + len(frame)
+        request = _request_key(output.tenant, output.request_id)
+        self._kept.append((now + self._retention_s, request, frame))
+        others = self._of_request.get(request)
+        self._of_request[request] = frame if others is None else (*_frames(others), frame)
         while self.num_bytes > self._max_bytes:
             self._drop_oldest()
         self.drop_expired(now)
@@ -126,22 +131,21 @@ class RetainedOutputs:
 
     def find(self, recall: Recall) -> list[RecalledOutput]:
         """Return the outputs of a request, as far as they are kept."""
-        outputs = self._of_request.get((recall.tenant, recall.request_id), [])
-        if isinstance(outputs, KnownOutput):
-            outputs = [outputs]
-        answers = (output.answer(recall) for output in outputs)
+        frames = _frames(self._of_request.get(_request_key(recall.tenant, recall.request_id), ()))
+        answers = (_codec.decode(frame).answer(recall) for frame in frames)
         return [answer for answer in answers if answer is not None]
 
     def _drop_oldest(self) -> None:
-        _, output = self._kept.popleft()
-        self.num_bytes -= _num_bytes(output)
-        key = output.tenant, output.request_id
-        outputs = self._of_request[key]
-        if isinstance(outputs, list) and len(outputs) > 1:
-            del outputs[0]
-        else:
-            del self._of_request[key]
+        _, request, frame = self._kept.popleft()
+        self.num_bytes -= _ENTRY_BYTES + len(frame)
+        frames = _frames(self._of_request.pop(request))
+        if len(frames) > 1:
+            self._of_request[request] = frames[1:]
 
 
-def _num_bytes(output: KnownOutput) -> int:
-    return _ENTRY_BYTES + len(output.token_ids) * output.token_ids.itemsize
+def _request_key(tenant: str, request_id: str) -> str:
+    return f"{tenant}\0{request_id}"
+
+
+def _frames(one_or_more: bytes | tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return (one_or_more,) if isinstance(one_or_more, bytes) else one_or_more

@@ -164,7 +164,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
     driver.group = RankedDriver(driver.config, engine.step).group  # no plans in flight
     engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), engine.runners)
-    listed = {block for cache in driver.scheduler.blocks._caches for block in cache._key_of if kept}
+    listed = {block for cache in driver.scheduler.blocks._caches for block in cache._digest_of if kept}
     for rank, runner in enumerate(engine.runners):
         for layer in runner.memory.kv.cache.layers:
             for block in range(MANY):
