@@ -7,8 +7,8 @@ lengths, so that in each step the same share of them crosses a block boundary. S
 
 With ``--scaling`` also costs that must not grow: a request from submission to its one token, with pools of up to a
 million blocks, all in use or cached, also with prompts that begin with the same token or system prompt, and queues
-of up to 100,000 requests; steps for 100 gateways; and steps per second of the whole loop with ranks that take no
-time. These are in CPU time, because other work on the machine would hide the differences.
+of up to 100,000 requests; the longest garbage collection; steps for 100 gateways; and steps per second of the whole
+loop with ranks that take no time. These are in CPU time, since other work on the machine would hide the differences.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from quire.proto.sampling import SamplingParams
 from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, ReplicaMessage, Submit
 from quire.scheduler.core.scheduler import Scheduler
+from quire.scheduler.service.collector import IDLE_INTERVAL_S, IdleCollector
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.worker_group import Rebuilt
 
@@ -35,11 +36,16 @@ BLOCK_SIZE = 16
 CONTEXT = 1000
 STEPS = 320
 
+# Sequences whose prompts are computed in one step: a step has at most a million tokens.
+FILLED_AT_ONCE = 1024
+
 POOL_BLOCKS = (1_000, 10_000, 100_000, 1_000_000)
 QUEUED = (1_000, 10_000, 100_000)
 SIBLINGS_BLOCKS = (1_000, 10_000, 100_000)
 # First tokens that all prompts share |-> name: the token that begins each text, or a system prompt of 1.5 blocks.
 SHARED = {1: "bos", 24: "system"}
+PAUSE_BLOCKS = (16_000, 64_000, 256_000)
+REQUESTS_PER_S = 100
 GATEWAYS = (1, 100)
 ROWS_OF_GATEWAYS = 960
 FILLER_TOKENS = 4_000
@@ -57,7 +63,7 @@ def make_scheduler(running: int, prefix_caching: bool) -> Scheduler:
         num_kv_blocks=blocks,
         prefix_caching=prefix_caching,
         max_num_seqs=running,
-        max_num_batched_tokens=running * (CONTEXT + BLOCK_SIZE),
+        max_num_batched_tokens=min(running, FILLED_AT_ONCE) * (CONTEXT + BLOCK_SIZE) + running,
     )
     return Scheduler(engine_config(options, make_model()))
 
@@ -70,17 +76,20 @@ def make_model() -> ModelConfig:
 
 
 def fill(scheduler: Scheduler, running: int, num_gateways: int = 1) -> None:
-    """Submit the sequences, in turns from each gateway, and run their prefill as one step."""
+    """Submit the sequences, in turns from each gateway, and run their prefills in as few steps as possible."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 64)
-    for handle in range(running):
-        prompt = rng.integers(100, 30000, CONTEXT + handle % BLOCK_SIZE).astype(np.int32)
-        gateway = b"gateway %d" % (handle % num_gateways)
-        scheduler.add(gateway, Submit(handle, f"request-{handle}", prompt, params), 0.0)
-    plan = scheduler.schedule(0.0)
-    assert plan is not None
-    assert len(plan.new) == running, f"{len(plan.new)} of {running} were admitted"
-    scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, np.full(running, 100, np.int32)), 0.0)
+    for first in range(0, running, FILLED_AT_ONCE):
+        handles = range(first, min(running, first + FILLED_AT_ONCE))
+        for handle in handles:
+            prompt = rng.integers(100, 30000, CONTEXT + handle % BLOCK_SIZE).astype(np.int32)
+            gateway = b"gateway %d" % (handle % num_gateways)
+            scheduler.add(gateway, Submit(handle, f"request-{handle}", prompt, params), 0.0)
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        assert len(plan.new) == len(handles), f"{len(plan.new)} of {len(handles)} were admitted"
+        tokens = np.full(handles.stop, 100, np.int32)
+        scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, tokens), 0.0)
 
 
 def decode(scheduler: Scheduler, running: int) -> tuple[list[float], list[int]]:
@@ -129,7 +138,11 @@ def make_admitting(num_blocks: int) -> Scheduler:
 
 
 def submit(
-    scheduler: Scheduler, handles: range, num_tokens: int = ADMITTED_TOKENS, num_shared: int = 0
+    scheduler: Scheduler,
+    handles: range,
+    num_tokens: int = ADMITTED_TOKENS,
+    num_shared: int = 0,
+    now: float = 0.0,
 ) -> None:
     """Submit requests for one token each, with prompts that are unique after their first `num_shared` tokens."""
     rng = np.random.default_rng(handles.start)
@@ -137,18 +150,18 @@ def submit(
     for handle in handles:
         prompt = rng.integers(100, 30000, num_tokens).astype(np.int32)
         prompt[:num_shared] = 1
-        scheduler.add(b"gateway", Submit(handle, f"request-{handle}", prompt, params), 0.0)
+        scheduler.add(b"gateway", Submit(handle, f"request-{handle}", prompt, params), now)
 
 
-def serve(scheduler: Scheduler, num_requests: int) -> None:
+def serve(scheduler: Scheduler, num_requests: int, now: float = 0.0) -> None:
     """Step until so many more requests have finished."""
     goal = scheduler.stats.num_finished + num_requests
     while scheduler.stats.num_finished < goal:
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(now)
         assert plan is not None
         plan.encode()
         tokens = np.full(len(plan.new), 100, np.int32)
-        scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, tokens), 0.0)
+        scheduler.apply(StepResult(plan.step_id, plan.epoch, 0, tokens), now)
 
 
 def admit_us(scheduler: Scheduler, first_handle: int, num_shared: int = 0) -> float:
@@ -184,6 +197,36 @@ def measure_siblings(num_blocks: int, num_shared: int) -> float:
         serve(scheduler, ROWS)
         first_handle += ROWS
     return admit_us(scheduler, first_handle, num_shared)
+
+
+def measure_pause(num_blocks: int) -> float:
+    """Return the longest garbage collection in milliseconds of CPU time, while a pool with a shared prefix is filled.
+
+    100 requests come per second, so that 6,000 of them are retained.
+    """
+    scheduler, collector = make_admitting(num_blocks), IdleCollector()
+    pauses, began_at, num_served = [0.0], 0.0, 0
+
+    def on_collection(phase: str, info: dict[str, int]) -> None:
+        nonlocal began_at
+        if phase == "start":
+            began_at = time.thread_time()
+        else:
+            pauses.append(time.thread_time() - began_at)
+
+    thresholds = gc.get_threshold()
+    collector.start()
+    gc.callbacks.append(on_collection)
+    while scheduler.blocks.num_cached_blocks < 0.9 * num_blocks:
+        now = num_served / REQUESTS_PER_S
+        submit(scheduler, range(num_served, num_served + ROWS), num_shared=1, now=now)
+        serve(scheduler, ROWS, now)
+        num_served += ROWS
+        collector.turn(now, is_idle=False)
+    collector.turn(now + IDLE_INTERVAL_S, is_idle=True)
+    gc.callbacks.remove(on_collection)
+    gc.set_threshold(*thresholds)
+    return 1000 * max(pauses)
 
 
 def measure_queue(num_queued: int) -> float:
@@ -270,6 +313,9 @@ def measure_scaling(running: list[int], repetitions: int) -> dict[str, Figure]:
             note = f"{request}, of which all prompts share {num_shared}"
             admitted_us = measure_siblings(num_blocks, num_shared)
             figures[f"scheduler.admit_us.{name}.{num_blocks}"] = Figure(admitted_us, "us", note)
+    for num_blocks in PAUSE_BLOCKS:
+        note = f"longest garbage collection, {REQUESTS_PER_S} requests/s, prompts begin alike, CPU time"
+        figures[f"scheduler.pause_ms.{num_blocks}"] = Figure(measure_pause(num_blocks), "ms", note)
     for num_gateways in GATEWAYS:
         step_us, _ = measure(ROWS_OF_GATEWAYS, True, repetitions, num_gateways)
         note = f"steady decode of {ROWS_OF_GATEWAYS} sequences from so many gateways"
@@ -286,7 +332,7 @@ def measure_scaling(running: list[int], repetitions: int) -> dict[str, Figure]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], metavar="N")
+    parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024, 4096], metavar="N")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
         "--scaling", action="store_true", help="also with growing pools and queues (a few minutes)"
