@@ -163,7 +163,7 @@ class Fleet:
             self._scale(model)
             self._reconcile(model)
         for replica in list(self._replicas.values()):
-            if replica.deployment.name not in self._models:
+            if replica.model not in self._models:
                 replica.drain("its model was deleted")
         self._drop_ended()
 
@@ -356,7 +356,7 @@ class Fleet:
         return replica
 
     def _replicas_of(self, name: str) -> list[ReplicaLifecycle]:
-        return [each for each in self._replicas.values() if each.deployment.name == name]
+        return [each for each in self._replicas.values() if each.model == name]
 
     async def _read_nodes(self) -> None:
         self._nodes_read_at, before = self._clock(), self._nodes.nodes
@@ -400,7 +400,7 @@ class Fleet:
             replica.stop(replica.drain_reason or "it is not needed any more")
         for replica in (self._replicas[name] for name in actions.drain):
             replica.drain(replica.drain_reason or _scale_down_reason(model, replica))
-        if any(each.is_stable(now) and each.deployment.version == version for each in replicas):
+        if any(each.is_stable(now) and each.version == version for each in replicas):
             model.backoff.reset()
         for _ in range(self._num_starts_now(model, actions.num_starts)):
             self._add_replica(f"replica-{secrets.token_hex(4)}", model.deployment).launch()
@@ -414,8 +414,8 @@ class Fleet:
         return 0 if is_starting or not model.backoff.is_due(self._clock()) else min(num_starts, 1)
 
     def _on_replica_state(self, replica: ReplicaLifecycle) -> None:
-        model = self._models.get(replica.deployment.name)
-        if model is not None and model.deployment.version == replica.deployment.version:
+        model = self._models.get(replica.model)
+        if model is not None and model.deployment.version == replica.version:
             if replica.state is ReplicaState.READY:
                 self._on_replica_ready(model, replica)
             elif replica.state is ReplicaState.FAILED:
@@ -448,6 +448,6 @@ class Fleet:
 
 
 def _scale_down_reason(model: _Model, replica: ReplicaLifecycle) -> str:
-    if replica.deployment.version != model.deployment.version:
+    if replica.version != model.deployment.version:
         return f"version {model.deployment.version} replaces it"
     return f"the target is {model.decision.target} replicas: {model.decision.reason}"

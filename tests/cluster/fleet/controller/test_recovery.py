@@ -49,7 +49,9 @@ def test_adopted_replica_sets_no_cold_start_time(
         async with running(launcher, store) as second:
             await second.until_ready(1)
             await second.until(
-                lambda: any(replica.state is ReplicaState.READY for replica in snapshots[-1].replicas)
+                lambda: any(
+                    each.state is ReplicaState.READY for last in snapshots[-1:] for each in last.replicas
+                )
             )
             assert snapshots[-1].cold_start_s is None
 
