@@ -420,6 +420,19 @@ SECTIONS = (
         ),
     ),
     Section(
+        "An idle fleet",
+        "idle_fleet",
+        "CPU time per second without requests: of one gateway, the controller and one scheduler, whose ranks take no "
+        "time. The machine was busy with other work.",
+        chosen(
+            idle_fleet__gateway_cpu__100__1="a gateway of 100 replicas",
+            idle_fleet__controller_cpu__100__1="the controller of 100 replicas",
+            idle_fleet__replica_cpu_ms__100__1="a scheduler of one gateway",
+            idle_fleet__replica_cpu_ms__10__100="a scheduler of 100 gateways",
+            idle_fleet__replica_messages__10__100="messages of a scheduler of 100 gateways",
+        ),
+    ),
+    Section(
         "CPU kernels",
         "kernels",
         "Each op alone, beside PyTorch and beside the machine's copy and matmul rates.",

@@ -1,7 +1,8 @@
-"""ReplicaStatus: a replica's state in numbers, which its gateways ask for once per second."""
+"""ReplicaStatus: a replica's state in numbers, which it sends its gateways once per second while it changes."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
@@ -153,6 +154,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         weights_path, weights_timestamp: those of the latest UPDATE_WEIGHTS; empty before the first.
         is_paused: no step is planned until an operator resumes the replica.
         num_retained_tokens: computed tokens of sequences whose KV survived failures of the ranks.
+        last_step_s: time since the latest step whose result came through all ranks; infinite before the first.
+        reports_changes: a StatusQuery's `watch_s` has an effect.
     """
 
     # A later field is added at the end.
@@ -166,7 +169,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "num_fenced_blocks", "num_computed_tokens", "busy_s", "num_plan_waits", "plan_wait_s",
         "max_num_seqs", "num_compilations", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
         "activity", "activity_s", "num_recoveries", "generates", "loras", "weights_version", "weights_path",
-        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use",
+        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use", "last_step_s",
+        "reports_changes",
     )  # fmt: skip
 
     query_id: int
@@ -186,6 +190,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
     weights_timestamp: str = ""
     is_paused: bool = False
     num_retained_tokens: int = 0
+    last_step_s: float = math.inf
+    reports_changes: bool = False
 
     @property
     def fullest_use(self) -> float:

@@ -97,9 +97,15 @@ class Stop(_Handled):
 
 @dataclass(frozen=True, slots=True)
 class StatusQuery:
-    """Requests a ReplicaStatus."""
+    """Requests a ReplicaStatus.
+
+    Attributes:
+        watch_s: for this time the replica sends its status, with the query_id 0, after each change as well: at most
+            once per second.
+    """
 
     query_id: int
+    watch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

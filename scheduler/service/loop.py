@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
@@ -44,8 +45,18 @@ IDLE_CHECK_S = 1.0
 BUSY_CHECK_S = 0.1
 # Expected duration from which a step is a long prefill, for operators.
 LONG_STEP_S = 1.0
+# Shortest time between two statuses that gateways get unasked.
+REPORT_INTERVAL_S = 1.0
+# A step after idle time is reported if others follow for this long: a canary is reported once, at its end.
+SETTLING_S = 0.1
 # Bounds the list: most such gateways never return.
 MAX_DROPPED_GATEWAYS = 64
+
+# Of a status: what changes with the time alone, and for each gateway.
+_PASSING = frozenset({"query_id", "uptime_s", "activity_s", "last_step_s"})
+_lasting = attrgetter(*(name for name in ReplicaStatus.SENT_ORDER if name not in _PASSING))
+# class |-> its attributes that a ReplicaStatus has too.
+_same_names_of: dict[type, list[str]] = {}
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +95,10 @@ class StepLoop:
         self._stopping = threading.Event()
         # gateway |-> handles that were ended while it did not read.
         self._dropped: dict[bytes, list[int]] = {}
+        # gateway |-> time until which it gets statuses unasked.
+        self._watchers: dict[bytes, float] = {}
+        self._reported: tuple[object, ...] = ()  # of the latest such status
+        self._report_due_at = self._started_at
         # Whether no step is in flight for want of requests, and the first step after the latest such time.
         self._is_idle = True
         self._step_after_idle = 0
@@ -228,9 +243,25 @@ class StepLoop:
             self._activity, self._active_since = activity, self._clock()
 
     def _broadcast_status(self) -> None:
-        """Send the status to every gateway with requests, before it asks."""
-        for gateway in self._scheduler.gateways:
-            self._mailbox.send(gateway, self.status())
+        """Send the status to every gateway with requests, and to those that watch, before they ask."""
+        status = self.status()
+        for gateway in dict.fromkeys((*self._scheduler.gateways, *self._watchers)):
+            self._mailbox.send(gateway, status)
+
+    def _report_changes(self) -> None:
+        """Send the status to the gateways that watch, if it has changed since they got one."""
+        now = self._clock()
+        has_begun = self._activity is Activity.BUSY and now - self._active_since < SETTLING_S
+        if not self._watchers or now < self._report_due_at or has_begun:
+            return
+        status = self.status()
+        state = _lasting(status)
+        if state == self._reported:
+            return
+        self._reported, self._report_due_at = state, now + REPORT_INTERVAL_S
+        for gateway, until in list(self._watchers.items()):
+            if now >= until or not self._mailbox.send(gateway, status):
+                del self._watchers[gateway]
 
     @property
     def _problem(self) -> str:
@@ -242,6 +273,7 @@ class StepLoop:
 
     def handle_messages(self, timeout_s: float) -> None:
         """Handle the messages that have arrived; wait up to `timeout_s` for the first."""
+        self._report_changes()
         for gateway, message in self._mailbox.receive(timeout_s):
             self._handle(gateway, message)
 
@@ -256,6 +288,8 @@ class StepLoop:
             case Stop():
                 self._send_finish(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
             case StatusQuery():
+                if message.watch_s > 0:
+                    self._watchers[gateway] = self._clock() + message.watch_s
                 self._mailbox.send(gateway, self.status(message.query_id))
             case CacheQuery():
                 self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
@@ -387,11 +421,19 @@ class StepLoop:
             queued_tokens=scheduler.num_queued_tokens,
             oldest_wait_s=scheduler.oldest_wait_s(now),
             fullest_kv_use=blocks.max_partition_use,
+            last_step_s=now - scheduler.throughput.last_step_at,
+            reports_changes=True,
             **_same_names(stats, scheduler.throughput, blocks, control),
         )
 
 
 def _same_names(*sources: object) -> dict[str, Any]:
     """Return the values of the sources' attributes that a ReplicaStatus has too."""
-    names = ReplicaStatus.SENT_ORDER
-    return {name: getattr(source, name) for source in sources for name in names if hasattr(source, name)}
+    values: dict[str, Any] = {}
+    for source in sources:
+        kind = type(source)
+        if kind not in _same_names_of:
+            _same_names_of[kind] = [name for name in ReplicaStatus.SENT_ORDER if hasattr(source, name)]
+        for name in _same_names_of[kind]:
+            values[name] = getattr(source, name)
+    return values

@@ -39,6 +39,8 @@ class ZmqMailbox:
         # Waking during close() would block context termination.
         self._closing = threading.Lock()
         self._context = zmq.Context()
+        # The latest message and its frame: a status that many gateways get is encoded once.
+        self._encoded: tuple[ReplicaMessage | None, bytes] = None, b""
         self._guard = None if keys is None else CurveGuard(self._context, keys)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -78,8 +80,10 @@ class ZmqMailbox:
         return messages
 
     def send(self, gateway: bytes, message: ReplicaMessage) -> bool:
+        if message is not self._encoded[0]:
+            self._encoded = message, stream.encode(message)
         try:
-            self._router.send_multipart((gateway, stream.encode(message)), flags=zmq.NOBLOCK)
+            self._router.send_multipart((gateway, self._encoded[1]), flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

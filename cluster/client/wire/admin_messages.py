@@ -21,12 +21,15 @@ _KINDS: dict[str | None, type[DeploymentInfo | ReplicaInfo | NodeInfo]] = {
 }
 
 
-def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0.0) -> admin_pb2.Replica:
+def replica_to_message(
+    status: ReplicaStatus, problem: str, silence_s: float = 0.0, age_s: float = 0.0
+) -> admin_pb2.Replica:
     """Convert a replica's status.
 
     Args:
         problem: why the gateway sends the replica no requests; empty if it sends some.
-        silence_s: time since the replica's latest message.
+        silence_s: time since the replica's latest message, while one is due.
+        age_s: time since the status.
     """
     return to_message(
         admin_pb2.Replica,
@@ -36,7 +39,7 @@ def replica_to_message(status: ReplicaStatus, problem: str, silence_s: float = 0
         kv=to_message(admin_pb2.KvUse, status, fullest_kv_use=status.fullest_use),
         queue=to_message(admin_pb2.Queue, status),
         silence_s=silence_s,
-        activity_s=status.activity_s + silence_s,
+        activity_s=status.activity_s + age_s,
         paused=status.is_paused,
     )
 

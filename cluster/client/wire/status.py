@@ -29,7 +29,7 @@ class ReplicaInfo(ReplicaFigures):
             draining replica is `ready` until another one takes over.
         version: version of its deployment; empty outside of a fleet.
         node_ids: nodes of its processes; empty outside of a fleet.
-        silence_s: time since its latest message to the gateway, which is due every second.
+        silence_s: time since its latest message to the gateway, while one is due.
         activity: ``idle``, ``busy``, ``prefill`` (a step that takes long, as expected), ``late`` (a step takes much
             longer than expected) or ``recovering`` (its ranks are being rebuilt).
         paused: an operator holds its steps.

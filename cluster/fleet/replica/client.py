@@ -22,7 +22,7 @@ from ....proto.errors import (
     ReplicaUnavailable,
 )
 from ....proto.lora import LoraReference
-from ....proto.replica_status import ReplicaStatus
+from ....proto.replica_status import Activity, ReplicaStatus
 from ....proto.stream import (
     Abort,
     BlockMapQuery,
@@ -53,14 +53,18 @@ from .connection import Connection, ZmqConnection
 _log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
+# Heartbeats after which a replica is queried that has nothing to do, if it reports changes by itself.
+QUIET_HEARTBEATS = 10
+# Such times for which the replica is asked to report changes, and after which it is asked again.
+_WATCH_TIMES, _RENEWAL_TIMES = 4, 3
 # Longest time that reading a backlog keeps the streams from running. In it, 100 messages of 1,024 tokens are read,
 # which is more than arrive while 1,024 streams are written.
 MAX_TURN_S = 0.005
 # A silent replica has failed after the deadline of a step and this margin, in which its scheduler asks the ranks for
 # the stages they are in.
 SILENCE_MARGIN_S = 10.0
-# A replica answers status queries at any time. One that has not for this long is not healthy, though its requests may
-# still continue.
+# A replica answers status queries at any time, and is asked at once when it gets a request. One that has not answered
+# for this long is not healthy, though its requests may still continue.
 UNANSWERED_S = 3.0
 # For aborts to be sent when a client is closed.
 _LINGER_MS = 200
@@ -119,15 +123,15 @@ class ReplicaClient:
         replica_id: the replica's name in errors.
         silence_timeout_s: a replica that sends no message for this long has failed. Must exceed the scheduler's
             step_timeout_s, as the scheduler may be silent during a step.
-        heartbeat_s: seconds between status queries.
+        heartbeat_s: seconds between status queries, while the replica has work or does not report changes.
         keys: CURVE keys of a tcp address; None for an ipc address.
         connection: None for one over ZeroMQ.
 
     Attributes:
         address: see above.
         latest_status: None before the first status.
-        proved_at: monotonic time of the latest token or vector, which came through all ranks; minus infinity before
-            the first.
+        proved_at: monotonic time of the latest step whose result came through all ranks, of any gateway's request,
+            as far as it is known; minus infinity before the first.
     """
 
     def __init__(
@@ -157,6 +161,10 @@ class ReplicaClient:
         self._is_gone = False  # failed for good
         self._healthy, self._unhealthy = asyncio.Event(), asyncio.Event()
         self._received_at = time.monotonic()  # the latest message
+        self._status_at = self._asked_at = -math.inf  # the latest status, and the latest query for one
+        # Since when a message of the replica is due: the latest message, or what asks for one. None while nothing is.
+        self._due_since: float | None = self._received_at
+        self._message_is_due = asyncio.Event()
         self.latest_status: ReplicaStatus | None = None
         self.proved_at = -math.inf
         self._listeners: list[Listener] = []
@@ -174,8 +182,13 @@ class ReplicaClient:
 
     @property
     def silence_s(self) -> float:
-        """Time since the latest message of the replica, or since `start`."""
-        return time.monotonic() - self._received_at
+        """Time since the latest message of the replica, or since one is due after it."""
+        return 0.0 if self._due_since is None else time.monotonic() - self._due_since
+
+    @property
+    def status_age_s(self) -> float:
+        """Time since the latest status; infinite before the first."""
+        return time.monotonic() - self._status_at
 
     @property
     def is_silent(self) -> bool:
@@ -191,7 +204,7 @@ class ReplicaClient:
         """Connect. Call it in the event loop that uses the client."""
         self._connection.open()
         self._is_open = True
-        self._received_at = time.monotonic()
+        self._received_at = self._due_since = time.monotonic()
         self._tasks = [
             run_in_background(self._receive(), f"receiving from {self.replica_id}", self._on_task_failed),
             run_in_background(self._send_heartbeats(), f"querying {self.replica_id}", self._on_task_failed),
@@ -238,6 +251,7 @@ class ReplicaClient:
         handles = self._new_handles(request.sampling.num_sequences)
         receiver = make_receiver(handles)
         self._running |= dict.fromkeys(handles, receiver)
+        self._expect_message()
         self.send(request.submit_message(handles.start))
         return receiver
 
@@ -318,6 +332,7 @@ class ReplicaClient:
         """Send a query and return its reply."""
         self._check_open()
         reply = self._queries[query.query_id] = asyncio.get_running_loop().create_future()
+        self._expect_message()
         try:
             self.send(query)
             async with asyncio.timeout(timeout_s):
@@ -377,6 +392,7 @@ class ReplicaClient:
         self._check_open()
         arrival: asyncio.Future[ReplicaStatus] = asyncio.get_running_loop().create_future()
         self._next_statuses[arrival] = None
+        self._expect_message()
         try:
             async with asyncio.timeout(timeout_s):
                 return await arrival
@@ -475,6 +491,8 @@ class ReplicaClient:
     def _arrived(self, frame: bytes) -> Iterator[bytes]:
         """Yield the frame and those that have arrived after it, for MAX_TURN_S."""
         turn_began_at = self._received_at = time.monotonic()
+        if self._due_since is not None:
+            self._due_since = turn_began_at
         yield frame
         while time.monotonic() - turn_began_at < MAX_TURN_S:
             arrived = self._connection.receive_arrived()
@@ -519,7 +537,8 @@ class ReplicaClient:
     def _on_status(self, status: ReplicaStatus) -> None:
         if self.latest_status is not None and status.uptime_s < self.latest_status.uptime_s:
             self._fail_all("it was restarted and has no earlier requests")
-        self.latest_status = status
+        self.latest_status, self._status_at = status, self._received_at
+        self.proved_at = max(self.proved_at, self._received_at - status.last_step_s)
         self._is_unanswered = False
         if not self._is_gone:
             self._failed.clear()
@@ -528,6 +547,26 @@ class ReplicaClient:
         for waiting in self._next_statuses:
             if not waiting.done():
                 waiting.set_result(status)
+        if self._is_quiet:
+            self._due_since = None
+            self._message_is_due.clear()
+        else:
+            self._expect_message()
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Return whether the replica owes no message: it has nothing to do, and would tell if that changed."""
+        status = self.latest_status
+        if status is None or not status.reports_changes or status.activity is not Activity.IDLE:
+            return False
+        waits = any(not each.done() for each in (*self._queries.values(), *self._next_statuses))
+        return not (self._running or waits or self._problem)
+
+    def _expect_message(self) -> None:
+        """A message of the replica is due from now on."""
+        if self._due_since is None:
+            self._due_since = time.monotonic()
+        self._message_is_due.set()
 
     def _resolve(self, message: ReplicaStatus | BlockMap | LoraLoaded | EngineControlled | Recalled) -> None:
         """Pass a reply to the caller that waits for it, if it still does."""
@@ -548,12 +587,32 @@ class ReplicaClient:
         messages of the replica may wait in the socket.
         """
         while True:
-            self.send(StatusQuery(next(self._query_ids)))
+            if self.status_age_s > 0.9 * self._heartbeat_s:  # else the replica has reported a change
+                self._query_status()
             due_at = time.monotonic() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
-            now = time.monotonic()
-            self._received_at = min(now, self._received_at + max(0.0, now - due_at))
+            if self._due_since is not None:
+                now = time.monotonic()
+                self._due_since = min(now, self._due_since + max(0.0, now - due_at))
             if self.is_silent:
                 self._fail_replica(f"it has been silent for {self.silence_s:.0f} s")
             elif self.silence_s > UNANSWERED_S and not self.has_failed:
                 self._set_silent()
+            await self._end_of_quiet()
+
+    def _query_status(self) -> None:
+        quiet_s = QUIET_HEARTBEATS * self._heartbeat_s
+        self.send(StatusQuery(next(self._query_ids), watch_s=_WATCH_TIMES * quiet_s))
+        self._asked_at = time.monotonic()
+        self._expect_message()
+
+    async def _end_of_quiet(self) -> None:
+        """Return once a message of the replica is due, or a query."""
+        quiet_s = QUIET_HEARTBEATS * self._heartbeat_s
+        while self._due_since is None:
+            query_at = min(self._status_at + quiet_s, self._asked_at + _RENEWAL_TIMES * quiet_s)
+            if (left_s := query_at - time.monotonic()) <= 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._message_is_due.wait()

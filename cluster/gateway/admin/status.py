@@ -100,7 +100,7 @@ def _describe(
         return admin_pb2.Replica(
             replica_id=replica_id, model=pool.model, problem=problem, silence_s=client.silence_s
         )
-    return replica_to_message(status, problem or status.problem, client.silence_s)
+    return replica_to_message(status, problem or status.problem, client.silence_s, client.status_age_s)
 
 
 def _traffic(services: GatewayServices, model: ServedModel) -> admin_pb2.ModelTraffic:

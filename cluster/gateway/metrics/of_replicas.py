@@ -110,7 +110,7 @@ REPLICA_READY = gauge(
 REPLICA_DRAINING = _gauge("draining", "quire_replica_draining", "1 while the replica drains.")
 REPLICA_SILENCE = gauge(
     "quire_replica_silence_seconds",
-    "Time since the replica's latest message; its status is due every second.",
+    "Time since the replica's latest message, while one is due: each second, of a replica with work.",
     unit="s",
     labels=OF_REPLICA,
 )

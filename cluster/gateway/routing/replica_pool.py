@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -26,8 +27,10 @@ from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0
-# An idle replica that is ready has generated a token within this time.
+# An idle replica that is ready has generated a token within this time, of any gateway's canary.
 IDLE_CANARY_S = 10.0
+# Of this time, the share after which a gateway begins to think of a canary: at a moment of its own.
+EARLIEST_CANARY = 0.7
 # A replica that does not answer in this time may hang: the request is computed again, which takes as long at most.
 RECALL_TIMEOUT_S = 1.0
 # Blocks of a prompt that are hashed for routing, at most.
@@ -78,6 +81,12 @@ class _Member:
         """Return whether a canary may run: no operator holds the steps."""
         status = self.client.latest_status
         return not self.held_by and (status is None or not status.is_paused)
+
+    def needs_proof(self, patience_s: float) -> bool:
+        """Return whether the replica is idle, and no step of it is known for `patience_s`."""
+        status = self.client.latest_status
+        is_idle = status is not None and not status.num_running + status.num_waiting
+        return is_idle and self.proves_itself and time.monotonic() - self.client.proved_at >= patience_s
 
     @property
     def may_become_ready(self) -> bool:
@@ -397,18 +406,23 @@ class ReplicaPool:
     async def _until_unhealthy(self, member: _Member) -> None:
         """Return once the replica has a problem. While it is idle, run canaries: a hung rank shows only in a step.
 
+        Each gateway waits for a random time, and then asks whether another one's canary has come through.
+
         Raises:
             QuireError: a canary failed.
         """
         client = member.client
         while True:
+            patience_s = IDLE_CANARY_S * random.uniform(EARLIEST_CANARY, 1.0)
+            left_s = client.proved_at + patience_s - time.monotonic()
             with suppress(TimeoutError):
-                async with asyncio.timeout(IDLE_CANARY_S):
+                async with asyncio.timeout(left_s if left_s > 0 else patience_s):
                     await client.wait_until_unhealthy()
                     return
-            status = client.latest_status
-            is_idle = status is not None and not status.num_running + status.num_waiting
-            if is_idle and member.proves_itself and time.monotonic() - client.proved_at >= IDLE_CANARY_S:
+            if not member.needs_proof(patience_s):
+                continue
+            await client.next_status(CANARY_TIMEOUT_S)
+            if member.needs_proof(patience_s):
                 await run_canary(client, CANARY_TIMEOUT_S)
 
     async def _notify_on_failures(self, client: ReplicaClient) -> None:

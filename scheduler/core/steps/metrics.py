@@ -112,6 +112,11 @@ class Throughput:
         """Return the rate; 0 before the first step."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
 
+    @property
+    def last_step_at(self) -> float:
+        """Return when the latest step was computed; minus infinity before the first."""
+        return self._counted_until
+
     def count_step(self, num_tokens: int, planned_at: float, done_at: float) -> float:
         """Count a computed step; return its seconds. Steps overlap: only the time after the previous step counts."""
         seconds = max(0.0, done_at - max(planned_at, self._counted_until))

@@ -1,4 +1,8 @@
+import itertools
+import math
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,10 +60,12 @@ class FakeMailbox:
         pass
 
 
-def make_loop(mailbox: Mailbox, **limits: Any) -> tuple[StepLoop, Scheduler, FakeWorkerGroup]:
+def make_loop(
+    mailbox: Mailbox, clock: Callable[[], float] = time.monotonic, **limits: Any
+) -> tuple[StepLoop, Scheduler, FakeWorkerGroup]:
     config = small_config(**limits)
     scheduler, group = Scheduler(config), FakeWorkerGroup(config)
-    return StepLoop(scheduler, group, mailbox, "replica-0"), scheduler, group
+    return StepLoop(scheduler, group, mailbox, "replica-0", clock), scheduler, group
 
 
 def run_until_idle(loop: StepLoop, mailbox: FakeMailbox) -> None:
@@ -225,6 +231,61 @@ def test_status_reports_load() -> None:
     assert status.cache_version == 2
     assert status.num_computed_tokens == 8
     assert status.busy_s == pytest.approx(0.5)
+
+
+class WatchedLoop:
+    """A step loop with a clock of its own, and the statuses that it sends."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.mailbox = FakeMailbox([])
+        self._loop, self.scheduler, self._group = make_loop(self.mailbox, lambda: self.now)
+        self._handles = itertools.count()
+
+    def turn_at(self, now: float, *messages: tuple[bytes, GatewayMessage]) -> list[tuple[bytes, int]]:
+        """Handle messages and compute all steps; return the statuses sent meanwhile, by gateway and query."""
+        self.now = now
+        self.mailbox.sent.clear()
+        self.mailbox.script = [list(messages)]
+        run_until_idle(self._loop, self.mailbox)
+        self._loop.handle_messages(0.0)
+        sent = self.mailbox.sent
+        return [(name, status.query_id) for name, status in sent if isinstance(status, ReplicaStatus)]
+
+    def request(self, gateway: bytes) -> tuple[bytes, GatewayMessage]:
+        return gateway, submit(next(self._handles), [5, 6], max_tokens=1)
+
+
+def test_watching_gateways_get_a_status_after_each_change() -> None:
+    loop = WatchedLoop()
+    watch = [(name, StatusQuery(1, watch_s=40.0)) for name in (b"a", b"b")]
+    loop.turn_at(100.0, *watch, (b"c", StatusQuery(1)))
+    loop.turn_at(101.0)
+    assert loop.turn_at(102.0) == []  # only times have changed
+    assert loop.turn_at(103.0, loop.request(b"c")) == [(b"a", 0), (b"b", 0)]
+    assert loop.turn_at(103.5, loop.request(b"c")) == []  # at most once per second
+    assert loop.turn_at(104.0) == [(b"a", 0), (b"b", 0)]
+    assert loop.turn_at(105.0) == []
+    loop.mailbox.gone = {b"a"}
+    assert loop.turn_at(106.0, loop.request(b"c")) == [(b"b", 0)]
+    assert loop.turn_at(141.0, loop.request(b"c")) == []  # their time has ended
+
+
+def test_gateways_get_the_same_status_object() -> None:
+    """ZmqMailbox encodes it once."""
+    loop = WatchedLoop()
+    loop.turn_at(100.0, *((name, StatusQuery(1, watch_s=40.0)) for name in (b"a", b"b")))
+    loop.turn_at(103.0, loop.request(b"c"))
+    first, second = (status for _, status in loop.mailbox.sent if isinstance(status, ReplicaStatus))
+    assert first is second
+
+
+def test_status_tells_when_the_latest_step_was_computed() -> None:
+    loop = WatchedLoop()
+    assert loop._loop.status().last_step_s == math.inf
+    loop.turn_at(110.0, loop.request(b"c"))
+    loop.turn_at(117.0)
+    assert loop._loop.status().last_step_s == 7.0
 
 
 def test_block_map_query_is_answered() -> None:

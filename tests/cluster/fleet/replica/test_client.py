@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +22,17 @@ from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import QuireError, ReplicaUnavailable
+from quire.proto.replica_status import Activity, ReplicaStatus
 from quire.proto.sampling import SamplingParams
-from quire.proto.stream import CacheReport, TokenBatch, encode
+from quire.proto.stream import (
+    CacheReport,
+    GatewayMessage,
+    ReplicaMessage,
+    StatusQuery,
+    TokenBatch,
+    decode,
+    encode,
+)
 from quire.scheduler.core.replies.outbox import error_finish
 
 LONG_S = 600.0
@@ -131,6 +142,135 @@ def test_silence_is_logged_once_while_its_length_grows(monkeypatch: pytest.Monke
 
     run(scenario)
     assert logged == ["replica replica-0 has not answered for 0 s"]
+
+
+class QuietReplica:
+    """A connection to a replica that answers status queries, unless it is stopped, and reports changes."""
+
+    def __init__(self) -> None:
+        self.sent: list[GatewayMessage | ReplicaMessage] = []
+        self.is_stopped = False
+        self.status = ReplicaStatus("replica-0", "demo", query_id=0, reports_changes=True, last_step_s=5.0)
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def open(self) -> None: ...
+
+    def send(self, frame: bytes) -> None:
+        message = decode(frame)
+        self.sent.append(message)
+        if isinstance(message, StatusQuery) and not self.is_stopped:
+            self.report(query_id=message.query_id)
+
+    def report(self, **changes: Any) -> None:
+        self.status = replace(self.status, **changes)
+        self._frames.put_nowait(encode(self.status))
+
+    async def receive(self) -> bytes:
+        return await self._frames.get()
+
+    def receive_arrived(self) -> bytes | None:
+        return None if self._frames.empty() else self._frames.get_nowait()
+
+    async def wait_until_lost(self) -> None:
+        await asyncio.sleep(LONG_S)
+
+    async def close(self, linger_ms: int) -> None: ...
+
+    def num_queries(self) -> int:
+        return sum(isinstance(message, StatusQuery) for message in self.sent)
+
+
+@asynccontextmanager
+async def quiet_replica() -> AsyncIterator[tuple[ReplicaClient, QuietReplica]]:
+    """Yield a client whose replica has answered, and has nothing to do: the next query is due after ten hours."""
+    replica = QuietReplica()
+    client = ReplicaClient("nowhere", "replica-0", heartbeat_s=3600.0, connection=replica)
+    client.start()
+    try:
+        await client.wait_until_healthy()
+        assert client.silence_s == 0
+        yield client, replica
+    finally:
+        await client.close()
+
+
+def a_request() -> Request:
+    return Request("r", np.array([1], np.int32), SamplingParams(max_tokens=9, seed=0))
+
+
+def test_replica_without_work_owes_no_message_until_it_gets_a_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def scenario() -> None:
+        async with quiet_replica() as (client, replica):
+            clock.now += 100.0
+            assert client.silence_s == 0
+            replica.is_stopped = True
+            submitted = client.submit(a_request())
+            clock.now += 2.0
+            assert client.silence_s == 2.0
+            submitted.abort()
+            assert client.silence_s == 2.0  # until it answers
+
+    run(scenario)
+
+
+def test_quiet_replica_is_asked_rarely_and_at_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    async def scenario() -> None:
+        replica = QuietReplica()
+        client = ReplicaClient("nowhere", "replica-0", heartbeat_s=0.001, connection=replica)
+        client.start()
+        await client.wait_until_healthy()
+        await asyncio.sleep(0.05)  # many heartbeats of the loop's clock; none of the client's
+        assert replica.num_queries() == 1
+        clock.now += module.QUIET_HEARTBEATS * 0.001
+        while client.status_age_s > 0:  # until it is asked and has answered; `run` has a deadline
+            await asyncio.sleep(0.001)
+        assert replica.num_queries() == 2
+        replica.is_stopped = True
+        clock.now += 0.002
+        client.submit(a_request())
+        while replica.num_queries() < 3:
+            await asyncio.sleep(0.001)
+        await client.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"activity": Activity.BUSY}, {"problem": "a rank failed"}, {"reports_changes": False}]
+)
+def test_replica_with_work_or_problems_owes_messages(changes: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        async with quiet_replica() as (client, replica):
+            arrival = asyncio.Event()
+            client.add_listener(lambda message: arrival.set())
+            replica.report(query_id=0, **changes)
+            await arrival.wait()
+            await asyncio.sleep(0.001)
+            assert client.silence_s > 0
+
+    run(scenario)
+
+
+def test_step_of_another_gateways_request_proves_the_replica() -> None:
+    async def scenario() -> None:
+        async with quiet_replica() as (client, replica):
+            before = client.proved_at
+            assert before > -math.inf
+            reported = asyncio.ensure_future(client.next_status(LONG_S))
+            await asyncio.sleep(0)
+            replica.report(query_id=0, last_step_s=0.0)
+            await reported
+            assert client.proved_at >= before + 4.9
+
+    run(scenario)
 
 
 class Receiver:

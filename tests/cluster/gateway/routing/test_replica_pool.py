@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +17,7 @@ from fakes import beam_oracle, oracle
 
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.fleet.controller.fleet_state import Demand
+from quire.cluster.fleet.replica.canary import run_canary
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.gateway.routing import replica_pool
 from quire.cluster.gateway.routing.replica_pool import ReplicaPool
@@ -390,5 +393,36 @@ def test_idle_replica_runs_canaries(launcher: FakeLauncher, monkeypatch: pytest.
             while fleet.pool.clients["a"].proved_at == proved_at:
                 await asyncio.sleep(0.01)
         assert fleet.pool.is_ready
+
+    run(launcher, scenario)
+
+
+def test_idle_replica_runs_no_canary_after_one_of_another_gateway(
+    launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_pool, "IDLE_CANARY_S", 0.05)
+    canaries: list[str] = []
+
+    async def count(client: ReplicaClient, timeout_s: float) -> None:
+        canaries.append(client.replica_id)
+        await run_canary(client, timeout_s)
+
+    async def scenario(fleet: Fleet) -> None:
+        await fleet.ready("a")
+        client, num_statuses = fleet.pool.clients["a"], itertools.count()
+        monkeypatch.setattr(replica_pool, "run_canary", count)
+
+        def prove(message: object) -> None:
+            """Do as if each status told of another gateway's step."""
+            client.proved_at = time.monotonic()
+            if next(num_statuses) >= 20:
+                has_ended.set()
+
+        has_ended = asyncio.Event()
+        client.add_listener(prove)
+        async with asyncio.timeout(DEADLINE_S):
+            while not has_ended.is_set():
+                await client.next_status(DEADLINE_S)
+        assert canaries == []
 
     run(launcher, scenario)
