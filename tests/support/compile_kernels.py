@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 # Bytes of stack per thread that kernels may have: calls have frames of 8, and few registers are spilled.
-MAX_STACK_BYTES = {"sample_top_k_top_p._sample_from_rows": 64}
+MAX_STACK_BYTES = {"sample_top_k_top_p._sample_from_rows": 64, "recurrence._pass_states": 320}
 DEFAULT_STACK_BYTES = 16
 # Of attention in 16-bit types: see kernels.gpu.tile_configs.
 MAX_ATTENTION_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16

@@ -44,6 +44,7 @@ FILES = [
     "kernels/test_panel_experts.py",
     "kernels/test_quantized_kv.py",
     "kernels/test_quantized_panels.py",
+    "kernels/test_recurrence.py",
     "kernels/test_routing.py",
     "kernels/test_sparse_latent.py",
     "kernels/test_suffix_automaton.py",

@@ -1,0 +1,219 @@
+// Recurrences over the tokens of each sequence (kernels/recurrence.py). A task is one sequence and some channels or
+// columns of a state, which stay in the first-level cache for all of its tokens. The order of all sums is fixed, so
+// that neither other sequences nor the cut of a prompt into chunks change a bit.
+#include <vector>
+
+#include "activation.h"
+#include "constants.h"
+#include "simd.h"
+#include "thread_pool.h"
+
+namespace {
+
+// Columns of a task: vectors that share the loads of keys and queries.
+constexpr int VECTORS = 4;
+constexpr int64_t MAX_COLUMNS = VECTORS * LANES;
+// Elements read and written below which one thread is faster than several.
+constexpr int64_t MIN_PARALLEL = 1 << 15;
+
+struct Runs {
+  const int32_t *slots, *starts;
+  const uint8_t* is_new;
+  int64_t count;
+
+  int64_t num_tokens() const { return starts[count] - starts[0]; }
+};
+
+// Calls body(sequence, part) for each part of each sequence; `elements` are those of all parts together.
+template <typename Body>
+void for_parts(const Runs& runs, int64_t num_parts, int64_t elements, int threads, const Body& body) {
+  if (elements < MIN_PARALLEL) threads = 1;
+  const int64_t count = runs.count * num_parts;
+  parallel_for(count, threads, [&](auto& next) {
+    for (int64_t i; (i = next()) < count;) body(i / num_parts, i % num_parts);
+  });
+}
+
+// Calls body with the number of vectors in `columns`, a constant.
+template <int COUNT = VECTORS, typename Body>
+void with_vectors(int64_t columns, const Body& body) {
+  if constexpr (COUNT > 1) {
+    if (columns < COUNT * LANES) return with_vectors<COUNT - 1>(columns, body);
+  }
+  body(std::integral_constant<int, COUNT>());
+}
+
+template <typename T>
+struct LinearAttention {
+  const T *q, *k, *v;
+  const float *log_decay, *beta;
+  float* states;
+  T* out;
+  int64_t num_heads, heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head;
+  float scale;
+
+  // Computes columns [column, column + COUNT * LANES) of one head's state for tokens [start, end).
+  template <int COUNT>
+  void run(float* state, bool is_new, int64_t start, int64_t end, int64_t head, int64_t column) const {
+    constexpr int64_t WIDTH = COUNT * LANES;
+    static thread_local std::vector<float> buffer;
+    buffer.resize(key_dim * (WIDTH + 3));
+    float *local = buffer.data(), *keys = local + key_dim * WIDTH, *queries = keys + key_dim,
+          *decays = queries + key_dim;
+    for (int64_t d = 0; d < key_dim; d++)
+      for (int64_t i = 0; i < WIDTH; i += LANES)
+        store(local + d * WIDTH + i, is_new ? Vec{} : load(state + d * value_dim + column + i));
+    for (int64_t t = start; t < end; t++) {
+      const int64_t key_head = head / heads_per_key;
+      const T *key = k + t * k_stride + key_head * key_dim, *query = q + t * q_stride + key_head * key_dim;
+      const float* logs = log_decay + (t * num_heads + head) * decays_per_head;
+      const float decay = decays_per_head == 1 ? std::exp(logs[0]) : 0.f;
+      for (int64_t d = 0; d < key_dim; d++) {
+        keys[d] = to_float(key[d]);
+        queries[d] = to_float(query[d]) * scale;
+        decays[d] = decays_per_head == 1 ? decay : std::exp(logs[d]);
+      }
+      Vec update[COUNT], sums[COUNT] = {};
+      for (int i = 0; i < COUNT; i++)
+        update[i] = load(v + t * v_stride + head * value_dim + column + i * LANES);
+      if (beta != nullptr) {
+        for (int64_t d = 0; d < key_dim; d++) {
+          const float key_now = keys[d] * decays[d];
+          for (int i = 0; i < COUNT; i++) sums[i] += key_now * load(local + d * WIDTH + i * LANES);
+        }
+        const float rate = beta[t * num_heads + head];
+        for (int i = 0; i < COUNT; i++) update[i] = rate * (update[i] - sums[i]);
+      }
+      for (int i = 0; i < COUNT; i++) sums[i] = Vec{};
+      for (int64_t d = 0; d < key_dim; d++) {
+        const float decay_now = decays[d], key_now = keys[d], query_now = queries[d];
+        for (int i = 0; i < COUNT; i++) {
+          float* const at = local + d * WIDTH + i * LANES;
+          const Vec now = load(at) * decay_now + key_now * update[i];
+          store(at, now);
+          sums[i] += query_now * now;
+        }
+      }
+      for (int i = 0; i < COUNT; i++)
+        store(out + (t * num_heads + head) * value_dim + column + i * LANES, sums[i]);
+    }
+    for (int64_t d = 0; d < key_dim; d++)
+      for (int64_t i = 0; i < WIDTH; i += LANES)
+        store(state + d * value_dim + column + i, load(local + d * WIDTH + i));
+  }
+
+  void compute(const Runs& runs, int threads) const {
+    const int64_t parts_per_head = (value_dim + MAX_COLUMNS - 1) / MAX_COLUMNS, state_size = key_dim * value_dim;
+    const int64_t elements = (runs.num_tokens() + runs.count) * num_heads * state_size;
+    for_parts(runs, num_heads * parts_per_head, elements, threads, [&](int64_t sequence, int64_t part) {
+      const int64_t head = part / parts_per_head, first = part % parts_per_head * MAX_COLUMNS;
+      float* const state = states + (runs.slots[sequence] * num_heads + head) * state_size;
+      with_vectors(std::min(MAX_COLUMNS, value_dim - first), [&](auto count) {
+        run<count>(state, runs.is_new[sequence], runs.starts[sequence], runs.starts[sequence + 1], head, first);
+      });
+    });
+  }
+};
+
+// weight [K, C].
+template <typename T>
+void causal_conv(const T* x, int64_t x_stride, const T* weight, const T* bias, T* states, const Runs& runs, T* out,
+                 int64_t channels, int64_t width, bool silu, int threads) {
+  const int64_t num_parts = (channels + MAX_COLUMNS - 1) / MAX_COLUMNS, before = width - 1;
+  const int64_t elements = (runs.num_tokens() + runs.count) * channels * width;
+  for_parts(runs, num_parts, elements, threads, [&](int64_t sequence, int64_t part) {
+    const int64_t first = part * MAX_COLUMNS, columns = std::min(MAX_COLUMNS, channels - first);
+    const int64_t start = runs.starts[sequence], length = runs.starts[sequence + 1] - start;
+    T* const state = states + runs.slots[sequence] * before * channels;
+    const bool is_new = runs.is_new[sequence];
+    for (int64_t column = first; column < first + columns; column += LANES) {
+      // The input at position `t` of the run; earlier ones are in the state.
+      const auto input = [&](int64_t t) {
+        if (t >= 0) return load(x + (start + t) * x_stride + column);
+        return is_new ? Vec{} : load(state + (before + t) * channels + column);
+      };
+      for (int64_t t = 0; t < length; t++) {
+        Vec sum = bias == nullptr ? Vec{} : load(bias + column);
+        for (int64_t i = 0; i < width; i++) sum += load(weight + i * channels + column) * input(t - before + i);
+        store(out + (start + t) * channels + column, silu ? activate<SILU>(sum) : sum);
+      }
+      // In this order an input of the state is read before it is overwritten.
+      for (int64_t i = 0; i < before; i++) store(state + i * channels + column, input(length - before + i));
+    }
+  });
+}
+
+// decay and states [N, C].
+template <typename T>
+void selective_scan(const T* x, int64_t x_stride, const float* step, const float* decay, const T* b, const T* c,
+                    int64_t bc_stride, float* states, const Runs& runs, float* out, int64_t channels, int64_t num_states,
+                    int threads) {
+  const int64_t elements = (runs.num_tokens() + runs.count) * channels * num_states;
+  for_parts(runs, channels / LANES, elements, threads, [&](int64_t sequence, int64_t part) {
+    const int64_t column = part * LANES;
+    float* const state = states + runs.slots[sequence] * num_states * channels + column;
+    static thread_local std::vector<float> buffer;
+    buffer.resize(num_states * LANES);
+    float* const local = buffer.data();
+    for (int64_t n = 0; n < num_states; n++)
+      store(local + n * LANES, runs.is_new[sequence] ? Vec{} : load(state + n * channels));
+    for (int64_t t = runs.starts[sequence]; t < runs.starts[sequence + 1]; t++) {
+      const Vec size = load(step + t * channels + column), added = size * load(x + t * x_stride + column);
+      Vec sum{};
+      for (int64_t n = 0; n < num_states; n++) {
+        const Vec now = exp_of(size * load(decay + n * channels + column)) * load(local + n * LANES) +
+                        added * to_float(b[t * bc_stride + n]);
+        store(local + n * LANES, now);
+        sum += now * to_float(c[t * bc_stride + n]);
+      }
+      store(out + t * channels + column, sum);
+    }
+    for (int64_t n = 0; n < num_states; n++) store(state + n * channels, load(local + n * LANES));
+  });
+}
+
+}  // namespace
+
+#define FOR_DTYPE(call)      \
+  do {                       \
+    if (dtype == BFLOAT16) { \
+      using T = bf16;        \
+      call;                  \
+    } else {                 \
+      using T = float;       \
+      call;                  \
+    }                        \
+  } while (0)
+
+// value_dim and channels are multiples of LANES. Strides are those of tokens; heads are adjacent.
+extern "C" {
+
+void quire_linear_attention(int dtype, const void* q, const void* k, const void* v, const float* log_decay,
+                            const float* beta, float* states, const int32_t* slots, const int32_t* starts,
+                            const uint8_t* is_new, void* out, int64_t num_sequences, int64_t num_heads,
+                            int64_t heads_per_key, int64_t key_dim, int64_t value_dim, int64_t q_stride,
+                            int64_t k_stride, int64_t v_stride, int64_t decays_per_head, float scale, int threads) {
+  const Runs runs{slots, starts, is_new, num_sequences};
+  FOR_DTYPE((LinearAttention<T>{(const T*)q, (const T*)k, (const T*)v, log_decay, beta, states, (T*)out, num_heads,
+                                heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head, scale}
+                 .compute(runs, threads)));
+}
+
+void quire_causal_conv(int dtype, const void* x, const void* weight, const void* bias, void* states,
+                       const int32_t* slots, const int32_t* starts, const uint8_t* is_new, void* out,
+                       int64_t num_sequences, int64_t channels, int64_t width, int64_t x_stride, int silu,
+                       int threads) {
+  const Runs runs{slots, starts, is_new, num_sequences};
+  FOR_DTYPE(causal_conv((const T*)x, x_stride, (const T*)weight, (const T*)bias, (T*)states, runs, (T*)out, channels,
+                        width, silu, threads));
+}
+
+void quire_selective_scan(int dtype, const void* x, const float* step, const float* decay, const void* b,
+                          const void* c, float* states, const int32_t* slots, const int32_t* starts,
+                          const uint8_t* is_new, float* out, int64_t num_sequences, int64_t channels,
+                          int64_t num_states, int64_t x_stride, int64_t bc_stride, int threads) {
+  const Runs runs{slots, starts, is_new, num_sequences};
+  FOR_DTYPE(selective_scan((const T*)x, x_stride, step, decay, (const T*)b, (const T*)c, bc_stride, states, runs, out,
+                           channels, num_states, threads));
+}
+}
