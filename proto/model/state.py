@@ -1,0 +1,97 @@
+"""StateTensor: memory of fixed size that a layer keeps of each sequence, instead of keys and values of every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of a layer's state, of one sequence on one rank.
+
+    Attributes:
+        is_float32: the elements are float32; otherwise they have the model's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_float32: bool
+
+    def num_bytes(self, dtype_bytes: int) -> int:
+        """Return the bytes of a sequence, for a model whose elements have `dtype_bytes`."""
+        return prod(self.shape) * (4 if self.is_float32 else dtype_bytes)
+
+
+class KeepsState(Protocol):
+    """The spec of a mixer that keeps a state of each sequence."""
+
+    def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
+        """Return the tensors of a sequence's state on each of these ranks."""
+        ...
+
+    def check_ranks(self, name: str, num_ranks: int) -> None:
+        """Raise ConfigError unless these ranks get equal parts; `name` is the model's."""
+        ...
+
+
+# The tensors of each layer with a state, in the order of the layers, on one rank.
+StateLayers = tuple[tuple[StateTensor, ...], ...]
+
+
+def state_bytes(layers: StateLayers, dtype_bytes: int) -> int:
+    """Return the bytes of one sequence's state on one rank; 0 for a model without states."""
+    return sum(tensor.num_bytes(dtype_bytes) for layer in layers for tensor in layer)
+
+
+def groups_per_rank(num_groups: int, num_ranks: int) -> int:
+    """Return the groups whose keys (or B and C) a rank holds; ranks that share a group each hold it."""
+    return max(1, num_groups // num_ranks)
+
+
+def check_heads_and_groups(
+    name: str, kind: str, heads: tuple[str, int], groups: tuple[str, int], num_ranks: int
+) -> None:
+    """Check that ranks get equal numbers of heads, and whole groups or an equal part of one group each.
+
+    Args:
+        kind: of the layers, for the message.
+        heads, groups: what they are called, and their number.
+
+    Raises:
+        ConfigError: they do not; states the numbers.
+    """
+    (heads_name, num_heads), (groups_name, num_groups) = heads, groups
+    if num_groups < 1 or num_heads < 1 or num_heads % num_groups:
+        raise ConfigError(
+            f"{name}: the {num_heads} {heads_name} of its {kind} layers cannot share {num_groups} {groups_name} "
+            "evenly"
+        )
+    if num_heads % num_ranks:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {num_ranks} does not divide the {num_heads} {heads_name} of its {kind} "
+            "layers"
+        )
+    if num_groups % num_ranks and num_ranks % num_groups:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {num_ranks} neither divides the {num_groups} {groups_name} of its {kind} "
+            "layers, nor is a multiple of them"
+        )
+
+
+def check_channels(name: str, kind: str, num_channels: int, num_ranks: int) -> None:
+    """Raise ConfigError unless ranks get equal numbers of channels."""
+    if num_channels < 1 or num_channels % num_ranks:
+        raise ConfigError(
+            f"{name}: tensor_parallel_size {num_ranks} does not divide the {num_channels} channels of its {kind} "
+            "layers"
+        )
+
+
+def layers_with_state(mixers: Sequence[object]) -> list[KeepsState]:
+    """Return the mixers that keep a state, in order."""
+    return [mixer for mixer in mixers if hasattr(mixer, "state_tensors")]  # type: ignore[misc]
