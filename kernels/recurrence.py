@@ -64,22 +64,24 @@ def linear_attention(
     states: Tensor,
     runs: StateRuns,
     scale: float = 1.0,
+    *,
+    delta: bool = True,
 ) -> Tensor:
     """Return ``scale * q[t] @ state[t]`` of each head, [T, Hv, Dv], where::
 
         decayed = exp(log_decay[t]) * state[t - 1]
-        update = v[t] if beta is None else beta[t] * (v[t] - k[t] @ decayed)
+        update = beta[t] * (v[t] - k[t] @ decayed) with the delta rule, otherwise beta[t] * v[t]
         state[t] = decayed + outer(k[t], update)
 
     Args:
         q, k: [T, Hk, Dk]; Hk divides Hv, and consecutive heads of v share one of k.
         v: [T, Hv, Dv].
         log_decay: [T, Hv] float32, or [T, Hv, Dk] with a decay per key channel; at most 0.
-        beta: [T, Hv] float32, the delta rule's rate; None without the delta rule.
+        beta: [T, Hv] float32, the rates; None for 1, without the delta rule.
         states: [N, Hv, Dk, Dv] float32; overwritten.
     """
     if cpu.supports_attention(q, k, v, states):
-        return cpu.linear_attention(q, k, v, log_decay, beta, states, runs, scale)
+        return cpu.linear_attention(q, k, v, log_decay, beta, states, runs, scale, delta=delta)
     share = v.shape[1] // k.shape[1]
     queries, keys = (x.float().repeat_interleave(share, 1) for x in (q * scale, k))
     decay = log_decay.exp().view(*log_decay.shape[:2], -1, 1)
@@ -90,7 +92,9 @@ def linear_attention(
             state = state * decay[t]
             update = v[t].float()
             if beta is not None:
-                update = beta[t, :, None] * (update - torch.einsum("hd,hde->he", keys[t], state))
+                if delta:
+                    update = update - torch.einsum("hd,hde->he", keys[t], state)
+                update = beta[t, :, None] * update
             state = state + keys[t][:, :, None] * update[:, None]
             out[t] = torch.einsum("hd,hde->he", queries[t], state)
         states[slot] = state

@@ -16,6 +16,7 @@ from ..kernels.flash_attention import ChunkAttention, FlashAttention, load_flash
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from ..kernels.sparse_latent import SelectedTokens
+from ..kernels.state_runs import StateRuns
 from ..proto.config import ParallelConfig
 from ..proto.errors import ConfigError, first_line
 
@@ -38,6 +39,19 @@ class LayerCache:
     scales: Tensor | None = None
     attend_chunks: ChunkAttention | None = None
     group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """The states of a step's sequences, for layers that keep some.
+
+    Attributes:
+        runs: the tokens of each sequence, and the slot of its state. Sequences with one token come first.
+        layers: the tensors of each layer with a state, [num_slots, ...]; see proto.model.state.
+    """
+
+    runs: StateRuns
+    layers: Sequence[Sequence[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +113,7 @@ class AttentionInputs:
         generated: tokens of chunks that are no prompt's; None if there are none, and on a GPU.
         choices: that of the last layer with an indexer (sparse latent attention), which layers without one use;
             empty before.
+        states: None for models whose layers keep none.
     """
 
     num_decodes: int
@@ -112,6 +127,7 @@ class AttentionInputs:
     own_tokens: OwnTokens | None = None
     generated: GeneratedTokens | None = None
     choices: list[TokenChoice] = field(default_factory=list)
+    states: StepStates | None = None
 
     def own(self, values: Tensor) -> Tensor:
         """Return the entries of the tokens that this rank attends for, of values for each token of the step."""

@@ -126,6 +126,7 @@ def _linear_attention(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
+    DELTA: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -153,8 +154,10 @@ def _linear_attention(
             state *= tl.exp(logs)[:, None]
         else:
             state *= tl.exp(tl.load(log_decay_ptr + row))
+        if DELTA:
+            update -= tl.sum(k[:, None] * state, 0)
         if beta_ptr is not None:
-            update = tl.load(beta_ptr + row) * (update - tl.sum(k[:, None] * state, 0))
+            update *= tl.load(beta_ptr + row)
         state += k[:, None] * update
         out = tl.sum((q * scale)[:, None] * state, 0)
         tl.store(out_ptr + row * VALUE_DIM + offs_v, out.to(out_ptr.dtype.element_ty), mask=mask_v)
@@ -170,6 +173,8 @@ def linear_attention(
     states: Tensor,
     runs: StateRuns,
     scale: float = 1.0,
+    *,
+    delta: bool = True,
 ) -> Tensor:
     """See kernels.recurrence."""
     num_heads, key_dim, value_dim = states.shape[1:]
@@ -178,6 +183,8 @@ def linear_attention(
     log_decay, beta = log_decay.contiguous(), None if beta is None else beta.contiguous()
     # float32 is for tests; its products spill the registers.
     if runs.max_len > MAX_SERIAL_LEN and log_decay.dim() == 2 and q.dtype != torch.float32:
+        if beta is not None and not delta:
+            v, beta = (v * beta[:, :, None]).to(v.dtype), None
         return _attend_in_chunks(q, k, v, log_decay, beta, states, runs, scale)
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     block_k = triton.next_power_of_2(key_dim)
@@ -186,7 +193,8 @@ def linear_attention(
     _linear_attention[(len(runs.slots), num_heads, triton.cdiv(value_dim, block_v))](
         q, k, v, log_decay, beta, states, runs.slots, runs.starts, runs.is_new, out, scale, q.stride(0),
         k.stride(0), v.stride(0), NUM_HEADS=num_heads, SHARE=num_heads // k.shape[1], KEY_DIM=key_dim,
-        VALUE_DIM=value_dim, PER_CHANNEL=log_decay.dim() == 3, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
+        VALUE_DIM=value_dim, PER_CHANNEL=log_decay.dim() == 3, DELTA=delta and beta is not None,
+        BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
     )  # fmt: skip
     return out
 

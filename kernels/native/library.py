@@ -73,7 +73,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_experts_bytes": [],
     "quire_experts": [_POINTER, _INT] + [_POINTER] * 4 + [_LONG] * 2 + [_INT],
     "quire_choose_experts": [_POINTER] * 4 + [_LONG] * 7 + [_FLOAT] * 2 + [_INT],
-    "quire_linear_attention": [_INT] + [_POINTER] * 10 + [_LONG] * 9 + [_FLOAT, _INT],
+    "quire_linear_attention": [_INT] + [_POINTER] * 10 + [_LONG] * 9 + [_FLOAT] + [_INT] * 2,
     "quire_causal_conv": [_INT] + [_POINTER] * 8 + [_LONG] * 4 + [_INT] * 2,
     "quire_selective_scan": [_INT] + [_POINTER] * 10 + [_LONG] * 5 + [_INT],
     "quire_decode_layer_bytes": [],

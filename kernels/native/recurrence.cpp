@@ -51,6 +51,7 @@ struct LinearAttention {
   T* out;
   int64_t num_heads, heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head;
   float scale;
+  bool delta;
 
   // Computes columns [column, column + COUNT * LANES) of one head's state for tokens [start, end).
   template <int COUNT>
@@ -77,7 +78,7 @@ struct LinearAttention {
       for (int i = 0; i < COUNT; i++)
         update[i] = load(v + t * v_stride + head * value_dim + column + i * LANES);
       if (beta != nullptr) {
-        for (int64_t d = 0; d < key_dim; d++) {
+        for (int64_t d = 0; delta && d < key_dim; d++) {
           const float key_now = keys[d] * decays[d];
           for (int i = 0; i < COUNT; i++) sums[i] += key_now * load(local + d * WIDTH + i * LANES);
         }
@@ -192,10 +193,11 @@ void quire_linear_attention(int dtype, const void* q, const void* k, const void*
                             const float* beta, float* states, const int32_t* slots, const int32_t* starts,
                             const uint8_t* is_new, void* out, int64_t num_sequences, int64_t num_heads,
                             int64_t heads_per_key, int64_t key_dim, int64_t value_dim, int64_t q_stride,
-                            int64_t k_stride, int64_t v_stride, int64_t decays_per_head, float scale, int threads) {
+                            int64_t k_stride, int64_t v_stride, int64_t decays_per_head, float scale, int delta,
+                            int threads) {
   const Runs runs{slots, starts, is_new, num_sequences};
   FOR_DTYPE((LinearAttention<T>{(const T*)q, (const T*)k, (const T*)v, log_decay, beta, states, (T*)out, num_heads,
-                                heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head, scale}
+                                heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head, scale, delta != 0}
                  .compute(runs, threads)));
 }
 

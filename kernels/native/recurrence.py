@@ -68,6 +68,8 @@ def linear_attention(
     states: Tensor,
     runs: StateRuns,
     scale: float,
+    *,
+    delta: bool,
 ) -> Tensor:
     num_heads, key_dim, value_dim = states.shape[1:]
     log_decay = log_decay.contiguous()
@@ -80,7 +82,7 @@ def linear_attention(
         dtype_codes()[v.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(), log_decay.data_ptr(), address_of(beta),
         states.data_ptr(), *_runs(runs), out.data_ptr(), len(runs.slots), num_heads, num_heads // k.shape[1],
         key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0), decays_per_head,
-        scale, torch.get_num_threads(),
+        scale, delta, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

@@ -189,7 +189,11 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
     "group_limited": _group_limited_routing,
     "corrected_sigmoid": _corrected_sigmoid_routing,
+    "biased_sigmoid": lambda experts, hf: replace(
+        _corrected_sigmoid_routing(experts, hf), correction_bias=bool(hf.get("use_expert_bias"))
+    ),
     "gpt_oss": _gpt_oss_routing,
+    "top_k_softmax": lambda experts, hf: replace(experts, score="softmax_of_top_k"),
     "llama4": _llama4_routing,
     "sparsemixer": _sparsemixer_routing,
     "corrected_softmax": lambda experts, hf: replace(experts, correction_bias=True),

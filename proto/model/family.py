@@ -47,6 +47,7 @@ class Family:
         adapt: returns a configuration with the field names that the other families have.
         change_layers: returns the layers with what only this family reads from its (adapted) configuration.
         read_variant: returns DecoderSpec.variant of an adapted configuration.
+        unused_prefixes: names of tensors of published checkpoints that are not read begin with one of these.
 
     The other fields are those of the specs.
     """
@@ -70,3 +71,4 @@ class Family:
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     change_layers: Callable[[ModelConfig, Sequence[LayerSpec]], Sequence[LayerSpec]] | None = None
     read_variant: Callable[[dict[str, Any]], object] | None = None
+    unused_prefixes: tuple[str, ...] = ()

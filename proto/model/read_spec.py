@@ -15,7 +15,7 @@ from .family import Family
 from .mla import MlaSpec, read_indexer_layers, read_mla
 from .mtp_layouts import mtp_prefixes
 from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
-from .spec import DecoderSpec, LayerSpec, MlpSpec
+from .spec import DecoderSpec, LayerSpec, MlpSpec, attention_of
 
 # Activation in a Hugging Face configuration |-> name in DecoderSpec.
 ACTIVATIONS = {
@@ -58,7 +58,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         else read_experts(model, family.experts, has_bias=bool(hf.get(fields.mlp_bias))),
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         head_bias=fields.head_bias is not None and bool(hf.get(fields.head_bias)),
-        draft_prefixes=mtp_prefixes(model),
+        draft_prefixes=mtp_prefixes(model) + family.unused_prefixes,
         names=family.names,
         variant=None if family.read_variant is None else family.read_variant(hf),
     )
@@ -191,8 +191,8 @@ def _read_ropes(model: ModelConfig, layers: Sequence[LayerSpec]) -> dict[str, Ro
     """Read ``rope_parameters`` (Transformers 5; per layer type or for all) or ``rope_scaling``, ``rope_theta``."""
     head_dims = {
         mixer.rope: mixer.qk_rope_head_dim if isinstance(mixer, MlaSpec) else mixer.head_dim
-        for mixer in (layer.mixer for layer in layers)
-        if mixer.rope is not None
+        for mixer in (attention_of(layer.mixer) for layer in layers)
+        if mixer is not None and mixer.rope is not None
     }
     hf = model.hf
     settings: dict[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,13 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
-from .families import gemma, gptj, llama4
+from .families import gated_delta_nets, gemma, gptj, lfm, llama4, mamba
 from .family import Family, FieldNames
 from .mla import MlaSpec
 from .quantization import read_quantization
 from .read_spec import read_spec
-from .spec import DecoderSpec, Norms
+from .spec import DecoderSpec, LayerSpec, Norms, attention_of
+from .state import KeepsState, StateLayers, layers_with_state
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms after attention and feed-forward network only.
@@ -161,6 +162,17 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": replace(_DEEPSEEK, indexer_interleaved=False),
     "GlmMoeDsaForCausalLM": replace(_DEEPSEEK, indexer_interleaved=True),
+    "Qwen3NextForCausalLM": gated_delta_nets.QWEN_3_NEXT,
+    "Qwen3_5ForCausalLM": gated_delta_nets.QWEN_3_5,
+    "Qwen3_5MoeForCausalLM": gated_delta_nets.QWEN_3_5_MOE,
+    "OlmoHybridForCausalLM": gated_delta_nets.OLMO_HYBRID,
+    "BambaForCausalLM": mamba.BAMBA,
+    "GraniteMoeHybridForCausalLM": mamba.GRANITE_HYBRID,
+    "FalconH1ForCausalLM": mamba.FALCON_H1,
+    "NemotronHForCausalLM": mamba.NEMOTRON_H,
+    "Lfm2ForCausalLM": lfm.LFM_2,
+    "Lfm2MoeForCausalLM": lfm.LFM_2_MOE,
+    "Lfm3ForCausalLM": lfm.LFM_3,
 }
 
 
@@ -171,11 +183,15 @@ TEXT_MODELS = {
     "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
     },
 }
+# ModelConfig.kv_layers of a model without keys and values, whose blocks then count tokens and take nearly no memory.
+NO_KV = ((1, 1),)
 # Errors of code that reads a configuration, whose values may have any type.
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Published name of an architecture |-> that in FAMILIES.
@@ -220,20 +236,38 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
 def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Return KV heads and head dim of each layer with keys and values of its own, as ModelConfig has them."""
     family = FAMILIES.get(model.architecture)
-    sizes = (
-        [] if family is None else [(own.num_kv_heads, own.head_dim) for own in _own_attention(model, family)]
-    )
+    if family is None:
+        return ()
+    layers = _read_layers(model, family)
+    if layers and not any(layer.has_own_kv for layer in layers):
+        return NO_KV
+    sizes = [(own.num_kv_heads, own.head_dim) for own in _own_attention(model, family)]
     return () if sizes == [(model.num_kv_heads, model.head_dim)] * model.num_layers else tuple(sizes)
+
+
+def state_layers(model: ModelConfig, num_ranks: int) -> StateLayers:
+    """Return the tensors of one sequence's state on a rank, of each layer that keeps one; empty if none does."""
+    family = FAMILIES.get(model.architecture)
+    if family is None:
+        return ()
+    layers = _read_layers(model, family)
+    return tuple(mixer.state_tensors(num_ranks) for mixer in layers_with_state([own.mixer for own in layers]))
 
 
 def _own_attention(model: ModelConfig, family: Family) -> list[AttentionSpec]:
     """Return the attention of the layers with keys and values of their own; none if they have latents."""
+    layers = [layer for layer in _read_layers(model, family) if layer.has_own_kv]
+    return [
+        mixer for mixer in (attention_of(layer.mixer) for layer in layers) if isinstance(mixer, AttentionSpec)
+    ]
+
+
+def _read_layers(model: ModelConfig, family: Family) -> Sequence[LayerSpec]:
+    """Return the layers of a model; none if its configuration cannot be read."""
     try:
-        layers = read_spec(model, family).layers
+        return read_spec(model, family).layers
     except (ConfigError, *_MALFORMED):
-        return []  # `check_supported` states the reason
-    own = (layer.mixer for layer in layers if layer.kv_source is None)
-    return [mixer for mixer in own if isinstance(mixer, AttentionSpec)]
+        return ()  # `check_supported` states the reason
 
 
 def check_supported(
@@ -304,11 +338,15 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int
         multiple: the ranks' parts of experts are multiples of this length; None if the ranks hold whole experts.
     """
     # The heads of latent attention have keys and values of their own, computed from latents on each rank.
-    mixers = [layer.mixer for layer in spec.layers]
+    mixers = [own for own in (attention_of(layer.mixer) for layer in spec.layers) if own is not None]
     counts = {mixer.num_heads if isinstance(mixer, MlaSpec) else mixer.num_kv_heads for mixer in mixers}
     for count in counts:
         check_heads(model.name, model.num_heads, count, size)
-    lengths = {"intermediate_size": (spec.intermediate_size, 1), "vocab_size": (spec.vocab_size, 1)}
+    for state in {layer.mixer for layer in spec.layers if isinstance(layer.mixer, KeepsState)}:
+        state.check_ranks(model.name, size)
+    lengths = {"vocab_size": (spec.vocab_size, 1)}
+    for width in {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}:
+        lengths["intermediate_size"] = min(lengths.get("intermediate_size", (width, 1)), (width, 1))
     if spec.experts is not None and multiple is None and spec.experts.count < size:
         raise ConfigError(
             f"{model.name}: it has {spec.experts.count} experts, too few for one on each of {size} ranks; leave "

@@ -12,6 +12,7 @@ from .attention import AttentionSpec
 from .experts import Experts
 from .mla import MlaSpec
 from .rope import Rope
+from .state import KeepsState
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,11 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Checkpoint names of a decoder's parts; those of attention and feed-forward network are within a layer."""
+    """Checkpoint names of a decoder's parts; those of attention and feed-forward network are within a layer.
+
+    Attributes:
+        renames: patterns in the names of tensors, and what replaces them, in this order, before they are read.
+    """
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
@@ -41,6 +46,7 @@ class Names:
     attention_output: str = "o_proj"
     mlp: str = "mlp"
     last_norm: str = "model.norm"
+    renames: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +56,16 @@ class MlpSpec:
     Attributes:
         names: of the layers of an ungated one, up and down; None for a gated one.
         fused_gate_up: checkpoints store gate and up as one ``gate_up_proj``.
+        gated_names: of the layers of a gated one: gate, up and down.
+        multipliers: of the gates before the activation, and of the result.
     """
 
     intermediate_size: int
     bias: bool = False
     names: tuple[str, str] | None = None
     fused_gate_up: bool = False
+    gated_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    multipliers: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +73,32 @@ class LayerSpec:
     """A layer of a decoder.
 
     Attributes:
-        mlp: a mixture of experts instead of one network in layers with `has_experts`.
+        mixer: None for a layer that is a feed-forward network only.
+        mlp: a mixture of experts instead of one network in layers with `has_experts`; None for a mixer only.
         kv_source: index of the layer whose keys and values it attends to; None if it has its own.
+        mixer_name: of the mixer in the checkpoint, if it is not Names.attention.
+        norms: of the layer, if they are not those of the decoder.
     """
 
-    mixer: AttentionSpec | MlaSpec
-    mlp: MlpSpec
+    mixer: AttentionSpec | MlaSpec | KeepsState | None
+    mlp: MlpSpec | None
     has_experts: bool = False
     kv_source: int | None = None
+    mixer_name: str | None = None
+    norms: Norms | None = None
+
+    @property
+    def has_own_kv(self) -> bool:
+        """True if the layer has keys and values, or latents, of its own."""
+        return self.kv_source is None and attention_of(self.mixer) is not None
+
+
+def attention_of(mixer: object) -> AttentionSpec | MlaSpec | None:
+    """Return the attention of a mixer, or the attention beside its recurrence; None if it has none."""
+    if isinstance(mixer, AttentionSpec | MlaSpec):
+        return mixer
+    beside = getattr(mixer, "attention", None)
+    return beside if isinstance(beside, AttentionSpec) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
 
@@ -27,6 +27,7 @@ class StateTensor:
         return prod(self.shape) * (4 if self.is_float32 else dtype_bytes)
 
 
+@runtime_checkable
 class KeepsState(Protocol):
     """The spec of a mixer that keeps a state of each sequence."""
 
@@ -94,4 +95,4 @@ def check_channels(name: str, kind: str, num_channels: int, num_ranks: int) -> N
 
 def layers_with_state(mixers: Sequence[object]) -> list[KeepsState]:
     """Return the mixers that keep a state, in order."""
-    return [mixer for mixer in mixers if hasattr(mixer, "state_tensors")]  # type: ignore[misc]
+    return [mixer for mixer in mixers if isinstance(mixer, KeepsState)]

@@ -19,7 +19,7 @@ from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.rope import Rope
 from ..comm.shard import Shard
 from ..weights.linear_weight import Float8Weight, PlainWeight
-from ..weights.weight_slice import Interleaving, WeightSlice
+from ..weights.weight_slice import RowOrder, WeightSlice
 from .load_context import LoadContext
 
 # Rope key |-> cosines and sines of a step's tokens; the key None is for layers without positions. Further keys have
@@ -43,7 +43,7 @@ class Projection:
     shard: Shard
     start: int = 0
     stored_len: int | None = None
-    interleaving: Interleaving | None = None
+    interleaving: RowOrder | None = None
 
     @property
     def num_stored(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Protocol
 
 from torch import Tensor
@@ -99,6 +100,7 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
     if isinstance(spec, DecoderSpec):
         _name_as_text_model(load)
+        _rename_tensors(load, spec)
         if not model.generates:
             _name_as_causal(load)
         decoder = _DECODERS.get(type(spec.variant), Decoder)
@@ -130,6 +132,16 @@ def _name_as_text_model(load: LoadContext) -> None:
             checkpoint.rename(name, name.removeprefix("language_model."))
         elif not name.startswith("lm_head."):
             checkpoint.ignore(name)
+
+
+def _rename_tensors(load: LoadContext, spec: DecoderSpec) -> None:
+    """Give tensors the names that they have in transformers, where published checkpoints have others."""
+    for stored in load.checkpoint.names() if spec.names.renames else ():
+        name = stored
+        for pattern, replacement in spec.names.renames:
+            name = re.sub(pattern, replacement, name)
+        if name != stored:
+            load.checkpoint.rename(stored, name)
 
 
 def _name_as_causal(load: LoadContext) -> None:

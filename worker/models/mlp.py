@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.activation import gelu_tanh, silu
+from ...kernels.activation import GATED_ACTIVATIONS
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.spec import DecoderSpec, MlpSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
@@ -25,17 +25,23 @@ class Mlp:
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str) -> None:
         inner, shard = own.intermediate_size, load.shard(own.intermediate_size)
+        gate, up, down = own.gated_names
         if own.fused_gate_up:
             fused = f"{name}.gate_up_proj"
             projections = [Projection(fused, shard, start, 2 * inner) for start in (0, inner)]
         else:
-            projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+            projections = [Projection(f"{name}.{part}", shard) for part in (gate, up)]
         self.gate_up = ColumnParallelLinear(load, projections, spec.hidden_size, bias=own.bias)
-        self.down = RowParallelLinear(load, f"{name}.down_proj", inner, spec.hidden_size, bias=own.bias)
-        self.activation = spec.activation
+        self.down = RowParallelLinear(load, f"{name}.{down}", inner, spec.hidden_size, bias=own.bias)
+        self.activation, self._num_gates = spec.activation, len(shard)
+        self._gate_factor, self._factor = own.multipliers
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
+        if self._gate_factor != 1.0 or self._factor != 1.0:
+            inner = self.gate_up.forward(x)
+            inner[:, : self._num_gates] *= self._gate_factor
+            return self.down.forward(GATED_ACTIVATIONS[self.activation](inner)).mul_(self._factor)
         return self.down.forward_partial(self.gate_up.forward_gated(x, self.activation))
 
 

@@ -3,11 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Range = tuple[int, int]  # start and length
+
+
+class RowOrder(Protocol):
+    """Order of a slice's rows that differs from the stored one."""
+
+    def order(self, num_rows: int) -> list[int]:
+        """Return the stored index of each row."""
+        ...
+
+    def reorder(self, stored: Tensor, dim: int = 0) -> Tensor:
+        """Return a copy of stored rows, in dimension `dim`, in order."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """Order of stored rows whose runs consist of several parts; it puts the same part of all runs together.
+
+    Attributes:
+        sizes: rows of each part of a run.
+        places: the parts in their new order.
+    """
+
+    sizes: tuple[int, ...]
+    places: tuple[int, ...]
+
+    def order(self, num_rows: int) -> list[int]:
+        """Return the stored index of each row."""
+        starts, run_len = [0, *accumulate(self.sizes)], sum(self.sizes)
+        return [
+            run + row
+            for place in self.places
+            for run in range(0, num_rows, run_len)
+            for row in range(starts[place], starts[place + 1])
+        ]
+
+    def reorder(self, stored: Tensor, dim: int = 0) -> Tensor:
+        """Return a copy of stored rows, in dimension `dim`, in order."""
+        return stored.index_select(dim, torch.tensor(self.order(stored.shape[dim]), device=stored.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +94,7 @@ class WeightSlice:
     dim: int
     start: int
     length: int
-    interleaving: Interleaving | None = None
+    interleaving: RowOrder | None = None
 
     @property
     def outputs(self) -> Range:

@@ -24,6 +24,7 @@ from ..fused_decode import FusedDecode, log_op_by_op, plan_fused_decode
 from ..layers import PartialSum, RotaryTable, Rotations
 from ..load_context import LoadContext
 from ..mixers.head_steps import TEMPERATURE, TemperatureTable
+from ..mixers.state_mixer import StateMixer
 from ..moe.expert_layout import other_experts
 from ..moe.moe import MixtureOfExperts, WithExperts
 from ..output_tokens import OutputTokens
@@ -69,10 +70,17 @@ class Decoder:
             self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
             for index, layer in enumerate(spec.layers)
         ]
-        # Index of the layer whose cache each layer reads.
-        self.cached_by = [
+        # Index of the cache that each layer reads, if it reads one.
+        own = [index for index, layer in enumerate(spec.layers) if layer.has_own_kv]
+        place = {index: number for number, index in enumerate(own)}
+        sources = [
             index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(spec.layers)
         ]
+        self.cached_by = [place.get(source, 0) for source in sources]
+        for number, mixer in enumerate(
+            layer.attention for layer in self.layers if isinstance(layer.attention, StateMixer)
+        ):
+            mixer.layer = number
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = _reserved_bytes(mixers)
@@ -188,7 +196,7 @@ class Decoder:
         """Do nothing: the decoder is written for paged caches."""
 
 
-def _reserved_bytes(mixers: Sequence[AttentionSpec | MlaSpec]) -> int:
+def _reserved_bytes(mixers: Sequence[object]) -> int:
     """Return the memory of steps with long sequences beyond that of the largest steps with short ones."""
     latent = [mixer for mixer in mixers if isinstance(mixer, MlaSpec)]
     if not latent:

@@ -12,6 +12,7 @@ from ....kernels.all_reduce_norm import all_reduce_add_rms_norm
 from ....kernels.decode_layers import DenseLayer, LayerAdapters
 from ....kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ....kernels.quantized_linear import Float8Tokens
+from ....proto.model.attention import AttentionSpec
 from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
@@ -20,6 +21,7 @@ from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Rotations
 from ..load_context import LoadContext
 from ..mixers.attention import Attention
 from ..mixers.mla import MlaAttention
+from ..mixers.state_mixers import make_state_mixer
 from ..mlp import Mlp, UngatedMlp
 from ..moe.moe import MixtureOfExperts
 from ..output_tokens import OutputTokens
@@ -56,31 +58,42 @@ class DecoderLayer:
         def norm(own_name: str | None) -> Norm | None:
             return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
 
-        is_plain = spec.residual_scale == 1.0 and spec.norms.kind == "rms" and not spec.parallel_residual
-        if not is_plain or spec.norms.after_attention or spec.norms.after_mlp:
+        norms = layer.norms or spec.norms
+        is_plain = spec.residual_scale == 1.0 and norms.kind == "rms" and not spec.parallel_residual
+        if not is_plain or norms.after_attention or norms.after_mlp:
             load = replace(load, peers=None)  # another op follows the sum than the addition to the residual
         self.comm, self.peers = load.comm, load.peers
         self.norm_eps = spec.norm_eps
         self.residual_scale = spec.residual_scale
-        self.before_attention = norm(spec.norms.before_attention)
-        self.attention = self.make_mixer(load, spec, layer, f"{name}.{spec.names.attention}")
-        self.after_attention = norm(spec.norms.after_attention)
-        self.before_mlp = norm(spec.norms.before_mlp)
+        self.attention: Mixer | None = None
+        self.before_attention = self.after_attention = None
+        if layer.mixer is not None:
+            self.before_attention = norm(norms.before_attention)
+            mixer_name = layer.mixer_name or spec.names.attention
+            self.attention = self.make_mixer(load, spec, layer, f"{name}.{mixer_name}")
+            self.after_attention = norm(norms.after_attention)
         self.is_parallel = spec.parallel_residual
-        self.mlp = self.make_mlp(load, spec, layer, name)
-        self.after_mlp = norm(spec.norms.after_mlp)
+        self.mlp: FeedForward | None = None
+        self.before_mlp = self.after_mlp = None
+        if layer.mlp is not None or layer.has_experts:
+            self.before_mlp = norm(norms.before_mlp)
+            self.mlp = self.make_mlp(load, spec, layer, name)
+            self.after_mlp = norm(norms.after_mlp)
 
     def make_mixer(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> Mixer:
         """Return the part of the layer that reads other tokens."""
         if isinstance(layer.mixer, MlaSpec):
             return MlaAttention(load, spec, layer.mixer, name)
-        return Attention(load, spec, layer.mixer, name)
+        if isinstance(layer.mixer, AttentionSpec):
+            return Attention(load, spec, layer.mixer, name)
+        return make_state_mixer(load, spec, layer.mixer, name)
 
     def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
         """Return the feed-forward network of the layer `name`."""
         if layer.has_experts:
             assert spec.experts is not None
             return MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
+        assert layer.mlp is not None
         kind = Mlp if layer.mlp.names is None else UngatedMlp
         return kind(load, spec, layer.mlp, f"{name}.{spec.names.mlp}")
 
@@ -101,7 +114,10 @@ class DecoderLayer:
         Returns:
             the layer's output, still to be added to `residual`, [T, E].
         """
+        if self.attention is None:
+            return self._feed_forward(x, residual)
         if self.is_parallel:
+            assert self.mlp is not None
             shared = self.add(x, residual, self.before_attention)
             attended = self.attention.forward(shared, rotations, kv_cache, inputs)
             out = self.mlp.forward(shared)
@@ -109,7 +125,8 @@ class DecoderLayer:
             assert isinstance(out, Tensor)
             return out.add_(attended)
         normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
-        return self._feed_forward(self.attention.forward(normed, rotations, kv_cache, inputs), residual)
+        attended = self.attention.forward(normed, rotations, kv_cache, inputs)
+        return self._feed_forward(self._finish(attended, self.after_attention), residual)
 
     @property
     def supports_outputs(self) -> bool:
@@ -133,7 +150,7 @@ class DecoderLayer:
         normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
         attended = self.attention.forward(normed, rotations, kv_cache, outputs.inputs, outputs.index)
         residual = residual.index_select(0, outputs.index)
-        return self._feed_forward(attended, residual), residual
+        return self._feed_forward(self._finish(attended, self.after_attention), residual), residual
 
     def forward_mixture(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the experts' result, [T, E], before the norm and the scale that follow; add to the residual.
@@ -141,19 +158,23 @@ class DecoderLayer:
         Args:
             attended: result of the attention, all ranks' sum, before the norm and the scale that follow.
         """
+        assert self.mlp is not None
         x = self.mlp.forward(
             self.add(self._finish(attended, self.after_attention), residual, self.before_mlp)
         )
         assert isinstance(x, Tensor)  # the sum of experts is not deferred
         return x
 
-    def _feed_forward(self, attended: Tensor | PartialSum, residual: Tensor) -> Tensor | PartialSum:
-        x = self._finish(attended, self.after_attention)
+    def _feed_forward(self, x: Tensor | PartialSum | None, residual: Tensor) -> Tensor | PartialSum:
+        """Return the layer's output; x is what the mixer adds to the residual, or the previous layer's output."""
+        if self.mlp is None:
+            assert x is not None
+            return x
         if isinstance(self.mlp, Mlp):
-            x = self.mlp.forward(self._add_and_quantize(self.mlp.gate_up, x, residual, self.before_mlp))
+            out = self.mlp.forward(self._add_and_quantize(self.mlp.gate_up, x, residual, self.before_mlp))
         else:
-            x = self.mlp.forward(self.add(x, residual, self.before_mlp))
-        return self._finish(x, self.after_mlp)
+            out = self.mlp.forward(self.add(x, residual, self.before_mlp))
+        return self._finish(out, self.after_mlp)
 
     def to_dense_layer(self, ropes: Sequence[str]) -> DenseLayer | None:
         """Return the layer for kernels.decode_layers. Returns None if a DenseLayer cannot represent it.
@@ -236,6 +257,7 @@ def make_dense_layer(
         return None
     has_more = (
         bool(attention.steps)
+        or attention.spec.gate is not None
         or attention.variant.chunk > 0
         or attention.variant.sinks is not None
         or attention.output.bias is not None

@@ -10,7 +10,7 @@ from ....kernels.quantized_linear import Float8Tokens
 from ....proto.model.attention import AttentionSpec
 from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache, paged_attention
-from ...weights.weight_slice import Interleaving
+from ...weights.weight_slice import Interleaving, Regrouping, RowOrder
 from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Projection, Rotations, RowParallelLinear
 from ..load_context import LoadContext
 from .head_steps import HeadLayerNorm, HeadStep, QueryFactors, Rotation, WholeProjectionNorm
@@ -48,7 +48,10 @@ class Attention:
             in_features or spec.hidden_size,
             bias=own.qkv_bias,
         )
-        output = f"{name}.{spec.names.attention_output}"
+        num_heads = len(load.head_shard(own.num_heads, 1))
+        # Numbers of the projection before the queries.
+        self._gate_len = {None: 0, "head": num_heads, "query": num_heads * own.head_dim}[own.gate]
+        output = f"{name}.{own.output_name or spec.names.attention_output}"
         self.output = RowParallelLinear(
             load, output, own.num_heads * own.head_dim, spec.hidden_size, own.output_bias
         )
@@ -78,6 +81,9 @@ class Attention:
         """
         inputs = inputs.of_group(kv_cache.group)
         projected = self.qkv.forward(x)
+        gate = None
+        if self._gate_len:
+            gate, projected = projected[:, : self._gate_len], projected[:, self._gate_len :].contiguous()
         heads = projected.view(projected.shape[0], -1, self.spec.head_dim)
         for step in self.steps:
             step.apply(heads, rotations)
@@ -95,7 +101,10 @@ class Attention:
         )
         if queries is not None:
             q = q.index_select(0, queries)
+            gate = None if gate is None else gate.index_select(0, queries)
         attended = paged_attention(q, kv_cache, inputs, self.spec.scale, self.variant)
+        if gate is not None:
+            attended = attended * gate.sigmoid().view(*q.shape[:2], -1)
         return self.output.forward_partial(attended.view(len(q), -1))
 
 
@@ -112,9 +121,16 @@ def _qkv_projections(load: LoadContext, spec: DecoderSpec, own: AttentionSpec, n
     if not own.fused_qkv:
         interleaving = _interleaving(spec, own)
         parts = "qkk" if own.values_are_keys else "qkv"
-        return [
-            Projection(f"{name}.{part}_proj", shard, interleaving=None if place == 2 else interleaving)
-            for place, (part, shard) in enumerate(zip(parts, shards, strict=True))
+        orders: list[RowOrder | None] = [interleaving, interleaving, None]
+        gates = []
+        if own.gate == "query":
+            shards[0] = load.head_shard(own.num_heads, 2 * own.head_dim)
+            orders[0] = Regrouping((own.head_dim, own.head_dim), (1, 0))
+        elif own.gate == "head":
+            gates = [Projection(f"{name}.g_proj", load.head_shard(own.num_heads, 1))]
+        return gates + [
+            Projection(f"{name}.{part}_proj", shard, interleaving=order)
+            for part, shard, order in zip(parts, shards, orders, strict=True)
         ]
     stored_len = sum(counts) * own.head_dim
     starts = [sum(counts[:index]) * own.head_dim for index in range(3)]

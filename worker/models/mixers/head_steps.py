@@ -71,6 +71,17 @@ class QueryFactors:
 
 
 @dataclass(frozen=True, slots=True)
+class ConstantFactor:
+    """Multiplies some heads by a constant."""
+
+    heads: slice
+    factor: float
+
+    def apply(self, heads: Tensor, rotations: Rotations) -> None:
+        heads[:, self.heads] *= self.factor
+
+
+@dataclass(frozen=True, slots=True)
 class Rotation:
     """Rotates the first heads, queries and keys, before they are normalized."""
 

@@ -28,9 +28,13 @@ _CORRECTIONS = (
     "e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
     "gate.moe_statics.e_score_correction_bias",
+    "expert_bias",
 )
 # Names of the network that every token passes.
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
+# Ends of the names of matrices, plain or quantized.
+_STORED = ("weight", "qweight", "weight_packed")
+_UP_PROJECTIONS = ("up_proj", "gate_up_proj")
 # Index of an expert in the name of a tensor of its own.
 _EXPERT_INDEX = re.compile(r"\.experts\.(\d+)\.")
 # Names of an expert's gate, up and down matrices.
@@ -69,11 +73,21 @@ def find_correction(checkpoint: Checkpoint, block: str) -> str:
 def find_shared(checkpoint: Checkpoint, block: str) -> str:
     """Return the name of the network that every token passes; the usual one if there is none."""
     names = [f"{block}.{own}" for own in _SHARED]
-    stored = ("weight", "qweight", "weight_packed")
     return next(
-        (name for name in names if any(checkpoint.has(f"{name}.up_proj.{suffix}") for suffix in stored)),
+        (
+            name
+            for name in names
+            if any(
+                checkpoint.has(f"{name}.{part}.{suffix}") for part in _UP_PROJECTIONS for suffix in _STORED
+            )
+        ),
         names[0],
     )
+
+
+def has_fused_projection(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether the gate and up projections of a network are stored as one."""
+    return any(checkpoint.has(f"{name}.gate_up_proj.{suffix}") for suffix in _STORED)
 
 
 def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: str) -> list[ExpertSlices]:
@@ -130,10 +144,7 @@ def other_experts(load: LoadContext, experts: Experts) -> list[str]:
 
 def _find_matrices(checkpoint: Checkpoint, stack: str) -> tuple[str, str, str]:
     for matrices in _MATRICES:
-        if any(
-            checkpoint.has(f"{stack}.0.{matrices[0]}.{suffix}")
-            for suffix in ("weight", "qweight", "weight_packed")
-        ):
+        if any(checkpoint.has(f"{stack}.0.{matrices[0]}.{suffix}") for suffix in _STORED):
             return matrices
     raise ModelLoadError(
         f"the checkpoint has no experts in {stack!r}, for example '{stack}.0.{_MATRICES[0][0]}.weight'"

@@ -20,7 +20,14 @@ from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, Projection
 from ..load_context import LoadContext
 from .expert_layers import AdaptedExperts, ExpertLayers
-from .expert_layout import expert_slices, find_block, find_correction, find_shared, read_expert_biases
+from .expert_layout import (
+    expert_slices,
+    find_block,
+    find_correction,
+    find_shared,
+    has_fused_projection,
+    read_expert_biases,
+)
 from .expert_routing import ExpertRouter
 
 
@@ -120,6 +127,11 @@ class SharedExperts:
         intermediate_size = experts.shared_intermediate_size
         shard = load.shard(intermediate_size)
         projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+        if has_fused_projection(load.checkpoint, name):
+            starts = 0, intermediate_size
+            projections = [
+                Projection(f"{name}.gate_up_proj", shard, start, 2 * intermediate_size) for start in starts
+            ]
         self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=experts.shared_bias)
         shape = hidden_size, intermediate_size
         parts = [WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))]

@@ -1,0 +1,158 @@
+"""The models with states that are compared with transformers, and what their configurations have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LFM = {"conv_L_cache": 3, "norm_eps": 1e-5, "tie_word_embeddings": True}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_MAMBA_2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+}
+# Model type, or type and variant |-> overrides of its configuration.
+STATE_KINDS: dict[str, dict[str, Any]] = {
+    "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2-wide": _LFM
+    | {
+        "layer_types": ["conv", "conv", "full_attention"],
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
+    "lfm2_moe": _LFM
+    | {
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
+    "lfm3": _LFM
+    | {
+        "layer_types": ["conv", "full_attention", "sliding_attention"],
+        "conv_L_cache": 7,
+        "sliding_window": 9,
+    },
+    "lfm3-plain": _LFM
+    | {
+        "layer_types": ["sliding_attention", "conv", "full_attention"],
+        "conv_L_cache": 4,
+        "sliding_window": 9,
+        "use_sandwich_norm": False,
+        "use_attention_gate": False,
+    },
+    "qwen3_next": _DELTA | _EXPERTS | {"mlp_only_layers": [1], "norm_topk_prob": True},
+    "qwen3_next-odd": _DELTA
+    | _EXPERTS
+    | {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 3,
+        "norm_topk_prob": False,
+    },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_text-one-key-head": _DELTA
+    | {"linear_num_key_heads": 1, "linear_num_value_heads": 8, "layer_types": ["linear_attention"] * 3},
+    "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "olmo_hybrid": _DELTA,
+    "olmo_hybrid-unrotated": _DELTA
+    | {
+        "linear_allow_neg_eigval": False,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
+    "bamba": _MAMBA_2 | {"attn_layer_indices": [1]},
+    "bamba-one-group": _MAMBA_2
+    | {
+        "attn_layer_indices": [0],
+        "mamba_n_groups": 1,
+        "mamba_d_state": 20,
+        "mamba_proj_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "time_step_limit": [0.3, 1.5],
+    },
+    "granitemoehybrid": _MAMBA_2
+    | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "shared_intermediate_size": 40,
+        "intermediate_size": 48,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
+    },
+    "granitemoehybrid-dense": _MAMBA_2
+    | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_groups": 1,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 72,
+        "position_embedding_type": "rope",
+    },
+    "falcon_h1": _MAMBA_2
+    | {
+        "mamba_d_ssm": 128,
+        "ssm_multipliers": [0.5, 0.8, 1.5, 0.7, 1.25],
+        "ssm_in_multiplier": 1.5,
+        "ssm_out_multiplier": 0.5,
+        "attention_in_multiplier": 0.75,
+        "attention_out_multiplier": 1.25,
+        "key_multiplier": 0.5,
+        "mlp_multipliers": [0.8, 0.6],
+        "lm_head_multiplier": 0.4,
+        "embedding_multiplier": 5.0,
+    },
+    "falcon_h1-norm": _MAMBA_2
+    | {
+        "mamba_d_ssm": 96,
+        "mamba_d_head": 12,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_n_groups": 1,
+        "projectors_bias": True,
+    },
+    "falcon_h1-norm-first": _MAMBA_2 | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
+    "nemotron_h": _NEMOTRON
+    | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    "nemotron_h-odd": _NEMOTRON
+    | {
+        "layers_block_type": ["mlp", "full_attention", "linear_attention", "mlp"],
+        "n_groups": 4,
+        "mamba_head_dim": 12,
+        "ssm_state_size": 10,
+        "mlp_bias": True,
+    },
+}

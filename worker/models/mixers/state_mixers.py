@@ -1,0 +1,26 @@
+"""The class of each kind of mixer that keeps a state."""
+
+from __future__ import annotations
+
+from ....proto.model.gated_delta import GatedDeltaSpec
+from ....proto.model.mamba2 import Mamba2Spec
+from ....proto.model.short_conv import ShortConvSpec
+from ....proto.model.spec import DecoderSpec
+from ..load_context import LoadContext
+from .gated_delta import GatedDeltaNet
+from .mamba2 import Mamba2, Mamba2BesideAttention
+from .short_conv import ShortConv
+from .state_mixer import StateMixer
+
+
+def make_state_mixer(load: LoadContext, spec: DecoderSpec, own: object, name: str) -> StateMixer:
+    """Return the mixer of a spec that keeps a state."""
+    match own:
+        case ShortConvSpec():
+            return ShortConv(load, spec, own, name)
+        case GatedDeltaSpec():
+            return GatedDeltaNet(load, spec, own, name)
+        case Mamba2Spec():
+            kind = Mamba2 if own.attention is None else Mamba2BesideAttention
+            return kind(load, spec, own, name)
+    raise TypeError(f"no mixer of {type(own).__name__}")
