@@ -127,13 +127,17 @@ class ModelConfig(ModelOptions):
 
     def kv_shapes(self, tensor_parallel_size: int) -> list[tuple[int, int, int]]:
         """Return how a rank caches a token in each layer with keys and values of its own; see `kv_shape`."""
-        if not self.kv_layers:
-            return [self.kv_shape(tensor_parallel_size)] * self.num_layers
+        if self.latent_dim or not self.kv_layers:
+            return [self.kv_shape(tensor_parallel_size)] * self.num_kv_layers
         return [(2, max(1, heads // tensor_parallel_size), dim) for heads, dim in self.kv_layers]
 
     def kv_sizes(self, tensor_parallel_size: int) -> tuple[int, ...]:
         """Return the numbers that a rank caches for a token in each of these layers; empty if they are equal."""
-        return tuple(map(prod, self.kv_shapes(tensor_parallel_size))) if self.kv_layers else ()
+        return (
+            tuple(map(prod, self.kv_shapes(tensor_parallel_size)))
+            if self.kv_layers and not self.latent_dim
+            else ()
+        )
 
     def kv_shape(self, tensor_parallel_size: int) -> tuple[int, int, int]:
         """Return how a rank caches a token in a layer: parts, heads, and numbers of each.

@@ -15,6 +15,7 @@ from ...proto.model.registry import (
     ARCHITECTURE_ALIASES,
     FAMILIES,
     TEXT_MODELS,
+    WITHOUT_ATTENTION,
     check_architecture,
     kv_layers,
     latent_dim,
@@ -87,7 +88,8 @@ def _describe(
             f"{name}: prompts of {architecture} cannot be pooled: it is served with transformers' modules"
         )
     context_len = _context_len(hf, path, has_own_decoder=architecture in FAMILIES)
-    num_heads = _positive_int(hf, "num_attention_heads", path)
+    has_heads = architecture not in WITHOUT_ATTENTION
+    num_heads = _positive_int(hf, "num_attention_heads", path) if has_heads else 1
     vocab_size = _positive_int(hf, "vocab_size", path)
     model = ModelConfig(
         path=str(path.resolve()),
@@ -99,8 +101,8 @@ def _describe(
         vocab_size=vocab_size,
         num_layers=_positive_int(hf, "num_hidden_layers", path),
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(hf, fields, num_heads),
-        head_dim=_head_dim(hf, fields, num_heads, path),
+        num_kv_heads=_num_kv_heads(hf, fields, num_heads) if has_heads else 1,
+        head_dim=_head_dim(hf, fields, num_heads, path) if has_heads else 1,
         eos_token_ids=end_token_ids(recommended, getattr(hf, "eos_token_id", None), path, vocab_size),
         sampling_defaults=sampling_defaults(recommended, path),
         generates=task.generates,

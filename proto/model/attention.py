@@ -49,8 +49,8 @@ class AttentionSpec:
         interleaved: elements 2 i and 2 i + 1 of a head are a pair; their rows are reordered as they are read.
         temperature: of the layer's queries; None for none.
         values_are_keys: the projected keys are the values too, before norm and rotation.
-        gate: sigmoids multiply the results: of as many projected numbers as ``query``, which are stored after those of
-            each head, or of one per ``head``, which are stored as ``g_proj``; None for no gate.
+        gate: sigmoids multiply the results: of as many projected numbers as ``query`` has, which are stored after
+            those of each head, or of one per ``head``, which are stored as ``g_proj``; None for no gate.
         output_name: of the output projection in the checkpoint, if it is not Names.attention_output.
     """
 

@@ -12,6 +12,8 @@ from .attention import FULL
 from .config_fields import required
 from .rope import yarn_scale
 
+# Key of the rotary embedding of layers without positions, which rotates by no angle.
+UNROTATED = "unrotated"
 # Time of a product with a latent that one query has selected, in products with keys that all queries of a tile share.
 # Measured on a CPU: 0.7 to 1.5.
 SELECTED_COST = 1.5
@@ -45,6 +47,8 @@ class MlaSpec:
         interleaved: elements 2 i and 2 i + 1 of the rotated part are a pair.
         scale: multiplies the products of queries and keys.
         indexer: of sparse attention; None for attention to all tokens.
+        rope: key of the rotary embedding in DecoderSpec.ropes.
+        has_gate: the sigmoid of a number per head, stored as ``g_proj``, multiplies its result.
         has_indexer: the layer has one; otherwise it attends to the tokens that the last layer with one has selected.
     """
 
@@ -59,6 +63,7 @@ class MlaSpec:
     rope: str = FULL
     indexer: IndexerSpec | None = None
     has_indexer: bool = False
+    has_gate: bool = False
 
     @property
     def qk_dim(self) -> int:

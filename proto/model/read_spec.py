@@ -12,7 +12,7 @@ from .attention import CHUNKED, FULL, SLIDING, AttentionSpec, QueryTemperature
 from .config_fields import required
 from .experts import has_experts, read_experts
 from .family import Family
-from .mla import MlaSpec, read_indexer_layers, read_mla
+from .mla import UNROTATED, MlaSpec, read_indexer_layers, read_mla
 from .mtp_layouts import mtp_prefixes
 from .rope import DEFAULT_THETA, Rope, RopeContext, make_rope
 from .spec import DecoderSpec, LayerSpec, MlpSpec, attention_of
@@ -207,7 +207,9 @@ def _read_ropes(model: ModelConfig, layers: Sequence[LayerSpec]) -> dict[str, Ro
     per_layer_type = _has_ropes_per_layer_type(hf)
     try:
         return {
-            key: make_rope(settings[key] if per_layer_type else settings, replace(context, head_dim=head_dim))
+            key: Rope((0.0,) * (head_dim // 2))
+            if key == UNROTATED
+            else make_rope(settings[key] if per_layer_type else settings, replace(context, head_dim=head_dim))
             for key, head_dim in sorted(head_dims.items())
         }
     except KeyError as error:

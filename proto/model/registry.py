@@ -12,7 +12,7 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
-from .families import gated_delta_nets, gemma, gptj, lfm, llama4, mamba
+from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba
 from .family import Family, FieldNames
 from .mla import MlaSpec
 from .quantization import read_quantization
@@ -166,6 +166,13 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": gated_delta_nets.QWEN_3_5,
     "Qwen3_5MoeForCausalLM": gated_delta_nets.QWEN_3_5_MOE,
     "OlmoHybridForCausalLM": gated_delta_nets.OLMO_HYBRID,
+    "KimiLinearForCausalLM": linear_attention.KIMI_LINEAR,
+    "BailingHybridForCausalLM": linear_attention.BAILING_HYBRID,
+    "MiniMaxForCausalLM": linear_attention.MINIMAX,
+    "MambaForCausalLM": mamba.MAMBA,
+    "FalconMambaForCausalLM": mamba.MAMBA,
+    "Mamba2ForCausalLM": mamba.MAMBA_2,
+    "JambaForCausalLM": mamba.JAMBA,
     "BambaForCausalLM": mamba.BAMBA,
     "GraniteMoeHybridForCausalLM": mamba.GRANITE_HYBRID,
     "FalconH1ForCausalLM": mamba.FALCON_H1,
@@ -192,6 +199,8 @@ TEXT_MODELS = {
 }
 # ModelConfig.kv_layers of a model without keys and values, whose blocks then count tokens and take nearly no memory.
 NO_KV = ((1, 1),)
+# Architectures without attention, whose configurations state no heads.
+WITHOUT_ATTENTION = ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM")
 # Errors of code that reads a configuration, whose values may have any type.
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 # Published name of an architecture |-> that in FAMILIES.
@@ -241,6 +250,9 @@ def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     layers = _read_layers(model, family)
     if layers and not any(layer.has_own_kv for layer in layers):
         return NO_KV
+    if model.latent_dim:
+        count = sum(layer.has_own_kv for layer in layers)
+        return () if count == model.num_layers else ((1, model.latent_dim),) * count
     sizes = [(own.num_kv_heads, own.head_dim) for own in _own_attention(model, family)]
     return () if sizes == [(model.num_kv_heads, model.head_dim)] * model.num_layers else tuple(sizes)
 

@@ -69,6 +69,21 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidualFactors:
+    """Factors of a layer whose parts are added to their normalized inputs, not to the residual (MiniMax-01, 2025).
+
+    Attributes:
+        input, mixer: of the mixer's input and its result.
+        mlp_input, mlp: of the feed-forward network's.
+    """
+
+    input: float
+    mixer: float
+    mlp_input: float
+    mlp: float
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """A layer of a decoder.
 
@@ -78,6 +93,7 @@ class LayerSpec:
         kv_source: index of the layer whose keys and values it attends to; None if it has its own.
         mixer_name: of the mixer in the checkpoint, if it is not Names.attention.
         norms: of the layer, if they are not those of the decoder.
+        residual_factors: None for a residual that is not normalized.
     """
 
     mixer: AttentionSpec | MlaSpec | KeepsState | None
@@ -86,6 +102,7 @@ class LayerSpec:
     kv_source: int | None = None
     mixer_name: str | None = None
     norms: Norms | None = None
+    residual_factors: ResidualFactors | None = None
 
     @property
     def has_own_kv(self) -> bool:

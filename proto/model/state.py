@@ -1,4 +1,4 @@
-"""StateTensor: memory of fixed size that a layer keeps of each sequence, instead of keys and values of every token."""
+"""StateTensor: memory of fixed size that a layer keeps of each sequence, not keys and values of every token."""
 
 from __future__ import annotations
 

@@ -33,6 +33,40 @@ _NEMOTRON = {
     "ssm_state_size": 16,
     "chunk_size": 8,
 }
+_MAMBA = {"state_size": 8, "time_step_rank": 5, "num_hidden_layers": 2, "layer_norm_epsilon": 1e-5}
+_JAMBA = {
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 5,
+}
+_KIMI = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+_MINIMAX = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "block_size": 8,
+}
 # Model type, or type and variant |-> overrides of its configuration.
 STATE_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
@@ -154,5 +188,46 @@ STATE_KINDS: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 12,
         "ssm_state_size": 10,
         "mlp_bias": True,
+    },
+    "mamba": _MAMBA,
+    "mamba-biased": _MAMBA | {"use_bias": True, "state_size": 10, "expand": 1, "conv_kernel": 3},
+    "falcon_mamba": _MAMBA,
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 12,
+        "chunk_size": 8,
+        "num_hidden_layers": 2,
+        "use_cache": False,
+    },
+    "jamba": _JAMBA,
+    "jamba-dense": _JAMBA
+    | {"num_experts": 1, "mamba_d_state": 7, "mamba_dt_rank": 3, "mamba_proj_bias": True},
+    "kimi_linear": _KIMI,
+    "kimi_linear-no-group": _KIMI
+    | {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        "linear_head_dim": 20,
+        "linear_num_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "bailing_hybrid": _KIMI,
+    "bailing_hybrid-unbounded": _KIMI
+    | {"kda_safe_gate": False, "head_dim": 20, "n_group": 1, "topk_group": 1},
+    "minimax": _MINIMAX,
+    "minimax-factors": _MINIMAX
+    | {
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "full_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 0.7,
+        "linear_attn_beta_factor": 1.25,
+        "mlp_alpha_factor": 1.3,
+        "mlp_beta_factor": 0.9,
+        "num_attention_heads": 4,
+        "head_dim": 24,
     },
 }

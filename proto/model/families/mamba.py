@@ -1,4 +1,4 @@
-"""Families with mixers of Mamba: Bamba, Granite 4, Falcon-H1 and Nemotron-H."""
+"""Families with mixers of Mamba or Mamba 2, alone, between or beside attention, or between feed-forward networks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ...config import ModelConfig
 from ..attention import FULL, AttentionSpec
 from ..experts import ExpertFields
 from ..family import Family, FieldNames
+from ..mamba1 import Mamba1Spec
 from ..mamba2 import Mamba2Spec, Multipliers
 from ..spec import LayerSpec, Names, Norms
 
@@ -205,4 +206,104 @@ NEMOTRON_H = Family(
     adapt=_adapt_nemotron,
     change_layers=_change_nemotron_layers,
     unused_prefixes=("mtp.",),
+)
+
+
+def _adapt_pure(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of a model without attention, and so without most of the usual fields."""
+    inner = hf.get("intermediate_size") or int(hf["expand"] * hf["hidden_size"])
+    return hf | {"intermediate_size": inner, "layer_types": [FULL] * hf["num_hidden_layers"]}
+
+
+def _change_pure_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return layers that are mixers of Mamba."""
+    hf = model.hf
+    mixer = Mamba1Spec(
+        hf["intermediate_size"],
+        hf["state_size"],
+        int(hf["time_step_rank"]),
+        hf["conv_kernel"],
+        hf.get("mixer_rms_eps", 0.0),
+        conv_bias=bool(hf["use_conv_bias"]),
+        bias=bool(hf["use_bias"]),
+        norms="unweighted" if "mixer_rms_eps" in hf else None,
+    )
+    return [replace(layer, mixer=mixer, mlp=None) for layer in layers]
+
+
+def _change_pure_layers_2(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return layers that are mixers of Mamba 2."""
+    hf = model.hf
+    mixer = _mamba2(
+        model,
+        num_heads=hf["num_heads"],
+        head_dim=hf["head_dim"],
+        num_groups=hf["n_groups"],
+        state_size=hf["state_size"],
+        width=hf["conv_kernel"],
+        norm_eps=hf["layer_norm_epsilon"],
+        conv_bias=bool(hf["use_conv_bias"]),
+        bias=bool(hf["use_bias"]),
+        output_bias=bool(hf["use_bias"]),
+    )
+    return [replace(layer, mixer=mixer, mlp=None) for layer in layers]
+
+
+MAMBA = Family(
+    fields=FieldNames("layer_norm_epsilon", qkv_bias="", output_bias=None),
+    norms=Norms("norm"),
+    names=Names(
+        embedding="backbone.embeddings",
+        layers="backbone.layers",
+        attention="mixer",
+        last_norm="backbone.norm_f",
+        renames=((r"^backbone\.embedding\.", "backbone.embeddings."),),
+    ),
+    adapt=_adapt_pure,
+    change_layers=_change_pure_layers,
+)
+MAMBA_2 = replace(MAMBA, change_layers=_change_pure_layers_2)
+
+
+def _adapt_jamba(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of Jamba, which has periods instead of lists."""
+    layers = range(hf["num_hidden_layers"])
+
+    def is_of(what: str, index: int) -> bool:
+        return bool(index % hf[f"{what}_layer_period"] == hf[f"{what}_layer_offset"])
+
+    return hf | {
+        "layer_types": [FULL] * len(layers),
+        "kinds": [FULL if is_of("attn", index) else _LINEAR for index in layers],
+        "mlp_layer_types": ["sparse" if is_of("expert", index) else "dense" for index in layers],
+        "no_rope_layers": [False] * len(layers),
+        "is_mixture": hf["num_experts"] > 1,
+    }
+
+
+def _change_jamba_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return the layers with Mamba in place of the attention of some."""
+    hf = model.hf
+    mixer = Mamba1Spec(
+        int(hf["mamba_expand"] * hf["hidden_size"]),
+        hf["mamba_d_state"],
+        int(hf["mamba_dt_rank"]),
+        hf["mamba_d_conv"],
+        hf["rms_norm_eps"],
+        conv_bias=bool(hf["mamba_conv_bias"]),
+        bias=bool(hf["mamba_proj_bias"]),
+        norms="weighted",
+    )
+    return [
+        replace(layer, mixer=mixer, mixer_name="mamba") if kind == _LINEAR else layer
+        for layer, kind in zip(layers, hf["kinds"], strict=True)
+    ]
+
+
+JAMBA = replace(
+    BAMBA,
+    fields=FieldNames(qkv_bias="", output_bias=None),
+    experts=ExpertFields("num_experts", "intermediate_size", flag="is_mixture", normalized=False),
+    adapt=_adapt_jamba,
+    change_layers=_change_jamba_layers,
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ....kernels.all_reduce_norm import all_reduce_add_rms_norm
@@ -14,7 +15,7 @@ from ....kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ....kernels.quantized_linear import Float8Tokens
 from ....proto.model.attention import AttentionSpec
 from ....proto.model.mla import MlaSpec
-from ....proto.model.spec import DecoderSpec, LayerSpec
+from ....proto.model.spec import DecoderSpec, LayerSpec, ResidualFactors
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
 from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Rotations
@@ -59,7 +60,13 @@ class DecoderLayer:
             return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
 
         norms = layer.norms or spec.norms
-        is_plain = spec.residual_scale == 1.0 and norms.kind == "rms" and not spec.parallel_residual
+        self.residual_factors = layer.residual_factors
+        is_plain = (
+            spec.residual_scale == 1.0
+            and layer.residual_factors is None
+            and norms.kind == "rms"
+            and not spec.parallel_residual
+        )
         if not is_plain or norms.after_attention or norms.after_mlp:
             load = replace(load, peers=None)  # another op follows the sum than the addition to the residual
         self.comm, self.peers = load.comm, load.peers
@@ -116,6 +123,8 @@ class DecoderLayer:
         """
         if self.attention is None:
             return self._feed_forward(x, residual)
+        if self.residual_factors is not None:
+            return self._forward_normed(self.residual_factors, x, residual, rotations, kv_cache, inputs)
         if self.is_parallel:
             assert self.mlp is not None
             shared = self.add(x, residual, self.before_attention)
@@ -128,10 +137,34 @@ class DecoderLayer:
         attended = self.attention.forward(normed, rotations, kv_cache, inputs)
         return self._feed_forward(self._finish(attended, self.after_attention), residual)
 
+    def _forward_normed(
+        self,
+        factors: ResidualFactors,
+        x: Tensor | PartialSum | None,
+        residual: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """As `forward`, for a layer whose residual is normalized."""
+        assert self.attention is not None
+        assert self.mlp is not None
+        normed = self.add(x, residual, self.before_attention)
+        attended = self.attention.forward(normed, rotations, kv_cache, inputs)
+        assert isinstance(attended, Tensor)  # without peers no sum is deferred
+        hidden = torch.add(normed * factors.input, attended, alpha=factors.mixer)
+        normed = self.add(None, hidden, self.before_mlp)
+        out = self.mlp.forward(normed)
+        assert isinstance(out, Tensor)
+        torch.mul(normed, factors.mlp_input, out=residual)
+        return out.mul_(factors.mlp)
+
     @property
     def supports_outputs(self) -> bool:
         """Return whether the layer can compute the output of some tokens only."""
-        return isinstance(self.attention, Attention) and not self.is_parallel
+        return (
+            isinstance(self.attention, Attention) and not self.is_parallel and self.residual_factors is None
+        )
 
     def forward_outputs(
         self,
@@ -185,7 +218,7 @@ class DecoderLayer:
             ropes: keys of the model's rotary embeddings; a DenseLayer refers to them by index.
         """
         norms = self.before_attention, self.before_mlp, self.after_attention, self.after_mlp
-        if self.peers is not None or not isinstance(self.attention, Attention):
+        if self.peers is not None or not isinstance(self.attention, Attention) or self.residual_factors:
             return None
         adapted = self.attention.qkv.lora.factors or self.attention.output.lora.factors
         is_mixture = isinstance(self.mlp, MixtureOfExperts) and not adapted

@@ -17,10 +17,7 @@ from ...comm.shard import Shard
 from ...weights.weight_slice import Regrouping
 from ..layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
 from ..load_context import LoadContext
-from .state_mixer import StateMixer, read_conv, read_float32
-
-# Added to the sum of squares by which queries and keys are normalized.
-_L2_EPS = 1e-6
+from .state_mixer import L2_EPS, StateMixer, read_conv, read_float32
 
 
 class GatedDeltaNet(StateMixer):
@@ -67,7 +64,7 @@ class GatedDeltaNet(StateMixer):
         mixed = causal_conv(projected[:, : self._conv_len], self.conv, None, states[0], runs, silu=True)
         num_keys = self._key_heads * own.key_dim
         qk = mixed[:, : 2 * num_keys].view(len(mixed), -1, own.key_dim)
-        q, k = rms_norm(qk, self._l2_weight, _L2_EPS / own.key_dim).chunk(2, dim=1)
+        q, k = rms_norm(qk, self._l2_weight, L2_EPS / own.key_dim).chunk(2, dim=1)
         v = mixed[:, 2 * num_keys :].view(len(mixed), num_heads, own.value_dim)
         beta = rates[:, :num_heads].sigmoid()
         if own.beta_scale != 1.0:

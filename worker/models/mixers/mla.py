@@ -60,8 +60,12 @@ class MlaAttention:
             )
         # The queries, or their latents, then the latents of keys and values.
         self.qkv = ColumnParallelLinear(
-            load, [first, latents], hidden, bias=False, shares_input=sizes.has_indexer
+            load, [first, latents], hidden, bias=False, shares_input=sizes.has_indexer or sizes.has_gate
         )
+        self.gate: ColumnParallelLinear | None = None
+        if sizes.has_gate:
+            gates = Projection(f"{name}.g_proj", load.head_shard(heads, 1))
+            self.gate = ColumnParallelLinear(load, [gates], hidden, bias=False, shares_input=True)
         self.indexer: Indexer | None = None
         if sizes.has_indexer:
             self.indexer = Indexer(load, spec.hidden_size, sizes, f"{name}.indexer")
@@ -124,7 +128,10 @@ class MlaAttention:
             kv_cache.scales, keys,
         )  # fmt: skip
         if not self._is_sparse(kv_cache, inputs):
-            return self._attend(q, kv_cache, inputs).flatten(1)
+            attended = self._attend(q, kv_cache, inputs)
+            if self.gate is not None:
+                attended = attended * self.gate.forward(x).sigmoid().unsqueeze(-1)
+            return attended.flatten(1)
         if self.indexer is not None:
             assert isinstance(x, Tensor)
             inputs.choices[:] = [

@@ -17,6 +17,9 @@ from ...comm.shard import Shard
 from ..layers import ColumnParallelLinear, PartialSum, Rotations
 from ..load_context import LoadContext
 
+# Added to the sum of squares by which queries and keys of delta rules are normalized.
+L2_EPS = 1e-6
+
 
 class StateMixer(ABC):
     """A mixer that keeps a state of each sequence.

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from ....proto.model.gated_delta import GatedDeltaSpec
+from ....proto.model.kimi_delta import KimiDeltaSpec
+from ....proto.model.lightning import LightningSpec
+from ....proto.model.mamba1 import Mamba1Spec
 from ....proto.model.mamba2 import Mamba2Spec
 from ....proto.model.short_conv import ShortConvSpec
 from ....proto.model.spec import DecoderSpec
 from ..load_context import LoadContext
 from .gated_delta import GatedDeltaNet
+from .kimi_delta import KimiDeltaAttention
+from .lightning import LightningAttention
+from .mamba1 import Mamba1
 from .mamba2 import Mamba2, Mamba2BesideAttention
 from .short_conv import ShortConv
 from .state_mixer import StateMixer
@@ -23,4 +29,10 @@ def make_state_mixer(load: LoadContext, spec: DecoderSpec, own: object, name: st
         case Mamba2Spec():
             kind = Mamba2 if own.attention is None else Mamba2BesideAttention
             return kind(load, spec, own, name)
+        case Mamba1Spec():
+            return Mamba1(load, spec, own, name)
+        case KimiDeltaSpec():
+            return KimiDeltaAttention(load, spec, own, name)
+        case LightningSpec():
+            return LightningAttention(load, spec, own, name)
     raise TypeError(f"no mixer of {type(own).__name__}")
