@@ -86,6 +86,7 @@ def _change_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[Laye
     changed = []
     for index, (layer, layer_type) in enumerate(zip(layers, layer_types, strict=True)):
         assert isinstance(layer.mixer, AttentionSpec)
+        assert layer.mlp is not None
         sizes = own_sizes.get(index, {})
         mixer = replace(
             layer.mixer,

@@ -31,7 +31,7 @@ def _mamba2(model: ModelConfig, **others: Any) -> Mamba2Spec:
     """Return the mixer of the fields that most families have."""
     hf = model.hf
     low, high = hf.get("time_step_limit") or (0.0, math.inf)
-    fields = {
+    fields: dict[str, Any] = {
         "num_heads": hf.get("mamba_n_heads"),
         "head_dim": hf.get("mamba_d_head"),
         "num_groups": hf.get("mamba_n_groups"),

@@ -69,10 +69,11 @@ class Eagle3Head:
             load.norm(f"{name}.{own}", size)
             for own in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         )
-        mixer = spec.layers[0].mixer
+        mixer, mlp = spec.layers[0].mixer, spec.layers[0].mlp
         assert isinstance(mixer, AttentionSpec)
+        assert mlp is not None
         self.attention = Attention(load, spec, mixer, f"{name}.self_attn", in_features=2 * size)
-        self.mlp = Mlp(load, spec, spec.layers[0].mlp, f"{name}.mlp")
+        self.mlp = Mlp(load, spec, mlp, f"{name}.mlp")
         self.norm = load.norm(f"{root}norm", size)
         self.output = _read_output(load, config, size, target)
         load.checkpoint.check_all_read(ignoring=["t2d"])

@@ -77,6 +77,7 @@ class MtpHead:
             rms_norm(hidden, self.hidden_norm, self.norm_eps),
         ]
         residual = self.projection.multiply(torch.cat(parts[::-1] if self.is_hidden_first else parts, dim=-1))
+        assert self.layer.attention is not None
         rope = self.layer.attention.rope
         rotation = (None, None) if rope is None else self.target.rotary[rope].at(inputs.own(positions))
         x = self.layer.forward(None, residual, {rope: rotation}, kv_caches[0], inputs)
@@ -88,6 +89,7 @@ class MtpHead:
         return self.target.logits(hidden)
 
     def to_draft_network(self) -> DraftNetwork | None:
+        assert self.layer.attention is not None
         target, rope = self.target, self.layer.attention.rope
         layer = self.layer.to_dense_layer([] if rope is None else [rope])
         output = None if isinstance(target.head, NoHead) else target.head.whole_weight

@@ -125,6 +125,7 @@ class Gemma3nLayer(GemmaLayer):
         self._gate = InputGate(load, spec, own.inputs, name)
 
     def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
+        assert layer.mlp is not None
         return SparseMlp(load, spec, layer.mlp, f"{name}.mlp", _own(spec).sparsities[self.index])
 
     def forward_streams(
@@ -136,6 +137,8 @@ class Gemma3nLayer(GemmaLayer):
         layer_inputs: Tensor,
     ) -> Tensor:
         """[T, N, E] and the layer's inputs [T, P] -> [T, N, E]."""
+        assert self.attention is not None
+        assert self.mlp is not None
         predicted = self._mixer.predict(streams)
         active = predicted[:, self._active]
         normed = self.add(None, active.contiguous(), self.before_attention)

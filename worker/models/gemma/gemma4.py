@@ -85,6 +85,7 @@ class Gemma4Layer(GemmaLayer):
         self._factor = load.replicated(f"{name}.layer_scalar", 1)
 
     def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
+        assert layer.mlp is not None
         dense = Mlp(load, spec, layer.mlp, f"{name}.{spec.names.mlp}")
         if not layer.has_experts:
             return dense

@@ -15,7 +15,7 @@ from ....kernels.lora import LoraGroups
 from ....kernels.sparse_latent import SELECTION_BYTES
 from ....proto.model.attention import AttentionSpec
 from ....proto.model.mla import MlaSpec
-from ....proto.model.spec import DecoderSpec
+from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
 from ...comm.all_reduce_choice import choose_all_reduce
 from ...comm.symmetric_memory import open_symmetric_memory
@@ -70,17 +70,10 @@ class Decoder:
             self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
             for index, layer in enumerate(spec.layers)
         ]
-        # Index of the cache that each layer reads, if it reads one.
-        own = [index for index, layer in enumerate(spec.layers) if layer.has_own_kv]
-        place = {index: number for number, index in enumerate(own)}
-        sources = [
-            index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(spec.layers)
-        ]
-        self.cached_by = [place.get(source, 0) for source in sources]
-        for number, mixer in enumerate(
-            layer.attention for layer in self.layers if isinstance(layer.attention, StateMixer)
-        ):
-            mixer.layer = number
+        self.cached_by = _cache_indices(spec.layers)
+        keeps_state = (layer.attention for layer in self.layers if isinstance(layer.attention, StateMixer))
+        for number, state_mixer in enumerate(keeps_state):
+            state_mixer.layer = number
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = _reserved_bytes(mixers)
@@ -113,7 +106,8 @@ class Decoder:
         load.checkpoint.check_all_read(ignoring=unused)
 
     def _mixtures(self) -> list[WithExperts]:
-        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, WithExperts)]
+        networks = [layer.mlp for layer in self.layers]
+        return [mlp for mlp in networks if isinstance(mlp, WithExperts)]
 
     def _plan_fused_decode(self, load: LoadContext) -> FusedDecode | None:
         if not isinstance(self.norm, Tensor):
@@ -194,6 +188,14 @@ class Decoder:
 
     def selfcheck(self) -> None:
         """Do nothing: the decoder is written for paged caches."""
+
+
+def _cache_indices(layers: Sequence[LayerSpec]) -> list[int]:
+    """Return the index of the cache that each layer reads; 0 for layers that read none."""
+    own = [index for index, layer in enumerate(layers) if layer.has_own_kv]
+    place = {index: number for number, index in enumerate(own)}
+    sources = (index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(layers))
+    return [place.get(source, 0) for source in sources]
 
 
 def _reserved_bytes(mixers: Sequence[object]) -> int:

@@ -60,7 +60,7 @@ class KimiDeltaAttention(StateMixer):
         self.output = RowParallelLinear(load, f"{name}.o_proj", size, spec.hidden_size, bias=False)
 
     def _read_rates(self, load: LoadContext, name: str, heads: Shard) -> Tensor:
-        """Read the logarithms of the rates of this rank's heads, which have further dimensions of 1 in some models."""
+        """Read the logarithms of this rank's rates, which have further dimensions of 1 in some checkpoints."""
         shape = load.checkpoint.shape_of(name)
         stored = torch.empty(shape, dtype=torch.float32, device=load.device)
         expected = tuple(self.spec.num_heads if length != 1 else 1 for length in shape)
