@@ -79,12 +79,20 @@ GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# Of networks without gates.
+UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu_squared": lambda x: F.relu(x).square_(),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """An activation of GATED_ACTIVATIONS, or the clamped one.
+    """An activation of GATED_ACTIVATIONS, or the clamped one, or ``relu_squared``, which is not gated.
 
     Attributes:
-        gate: a key of GATED_ACTIVATIONS.
+        gate: a key of GATED_ACTIVATIONS, or ``relu_squared``.
         clamp: alpha and limit of `clamped_silu_and_mul`, which takes the place of the gate; None for the gate's own.
     """
 
@@ -92,7 +100,7 @@ class GatedActivation:
     clamp: tuple[float, float] | None = None
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 I] -> [T, I]."""
+        """[T, 2 I] -> [T, I], or [T, I] -> [T, I] without gates."""
         if self.clamp is None:
-            return GATED_ACTIVATIONS[self.gate](gate_up)
+            return (GATED_ACTIVATIONS.get(self.gate) or UNGATED_ACTIVATIONS[self.gate])(gate_up)
         return clamped_silu_and_mul(gate_up, *self.clamp)

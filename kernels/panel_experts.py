@@ -26,7 +26,7 @@ class PanelExperts:
     """The experts of one layer that a rank has.
 
     Args:
-        gate_up, down: of each expert, [2 I, E] and [E, I]; both supported (`supports`).
+        gate_up, down: of each expert, [2 I, E], or [I, E] without gates, and [E, I]; both supported (`supports`).
         gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
         first: index of the first expert among those of all ranks.
         scaled_inputs: the factors multiply the inputs of experts, not their results.
@@ -65,7 +65,9 @@ class PanelExperts:
             experts=ctypes.addressof(self._weights),
             count=self.count,
             first=first,
-            gate=gate_codes()[activation.gate],
+            gate=native.UNGATED_RELU_SQUARED
+            if activation.gate == "relu_squared"
+            else gate_codes()[activation.gate],
             is_clamped=activation.clamp is not None,
             scales_inputs=scaled_inputs,
             alpha=alpha,

@@ -175,8 +175,15 @@ void multiply(const Choices& choices, const Batch& batch, const T* rows, T* y, i
 template <typename T>
 void activate_rows(const Experts& own, const T* gate_up, T* out, int64_t rows, int64_t length, int threads) {
   for_rows(rows, length, threads, [&](int64_t row) {
-    const T* from = gate_up + row * 2 * length;
     T* to = out + row * length;
+    if (own.gate == UNGATED_RELU_SQUARED) {
+      for (int64_t i = 0; i < length; i++) {
+        const float value = std::max(0.f, to_float(gate_up[row * length + i]));
+        store_one(to + i, value * value);
+      }
+      return;
+    }
+    const T* from = gate_up + row * 2 * length;
     if (own.is_clamped)
       gate_row(from, to, length, Clamped{own.alpha, own.limit});
     else if (own.gate == GELU_TANH)

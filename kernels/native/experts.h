@@ -5,9 +5,12 @@
 #include "quantized_panels.h"
 
 struct Expert {
-  Linear gate_up, down;  // [2 I, E] and [E, I]
+  Linear gate_up, down;  // [2 I, E], or [I, E] without gates, and [E, I]
   const QuantizedPanels *gate_up_codes, *down_codes;  // the weights, if they are quantized; else null
 };
+
+// Value of Experts.gate for experts without gates.
+constexpr int64_t UNGATED_RELU_SQUARED = -1;
 
 // Python fills this struct: kernels/native/experts.py declares the same fields in the same order.
 struct Experts {

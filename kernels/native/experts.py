@@ -17,6 +17,10 @@ class Expert(ctypes.Structure):
     ]
 
 
+# Value of Experts.gate for experts without gates.
+UNGATED_RELU_SQUARED = -1
+
+
 class Experts(ctypes.Structure):
     """This rank's experts of one layer, and their activation."""
 

@@ -36,6 +36,8 @@ class Experts:
         transposed: stacks of all experts store each matrix as [inputs, outputs].
         scaled_inputs: a token's weights multiply the inputs of its experts instead of their results.
         clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
+        gated: each expert has a gate and an up projection; otherwise an up projection alone.
+        latent_size: of what the experts read and write, which is projected from and to the hidden size; 0 for that.
         jitter: of sparsemixer: experts whose logits are within twice this part of the best one's share its softmax.
     """
 
@@ -58,6 +60,8 @@ class Experts:
     scaled_inputs: bool = False
     clamp: tuple[float, float] | None = None
     jitter: float = 0.0
+    gated: bool = True
+    latent_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +188,14 @@ def _sparsemixer_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     return replace(experts, score="sparsemixer", jitter=float(hf.get("router_jitter_noise", 0.01)))
 
 
+def _ungated_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of Nemotron 3, which have no gates and may have a smaller width of their own."""
+    latent_size = hf.get("moe_latent_size") or 0
+    if latent_size and experts.shared_bias:
+        raise ConfigError("biases of feed-forward networks (mlp_bias) with moe_latent_size are not supported")
+    return replace(_corrected_sigmoid_routing(experts, hf), gated=False, latent_size=latent_size)
+
+
 # ExpertFields.routing |-> function that adds the settings of a configuration.
 ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
@@ -192,6 +204,7 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "biased_sigmoid": lambda experts, hf: replace(
         _corrected_sigmoid_routing(experts, hf), correction_bias=bool(hf.get("use_expert_bias"))
     ),
+    "ungated_sigmoid": _ungated_sigmoid_routing,
     "gpt_oss": _gpt_oss_routing,
     "top_k_softmax": lambda experts, hf: replace(experts, score="softmax_of_top_k"),
     "llama4": _llama4_routing,

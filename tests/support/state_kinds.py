@@ -67,6 +67,15 @@ _MINIMAX = {
     "num_experts_per_tok": 2,
     "block_size": 8,
 }
+_NEMOTRON_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
 # Model type, or type and variant |-> overrides of its configuration.
 STATE_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
@@ -229,5 +238,16 @@ STATE_KINDS: dict[str, dict[str, Any]] = {
         "mlp_beta_factor": 0.9,
         "num_attention_heads": 4,
         "head_dim": 24,
+    },
+    "nemotron_h-experts": _NEMOTRON
+    | _NEMOTRON_EXPERTS
+    | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "nemotron_h-latent-experts": _NEMOTRON
+    | _NEMOTRON_EXPERTS
+    | {
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+        "moe_latent_size": 40,
+        "n_group": 1,
+        "topk_group": 1,
     },
 }

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.activation import GATED_ACTIVATIONS
+from ...kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.spec import DecoderSpec, MlpSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
 from .load_context import LoadContext
-
-UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": silu,
-    "gelu_tanh": gelu_tanh,
-    "relu_squared": lambda x: F.relu(x).square_(),
-}
 
 
 class Mlp:

@@ -163,6 +163,7 @@ def _adapt_nemotron(hf: dict[str, Any]) -> dict[str, Any]:
     adapted = _adapt(hf)
     kinds = adapted["kinds"]
     return adapted | {
+        "has_experts": _EXPERTS in kinds,
         "no_rope_layers": [False] * len(kinds),
         "mlp_layer_types": ["sparse" if kind == _EXPERTS else "dense" for kind in kinds],
     }
@@ -196,6 +197,13 @@ NEMOTRON_H = Family(
     fields=FieldNames("layer_norm_epsilon", "mlp_hidden_act", qkv_bias="", output_bias=None),
     norms=Norms("norm", before_mlp="norm"),
     mlp_names=("up_proj", "down_proj"),
+    experts=ExpertFields(
+        "n_routed_experts",
+        "moe_intermediate_size",
+        flag="has_experts",
+        shared_size="moe_shared_expert_intermediate_size",
+        routing="ungated_sigmoid",
+    ),
     names=Names(
         embedding="model.embeddings",
         attention="mixer",

@@ -106,8 +106,10 @@ class Decoder:
         load.checkpoint.check_all_read(ignoring=unused)
 
     def _mixtures(self) -> list[WithExperts]:
-        networks = [layer.mlp for layer in self.layers]
-        return [mlp for mlp in networks if isinstance(mlp, WithExperts)]
+        return [mlp for mlp in self._networks() if isinstance(mlp, WithExperts)]
+
+    def _networks(self) -> list[object]:
+        return [layer.mlp for layer in self.layers]
 
     def _plan_fused_decode(self, load: LoadContext) -> FusedDecode | None:
         if not isinstance(self.norm, Tensor):

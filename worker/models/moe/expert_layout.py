@@ -20,7 +20,7 @@ from ...weights.weight_slice import Interleaving, WeightSlice
 from ..load_context import LoadContext
 
 # Names of a layer's feed-forward block, and of the router within it.
-_BLOCKS = ("block_sparse_moe", "mlp", "feed_forward")
+_BLOCKS = ("block_sparse_moe", "mlp", "feed_forward", "mixer")
 _ROUTERS = ("gate", "router", "gate.wg")
 # Biases that correct the router's scores; published under several names.
 _CORRECTIONS = (
@@ -101,7 +101,7 @@ def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: 
     stack, own_experts = f"{block}.experts", load.own_experts(experts.count)
     if experts.interleaved:
         return [_interleaved(load, experts, hidden_size, stack, index, shard) for index in own_experts]
-    if load.checkpoint.has(f"{stack}.gate_up_proj"):
+    if load.checkpoint.has(f"{stack}.gate_up_proj") or load.checkpoint.has(f"{stack}.up_proj"):
         matrices = _MATRICES[0]
         _alias_stack(load.checkpoint, experts, hidden_size, stack, own_experts)
     else:
@@ -111,7 +111,10 @@ def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: 
         gate, up, down = (f"{stack}.{index}.{matrix}" for matrix in matrices)
         slices.append(
             ExpertSlices(
-                [WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard)) for own in (gate, up)],
+                [
+                    WeightSlice(own, (inner, hidden_size), 0, shard.start, len(shard))
+                    for own in ((gate, up) if experts.gated else (up,))
+                ],
                 [WeightSlice(down, (hidden_size, inner), 1, shard.start, len(shard))],
             )
         )
@@ -144,7 +147,7 @@ def other_experts(load: LoadContext, experts: Experts) -> list[str]:
 
 def _find_matrices(checkpoint: Checkpoint, stack: str) -> tuple[str, str, str]:
     for matrices in _MATRICES:
-        if any(checkpoint.has(f"{stack}.0.{matrices[0]}.{suffix}") for suffix in _STORED):
+        if any(checkpoint.has(f"{stack}.0.{matrices[1]}.{suffix}") for suffix in _STORED):
             return matrices
     raise ModelLoadError(
         f"the checkpoint has no experts in {stack!r}, for example '{stack}.0.{_MATRICES[0][0]}.weight'"
@@ -166,12 +169,16 @@ def _alias_stack(
                 "checkpoint that stores each expert by itself, for example one of compressed-tensors"
             )
     inner, transposed = experts.intermediate_size, experts.transposed
+    matrices = [("down_proj", "down_proj", hidden_size, inner, 0)]
+    if experts.gated:
+        matrices += [
+            (own, "gate_up_proj", 2 * inner, hidden_size, start)
+            for own, start in (("gate_proj", 0), ("up_proj", inner))
+        ]
+    else:
+        matrices.append(("up_proj", "up_proj", inner, hidden_size, 0))
     for index in own_experts:
-        for name, source, num_rows, columns, start in (
-            ("gate_proj", "gate_up_proj", 2 * inner, hidden_size, 0),
-            ("up_proj", "gate_up_proj", 2 * inner, hidden_size, inner),
-            ("down_proj", "down_proj", hidden_size, inner, 0),
-        ):
+        for name, source, num_rows, columns, start in matrices:
             length = hidden_size if name == "down_proj" else inner
             matrix = (columns, num_rows) if transposed else (num_rows, columns)
             checkpoint.alias_rows(

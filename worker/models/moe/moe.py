@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ....kernels.activation import GatedActivation, sigmoid
+from ....kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, GatedActivation
 from ....kernels.dispatch import has_kernels
 from ....kernels.linear import linear, pack
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
@@ -15,7 +15,7 @@ from ....kernels.panel_experts import PanelExperts, supports
 from ....proto.model.experts import Experts
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.expert_weights import stack_experts
-from ...weights.linear_weight import panel_weight, without_codes
+from ...weights.linear_weight import LinearWeight, panel_weight, without_codes
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, Projection
 from ..load_context import LoadContext
@@ -126,7 +126,8 @@ class SharedExperts:
     def __init__(self, load: LoadContext, experts: Experts, hidden_size: int, gate: str, name: str) -> None:
         intermediate_size = experts.shared_intermediate_size
         shard = load.shard(intermediate_size)
-        projections = [Projection(f"{name}.{part}_proj", shard) for part in ("gate", "up")]
+        parts_of_first = ("gate", "up") if experts.gated else ("up",)
+        projections = [Projection(f"{name}.{part}_proj", shard) for part in parts_of_first]
         if has_fused_projection(load.checkpoint, name):
             starts = 0, intermediate_size
             projections = [
@@ -145,7 +146,10 @@ class SharedExperts:
 
     def forward_partial(self, x: Tensor) -> Tensor:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
-        inner = self.gate_up.forward_gated(x, self.gate)
+        if self.gate in GATED_ACTIVATIONS:
+            inner = self.gate_up.forward_gated(x, self.gate)
+        else:
+            inner = UNGATED_ACTIVATIONS[self.gate](self.gate_up.forward(x))
         y = self.down.multiply(inner, self.down_bias)
         self.lora.add(y, inner)
         return y if self.token_gate is None else y.mul_(self.token_gate.forward(x))
@@ -200,10 +204,18 @@ class MixtureOfExperts(WithExperts):
     ) -> None:
         self.comm = load.comm
         block, router = find_block(load.checkpoint, name)
+        self.latents: tuple[LinearWeight, LinearWeight] | None = None
+        if experts.latent_size:
+            sizes = experts.latent_size, hidden_size
+            first, last = (
+                load.linear([WeightSlice(f"{block}.{own}_latent_proj", shape, 0, 0, shape[0])])
+                for own, shape in (("fc1", sizes), ("fc2", sizes[::-1]))
+            )
+            self.latents = first, last
         self.router = ExpertRouter(
             load, experts, hidden_size, router, find_correction(load.checkpoint, block)
         )
-        self.experts = read_experts(load, experts, hidden_size, gate, block)
+        self.experts = read_experts(load, experts, experts.latent_size or hidden_size, gate, block)
         self.shared: SharedExperts | None = None
         if experts.shared_intermediate_size:
             name = find_shared(load.checkpoint, block)
@@ -211,7 +223,10 @@ class MixtureOfExperts(WithExperts):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        part = self.experts.forward(x, *self.router.choose(x))
+        inner = x if self.latents is None else self.latents[0].multiply(x)
+        part = self.experts.forward(inner, *self.router.choose(x))
+        if self.latents is not None:
+            part = self.latents[1].multiply(part)  # linear, so the ranks' results may be added up after it
         if self.shared is not None:
             part += self.shared.forward_partial(x)
         return self.comm.all_reduce(part)
