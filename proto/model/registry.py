@@ -71,6 +71,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": gemma.GEMMA_3,
     "Gemma3nForCausalLM": gemma.GEMMA_3N,
     "Gemma4ForCausalLM": gemma.GEMMA_4,
+    "RecurrentGemmaForCausalLM": gemma.RECURRENT_GEMMA,
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
     "Olmo2ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),
     "Olmo3ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),

@@ -76,6 +76,12 @@ _NEMOTRON_EXPERTS = {
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
+_RECURRENT_GEMMA = {
+    "attention_window_size": 9,
+    "num_key_value_heads": 1,
+    "block_types": ["recurrent", "attention"],
+    "num_attention_heads": 4,
+}
 # Model type, or type and variant |-> overrides of its configuration.
 STATE_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
@@ -249,5 +255,13 @@ STATE_KINDS: dict[str, dict[str, Any]] = {
         "moe_latent_size": 40,
         "n_group": 1,
         "topk_group": 1,
+    },
+    "recurrent_gemma": _RECURRENT_GEMMA,
+    "recurrent_gemma-wide": _RECURRENT_GEMMA
+    | {
+        "lru_width": 96,
+        "conv1d_width": 3,
+        "num_key_value_heads": 4,
+        "block_types": ["attention", "recurrent"],
     },
 }

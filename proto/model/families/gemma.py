@@ -1,17 +1,22 @@
-"""Gemma 2, 3, 3n and 4. Layers of the last two share keys and values, and have inputs and widths of their own."""
+"""Gemma 2, 3, 3n and 4, and RecurrentGemma.
+
+Layers of Gemma 3n and 4 share keys and values, and have inputs and widths of their own.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...config import ModelConfig
 from ...errors import ConfigError
-from ..attention import FULL, AttentionSpec, QkNorm
+from ..attention import FULL, SLIDING, AttentionSpec, QkNorm
 from ..experts import ExpertFields
 from ..family import Family, FieldNames
-from ..spec import LayerSpec, Norms
+from ..rg_lru import RgLruSpec
+from ..spec import LayerSpec, Names, Norms
 
 # Norms before and after attention and feed-forward network.
 _SANDWICH = Norms(
@@ -159,4 +164,44 @@ GEMMA_4 = replace(
     ),
     adapt=_adapt_4,
     read_variant=_read_4,
+)
+
+
+def _to_bfloat16(value: float) -> float:
+    """Return the nearest number with the 8 significant bits of bfloat16."""
+    mantissa, exponent = math.frexp(value)
+    return math.ldexp(round(mantissa * 256), exponent - 8)
+
+
+def _adapt_recurrent(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of RecurrentGemma, whose attention has windows."""
+    num_layers, kinds = hf["num_hidden_layers"], list(hf["block_types"])
+    return hf | {
+        "embedding_multiplier": _to_bfloat16(hf["hidden_size"] ** 0.5),
+        "final_logit_softcapping": hf["logits_soft_cap"],
+        "intermediate_size": hf["intermediate_size"] // 2,
+        "is_recurrent": [kinds[index % len(kinds)] == "recurrent" for index in range(num_layers)],
+        "layer_types": [SLIDING] * num_layers,
+        "mlp_bias": True,
+        "sliding_window": hf["attention_window_size"],
+    }
+
+
+def _change_recurrent_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return layers with recurrent blocks in place of the attention of some, whose output has a bias."""
+    hf, changed = model.hf, []
+    recurrent = RgLruSpec(hf["num_attention_heads"], hf["lru_width"], hf["conv1d_width"])
+    for layer, is_recurrent in zip(layers, hf["is_recurrent"], strict=True):
+        assert isinstance(layer.mixer, AttentionSpec)
+        attention = replace(layer.mixer, output_bias=True)
+        changed.append(replace(layer, mixer=recurrent if is_recurrent else attention))
+    return changed
+
+
+RECURRENT_GEMMA = Family(
+    fields=FieldNames(activation="hidden_activation"),
+    norms=Norms("temporal_pre_norm", before_mlp="channel_pre_norm", offset=1.0),
+    names=Names(attention="temporal_block", mlp="mlp_block", last_norm="model.final_norm"),
+    adapt=_adapt_recurrent,
+    change_layers=_change_recurrent_layers,
 )

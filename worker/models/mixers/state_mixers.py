@@ -7,6 +7,7 @@ from ....proto.model.kimi_delta import KimiDeltaSpec
 from ....proto.model.lightning import LightningSpec
 from ....proto.model.mamba1 import Mamba1Spec
 from ....proto.model.mamba2 import Mamba2Spec
+from ....proto.model.rg_lru import RgLruSpec
 from ....proto.model.short_conv import ShortConvSpec
 from ....proto.model.spec import DecoderSpec
 from ..load_context import LoadContext
@@ -15,6 +16,7 @@ from .kimi_delta import KimiDeltaAttention
 from .lightning import LightningAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2, Mamba2BesideAttention
+from .rg_lru import RgLru
 from .short_conv import ShortConv
 from .state_mixer import StateMixer
 
@@ -35,4 +37,6 @@ def make_state_mixer(load: LoadContext, spec: DecoderSpec, own: object, name: st
             return KimiDeltaAttention(load, spec, own, name)
         case LightningSpec():
             return LightningAttention(load, spec, own, name)
+        case RgLruSpec():
+            return RgLru(load, spec, own, name)
     raise TypeError(f"no mixer of {type(own).__name__}")
