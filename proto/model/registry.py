@@ -12,7 +12,7 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
-from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba
+from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba, zamba
 from .family import Family, FieldNames
 from .mla import MlaSpec
 from .quantization import read_quantization
@@ -174,6 +174,7 @@ FAMILIES = {
     "FalconMambaForCausalLM": mamba.MAMBA,
     "Mamba2ForCausalLM": mamba.MAMBA_2,
     "JambaForCausalLM": mamba.JAMBA,
+    "Zamba2ForCausalLM": zamba.ZAMBA_2,
     "BambaForCausalLM": mamba.BAMBA,
     "GraniteMoeHybridForCausalLM": mamba.GRANITE_HYBRID,
     "FalconH1ForCausalLM": mamba.FALCON_H1,

@@ -38,8 +38,6 @@ _REFUSED = {
     "hrm_text": "its layers are computed several times per token, each time with other keys and values",
     "diffllama": "its layers attend twice",
     "doge": "its attention has a mask of its own",
-    "lfm2": "its convolutions keep a state, and only attention is cached",
-    "lfm2_moe": "its convolutions keep a state, and only attention is cached",
 } | dict.fromkeys(
     (
         *("cohere_compass", "cohere_compass_text", "dots3_note"),
@@ -95,7 +93,9 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
         raise unsupported(name, architecture, reason)
     source = _modeling_source(_config_class(model_type))
     if _has_flag(source, "_is_stateful"):
-        raise unsupported(name, architecture, "it keeps a recurrent state, and only attention is cached")
+        raise unsupported(
+            name, architecture, "it keeps a recurrent state of a kind that quire has no layers for"
+        )
     if architecture not in ADAPTED and not _has_flag(source, "_supports_attention_backend"):
         reason = "its attention does not go through transformers' attention interface"
         raise unsupported(name, architecture, reason)

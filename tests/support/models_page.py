@@ -8,6 +8,7 @@ from pathlib import Path
 from model_kinds import KINDS, SINCE_5_24, model_type_of, ranks_for
 from published_checkpoints import CHECKPOINTS, Published
 from quantized_models import SCHEMES
+from state_kinds import STATE_KINDS
 
 from quire.proto.model.registry import FAMILIES
 
@@ -31,7 +32,7 @@ def architectures() -> dict[str, list[str]]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, list[str]] = {}
-    for kind in KINDS:
+    for kind in (*KINDS, *STATE_KINDS):
         names = SINCE_5_24.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(kind)]
         found.setdefault(names if isinstance(names, str) else names[0], []).append(kind)
     return found

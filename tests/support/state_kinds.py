@@ -82,6 +82,17 @@ _RECURRENT_GEMMA = {
     "block_types": ["recurrent", "attention"],
     "num_attention_heads": 4,
 }
+_ZAMBA_2 = {
+    "tie_word_embeddings": True,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "mamba_d_state": 16,
+    "n_mamba_heads": 8,
+    "num_mem_blocks": 1,
+    "adapter_rank": 6,
+    "use_mem_rope": True,
+    "chunk_size": 8,
+    "num_key_value_heads": 4,
+}
 # Model type, or type and variant |-> overrides of its configuration.
 STATE_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
@@ -263,5 +274,17 @@ STATE_KINDS: dict[str, dict[str, Any]] = {
         "conv1d_width": 3,
         "num_key_value_heads": 4,
         "block_types": ["attention", "recurrent"],
+    },
+    "zamba2": _ZAMBA_2,
+    "zamba2-two-blocks": _ZAMBA_2
+    | {
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 4,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": False,
+        "num_key_value_heads": 8,
+        "add_bias_linear": True,
+        "mamba_ngroups": 2,
     },
 }

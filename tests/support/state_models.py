@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.cluster.config.model_config import describe_model
 from quire.kernels.state_runs import StateRuns
 from quire.proto.config import ModelConfig
+from quire.proto.model.quantization import read_quantization
 from quire.proto.model.registry import state_layers
 from quire.worker.attention import AttentionInputs, LayerCache, StepStates, with_groups
 from quire.worker.comm.communicator import Communicator, SingleRank
@@ -63,7 +64,8 @@ class StateModel:
         return self._group.run(function, arguments)
 
     def _make(self, comm: Communicator) -> Rank:
-        load = LoadContext(Checkpoint(self.folder), comm, self.dtype, torch.device("cpu"))
+        quantization = read_quantization(self.config)
+        load = LoadContext(Checkpoint(self.folder), comm, self.dtype, torch.device("cpu"), quantization)
         model = load_model(load, self.config)
         shapes = self.config.kv_shapes(self.tp)
         num_blocks = NUM_SEQS * BLOCKS_PER_SEQ + 1

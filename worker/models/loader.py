@@ -12,6 +12,7 @@ from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.model.families.gemma import Gemma3n, Gemma4
+from ...proto.model.families.zamba import Zamba2
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
 from ..attention import AttentionInputs, LayerCache
@@ -22,13 +23,18 @@ from .llama.decoder import Decoder
 from .load_context import LoadContext
 from .output_tokens import OutputTokens
 from .vocab_parallel import NoHead, VocabParallelHead
+from .zamba import Zamba2Decoder
 
 # Of the tensors of a text model within a model that also reads images, in published checkpoints and in those of
 # transformers 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 
 # Class of DecoderSpec.variant |-> decoder.
-_DECODERS: dict[type, type[Decoder]] = {Gemma3n: Gemma3nDecoder, Gemma4: Gemma4Decoder}
+_DECODERS: dict[type, type[Decoder]] = {
+    Gemma3n: Gemma3nDecoder,
+    Gemma4: Gemma4Decoder,
+    Zamba2: Zamba2Decoder,
+}
 
 
 class Model(Protocol):

@@ -13,10 +13,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 # Names of layers whose inputs are sharded, and of those that each rank holds whole.
-_ROW_PARALLEL = ("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "w2", "dense_4h_to_h")
-_WHOLE = ("gate", "router", "q_a_proj", "kv_a_proj_with_mqa", "wq_b", "wk")
+_ROW_PARALLEL = (
+    *("o_proj", "out_proj", "down_proj", "c_proj", "fc2", "w2", "dense_4h_to_h"),
+    *("linear_out", "output_linear", "x_proj"),
+)
+_WHOLE = (
+    *("gate", "router", "q_a_proj", "kv_a_proj_with_mqa", "wq_b", "wk"),
+    *("f_a_proj", "g_a_proj"),
+)
 _EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "wte")
-_NOT_ADAPTED = ("kv_b_proj", "norm", "wpe", "embed_positions")
+_NOT_ADAPTED = (
+    *("kv_b_proj", "norm", "wpe", "embed_positions"),
+    *("conv1d", "conv_1d", ".conv.conv", "A_log", "rg_lru", "latent_proj"),
+)
 # Projections that are stored together and have an A each.
 _NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
 # Layers that have their slots together.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _EXPANSION = "kv_b_proj"
 _FULL_PRECISION = (
     *("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight", "weights_proj"),
+    *("conv1d", "conv_1d", ".conv.conv.", "A_log", "rg_lru"),
     _EXPANSION,
 )
 

@@ -260,5 +260,6 @@ def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["PhiMoEForCausalLM"][0] == "quire, as PhimoeForCausalLM"
     assert shown["GPTNeoXForCausalLM"][0] == "transformers"
     assert shown["DogeForCausalLM"][0] == "refused: its attention has a mask of its own"
-    assert shown["MambaForCausalLM"][0].startswith("refused: it keeps a recurrent state")
+    assert shown["MambaForCausalLM"] == ("quire", "that divide its heads")
+    assert shown["ZambaForCausalLM"][0].startswith("refused: it keeps a recurrent state")
     assert "BertLMHeadModel" not in shown

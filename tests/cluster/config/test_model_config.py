@@ -79,7 +79,7 @@ def test_yarn_extends_the_context(describe: Any) -> None:
     ("kind", "architecture", "words"),
     [
         ("t5", "T5ForConditionalGeneration", "encoder and a decoder"),
-        ("mamba", "MambaForCausalLM", "recurrent state"),
+        ("zamba", "ZambaForCausalLM", "recurrent state"),
         ("xglm", "XGLMForCausalLM", "does not go through transformers' attention interface"),
         ("longcat_flash", "LongcatFlashForCausalLM", "multi-head latent attention"),
     ],

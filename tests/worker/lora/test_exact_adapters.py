@@ -13,6 +13,7 @@ import torch
 from adapters import ATTENTION, MLP, VOCABULARY, load_plan, merge, put_adapters, write_adapter
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
+from state_kinds import STATE_KINDS
 
 from quire.proto.codec import NO_PAIRS
 from quire.proto.config import LoraConfig
@@ -84,6 +85,13 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "deepseek_v32": ({"index_topk": 7}, [{"modules": (*MLP, "gate", "o_proj"), "seed": 4}]),
     "mixtral": ({}, [{"modules": ("w1", "w2", "w3"), "seed": 4}]),
     "gemma3_text": ({}, [{"modules": ATTENTION + MLP, "seed": 5}]),
+    # With layers that keep a state.
+    "lfm2": (STATE_KINDS["lfm2"], [{"modules": ("in_proj", "out_proj", "q_proj", "w1", "w2"), "seed": 10}]),
+    "qwen3_next": (
+        STATE_KINDS["qwen3_next"],
+        [{"modules": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), "seed": 11}],
+    ),
+    "bamba": (STATE_KINDS["bamba"], [{"modules": ("in_proj", "out_proj", "v_proj", *MLP), "seed": 12}]),
     # Served with the modules of transformers.
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
     "cohere2": ({"sliding_window": 11}, [{"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 7}]),

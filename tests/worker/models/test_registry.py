@@ -49,8 +49,7 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
     ("architecture", "model_type", "words"),
     [
         ("T5ForConditionalGeneration", "t5", "encoder and a decoder"),
-        ("MambaForCausalLM", "mamba", "recurrent state"),
-        ("Zamba2ForCausalLM", "zamba2", "recurrent state"),
+        ("ZambaForCausalLM", "zamba", "recurrent state"),
         ("XGLMForCausalLM", "xglm", "does not go through transformers' attention interface"),
         ("Gemma4UnifiedForCausalLM", "gemma4_unified_text", "heads of different sizes"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),

@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 from model_kinds import model_type_of
+from quantized_models import SCHEMES, write_quantized
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
 from state_models import StateModel
+
+from quire.cluster.config.model_config import describe_model
+from quire.proto.errors import ConfigError
+from quire.proto.model.registry import NO_KV, check_supported, state_layers
+from quire.proto.model.state import state_bytes
 
 # float32 logits differ from those of transformers by up to 2e-5 of the largest one.
 TOLERANCE = 2e-4
@@ -45,3 +51,83 @@ def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
     found = model.compute(prompts_of(LENGTHS, seed=1), CHUNK_LENS, NUM_DECODES)
     for own, theirs in zip(found, expected, strict=True):
         assert (own - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+
+
+# Formats whose groups of inputs the ranks divide.
+@pytest.mark.parametrize(
+    ("kind", "scheme", "tp"),
+    [
+        ("lfm2", "packed", 1),
+        ("qwen3_next", "float8", 2),
+        ("qwen3_next", "gptq", 1),
+        ("qwen3_5_text-one-key-head", "awq", 2),
+        ("granitemoehybrid-dense", "packed-symmetric", 2),
+        ("falcon_h1", "int8", 1),
+        ("jamba-dense", "int8", 2),
+        ("kimi_linear", "packed", 1),
+        ("minimax", "float8", 2),
+    ],
+)
+def test_quantized_checkpoint_equals_its_dequantized_twin(
+    kind: str, scheme: str, tp: int, references: Any, tmp_path: Path
+) -> None:
+    folder, _ = references(kind)
+    quantized, twin = write_quantized(folder, tmp_path, SCHEMES[scheme])
+    prompts = prompts_of(LENGTHS, seed=1)
+    found, expected = (
+        StateModel(each, tp).compute(prompts, CHUNK_LENS, NUM_DECODES) for each in (quantized, twin)
+    )
+    for own, theirs in zip(found, expected, strict=True):
+        assert (own - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "words"),
+    [
+        ("qwen3_next", 8, "8 does not divide the 4 value heads of its gated delta net layers"),
+        ("bamba", 3, "3 does not divide"),
+        ("jamba-dense", 3, "3 does not divide"),
+        ("mamba", 3, "3 does not divide the 128 channels of its Mamba layers"),
+        ("mamba2", 16, "16 does not divide the 8 heads of its Mamba layers"),
+        ("kimi_linear", 16, "16 does not divide"),
+        ("minimax-factors", 8, "8 does not divide"),
+    ],
+)
+def test_ranks_that_do_not_divide_a_layer_are_refused(
+    kind: str, size: int, words: str, make_model: Any
+) -> None:
+    model = describe_model(make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind]), kind)
+    with pytest.raises(ConfigError, match=words):
+        check_supported(model, size)
+
+
+def test_heads_that_cannot_share_groups_are_refused(make_model: Any) -> None:
+    model = describe_model(make_model("bamba", seed=7, **STATE_KINDS["bamba"]), "bamba")
+    model.hf["mamba_n_groups"] = 3
+    with pytest.raises(ConfigError, match="the 8 heads of its Mamba layers cannot share 3 groups evenly"):
+        check_supported(model, 1)
+
+
+def test_state_of_a_sequence_is_divided_among_ranks(make_model: Any) -> None:
+    """The convolution has the inputs, and B and C of both groups; a head's state has 16 x 16 numbers in float32."""
+    model = describe_model(make_model("bamba", seed=7, **STATE_KINDS["bamba"]), "bamba")
+    one, two, four = (state_layers(model, size) for size in (1, 2, 4))
+    assert [tensor.shape for tensor in one[0]] == [(3, 128 + 2 * 32), (8, 16, 16)]
+    assert state_bytes(one, 2) == 2 * (2 * 3 * 192 + 4 * 8 * 16 * 16)
+    assert [tensor.shape for tensor in two[0]] == [(3, 64 + 2 * 16), (4, 16, 16)]
+    assert [tensor.shape for tensor in four[0]] == [(3, 32 + 2 * 16), (2, 16, 16)]  # ranks share a group
+    assert len(one) == 2
+
+
+def test_only_layers_with_attention_cache_keys_and_values(make_model: Any) -> None:
+    def describe(kind: str) -> Any:
+        return describe_model(make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind]), kind)
+
+    assert describe("bamba").kv_layers == ((4, 16),)
+    assert describe("falcon_h1").kv_layers == ()  # all layers have attention beside the recurrence
+    assert describe("lfm3").kv_layers == ((4, 16),) * 2
+    assert describe("lfm3").layer_windows == (0, 9)
+    assert describe("mamba").kv_layers == NO_KV
+    latent = describe("kimi_linear")
+    assert latent.num_kv_layers == 1
+    assert latent.kv_shapes(2) == [(1, 1, 64)]

@@ -66,10 +66,7 @@ class Decoder:
             spec.embedding_scale,
             tied=spec.tied_embeddings and has_head,
         )
-        self.layers = [
-            self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
-            for index, layer in enumerate(spec.layers)
-        ]
+        self.layers = self.make_layers(load, spec)
         self.cached_by = _cache_indices(spec.layers)
         keeps_state = (layer.attention for layer in self.layers if isinstance(layer.attention, StateMixer))
         for number, state_mixer in enumerate(keeps_state):
@@ -104,6 +101,13 @@ class Decoder:
         if spec.experts is not None:
             unused += other_experts(load, spec.experts)
         load.checkpoint.check_all_read(ignoring=unused)
+
+    def make_layers(self, load: LoadContext, spec: DecoderSpec) -> list[DecoderLayer]:
+        """Return the layers."""
+        return [
+            self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
+            for index, layer in enumerate(spec.layers)
+        ]
 
     def _mixtures(self) -> list[WithExperts]:
         return [mlp for mlp in self._networks() if isinstance(mlp, WithExperts)]

@@ -79,8 +79,18 @@ class Attention:
         Args:
             queries: [N] int64, the tokens that `inputs` has as queries; the result is [N, E]. None for all.
         """
+        return self.forward_projected(self.qkv.forward(x), rotations, kv_cache, inputs, queries)
+
+    def forward_projected(
+        self,
+        projected: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        queries: Tensor | None = None,
+    ) -> Tensor | PartialSum:
+        """As `forward`, of what `qkv` returns."""
         inputs = inputs.of_group(kv_cache.group)
-        projected = self.qkv.forward(x)
         gate = None
         if self._gate_len:
             gate, projected = projected[:, : self._gate_len], projected[:, self._gate_len :].contiguous()
