@@ -160,6 +160,7 @@ FAMILIES = {
         _DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, normalized=False, routing="group_limited")
     ),
     "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "YoutuForCausalLM": replace(_DEEPSEEK, experts=None),
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "DeepseekV32ForCausalLM": replace(_DEEPSEEK, indexer_interleaved=False),
     "GlmMoeDsaForCausalLM": replace(_DEEPSEEK, indexer_interleaved=True),

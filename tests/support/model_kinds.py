@@ -146,6 +146,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v3-fused": {"n_group": 1, "topk_group": 1, "checkpoint": {"save_original_format": False}},
     "deepseek_v3-halves": {"rope_interleave": False, "q_lora_rank": None},
+    "youtu": {
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 48,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+    },
     "deepseek_v32": {},
     "deepseek_v32-yarn": {
         "rope_parameters": {

@@ -86,7 +86,7 @@ class Planned:
 class Planner:
     """Makes plans and applies results; rows in arrival order, shuffled free blocks, no prefix caching.
 
-    Blocks behind a window are given to the next sequence that needs one.
+    Blocks behind a window are given to the next sequence that needs one. Each row has a state slot of its own.
 
     Attributes:
         freed: blocks that became free since the last plan.
@@ -103,6 +103,7 @@ class Planner:
         self._first_live = [0] * (len(self._groups) * num_rows)
         self._block_size = config.cache.block_size
         self._chunk_len = chunk_len
+        self._has_states = config.model.has_states
         ids = np.random.default_rng(seed).permutation(np.arange(1, num_blocks))
         self._free_blocks: list[int] = ids.tolist()
         self.freed: list[int] = []
@@ -177,8 +178,18 @@ class Planner:
         sequence.row = self._free_rows.pop()
         self.running.append(sequence)
         prompt = _ints(sequence.prompt)
+        state_slot = sequence.row + 1 if self._has_states else 0
+        if state_slot:
+            self.tables.put_state(sequence.row, state_slot)
         return NewSequence(
-            sequence.row, self.step_id, prompt, 0, _ints([]), sequence.sampling, sequence.lora_slot
+            sequence.row,
+            self.step_id,
+            prompt,
+            0,
+            _ints([]),
+            sequence.sampling,
+            sequence.lora_slot,
+            state_slot=state_slot,
         )
 
 

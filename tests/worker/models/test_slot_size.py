@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from state_kinds import STATE_KINDS
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_source import describe_files
@@ -27,12 +28,16 @@ from quire.worker.models.weight_size import make_meta_model
         ("qwen3_moe", 2, (), "enable_expert_parallel"),
         ("deepseek_v3", 2, (), None),
         ("deepseek_v3", 2, (), "enable_dp_attention"),
+        ("lfm2", 2, (), None),
+        ("qwen3_next", 1, (), None),
+        ("bamba", 2, (), None),
+        ("kimi_linear", 2, (), None),
     ],
 )
 def test_slot_size_is_that_of_a_rank(
     kind: str, tp: int, targets: tuple[str, ...], option: str | None, make_model: Any, make_engine: Any
 ) -> None:
-    folder, rank = make_model(kind), 8
+    folder, rank = make_model(kind, **STATE_KINDS.get(kind, {})), 8
     lora = LoraConfig(max_loras=2, max_lora_rank=rank, max_cpu_loras=2, lora_target_modules=",".join(targets))
     engine = make_engine(folder, tp, num_blocks=8, lora=lora, **({} if option is None else {option: True}))
     actual = max(runner.memory.loaded.adapters.layers.slot_bytes for runner in engine.runners)

@@ -18,8 +18,10 @@ from quire.proto.errors import ConfigError
 from quire.proto.model.registry import NO_KV, check_supported, state_layers
 from quire.proto.model.state import state_bytes
 
-# float32 logits differ from those of transformers by up to 2e-5 of the largest one.
+# float32 logits differ from those of transformers by up to 5e-5 of the largest one.
 TOLERANCE = 2e-4
+# Random weights make some models sensitive: transformers' float32 logits differ from its float64 ones by 5e-4.
+SENSITIVE = {"zamba2-two-blocks": 2e-3}
 LENGTHS, CHUNK_LENS, NUM_DECODES = [13, 30, 3, 41], [5, 7, 1, 41], 4
 
 
@@ -49,8 +51,9 @@ def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
     folder, expected = references(kind)
     model = StateModel(folder, tp)
     found = model.compute(prompts_of(LENGTHS, seed=1), CHUNK_LENS, NUM_DECODES)
+    tolerance = SENSITIVE.get(kind, TOLERANCE)
     for own, theirs in zip(found, expected, strict=True):
-        assert (own - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+        assert (own - theirs).abs().max() < tolerance * theirs.abs().max()
 
 
 # Formats whose groups of inputs the ranks divide.

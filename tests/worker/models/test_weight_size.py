@@ -13,6 +13,7 @@ import torch
 from published_checkpoints import CHECKPOINTS, write_published
 from quantized_models import SCHEMES, write_quantized
 from safetensors import safe_open
+from state_kinds import STATE_KINDS
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_source import describe_files
@@ -38,9 +39,11 @@ def measure(folder: Path, dtype_bytes: int) -> WeightSize:
     return measure_weights(model, make_meta_model(model), dtype_bytes)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "gemma2", "phi3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "mixtral", "gemma2", "phi3", "lfm2_moe", "qwen3_next", "bamba", "kimi_linear"]
+)
 def test_size_is_that_of_the_checkpoint(make_model: Callable[..., Path], kind: str) -> None:
-    folder = make_model(kind)
+    folder = make_model(kind, **STATE_KINDS.get(kind, {}))
     size = measure(folder, 4)
     assert size.num_parameters == numbers_in(folder)
     assert size.num_bytes == 4 * size.num_parameters

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ....kernels.activation import UNGATED_ACTIVATIONS
 from ....kernels.attention_variant import AttentionVariant
 from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
@@ -20,7 +21,6 @@ from ..layers import ColumnParallelLinear, PartialSum, Projection, Rotations, Ro
 from ..llama.decoder_layer import DecoderLayer, Mixer
 from ..load_context import LoadContext
 from ..mixers.attention import Attention
-from ..mlp import UNGATED_ACTIVATIONS
 from ..vocab_parallel import VocabParallelEmbedding
 
 
