@@ -66,9 +66,14 @@ def attention_inputs(
 
 
 def attend(
-    op: Callable[..., Tensor], inputs: list[Any], states: Tensor, runs: StateRuns, scale: float = 1.0
+    op: Callable[..., Tensor],
+    inputs: list[Any],
+    states: Tensor,
+    runs: StateRuns,
+    scale: float = 1.0,
+    rule: str = "delta",
 ) -> Tensor:
-    return op(*inputs, states, runs, scale)
+    return op(*inputs, states, runs, scale, delta=rule == "delta")
 
 
 def attention_states(inputs: list[Any]) -> Tensor:
@@ -88,24 +93,24 @@ def reference_of(op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_beta", [True, False], ids=["delta rule", "sum"])
+@pytest.mark.parametrize("rule", ["delta", "rates", "sum"])
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
 @pytest.mark.parametrize("dims", [(32, 48), (7, 16), (128, 128), (64, 272)])
 def test_linear_attention_equals_reference(
     dtype: torch.dtype,
-    has_beta: bool,
+    rule: str,
     per_channel: bool,
     dims: tuple[int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inputs = attention_inputs(23, dtype, dims=dims, per_channel=per_channel)
-    if not has_beta:
+    if rule == "sum":
         inputs[-1] = None
     runs = make_runs(1, 20, 2, new=(False, True, False))
     states = attention_states(inputs)
     expected_states = states.clone()
-    out = attend(linear_attention, inputs, states, runs, 0.25)
-    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25)
+    out = attend(linear_attention, inputs, states, runs, 0.25, rule)
+    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25, rule)
     torch.testing.assert_close(out, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(states, expected_states, atol=2e-5, rtol=2e-5)
 
@@ -247,43 +252,43 @@ def on(device: str, runs: StateRuns) -> StateRuns:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("has_beta", [True, False], ids=["delta rule", "sum"])
+@pytest.mark.parametrize("rule", ["delta", "rates", "sum"])
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
 def test_linear_attention_kernel(
-    device: str, dtype: torch.dtype, has_beta: bool, per_channel: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, rule: str, per_channel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.kernels.gpu import recurrence as gpu
 
     inputs = attention_inputs(9, dtype, dims=(24, 40), per_channel=per_channel)
-    if not has_beta:
+    if rule == "sum":
         inputs[-1] = None
     runs, states = make_runs(1, 6, 2, new=(False, True, False)), attention_states(inputs)
     expected_states = states.clone()
-    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25)
+    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25, rule)
     states = states.to(device)
     moved = [None if value is None else value.to(device) for value in inputs]
-    out = attend(gpu.linear_attention, moved, states, on(device, runs), 0.25)
+    out = attend(gpu.linear_attention, moved, states, on(device, runs), 0.25, rule)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(states.cpu(), expected_states, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("has_beta", [True, False], ids=["delta rule", "sum"])
+@pytest.mark.parametrize("rule", ["delta", "rates", "sum"])
 def test_linear_attention_kernel_of_chunks(
-    device: str, dtype: torch.dtype, has_beta: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from quire.kernels.gpu import recurrence as gpu
 
     inputs = attention_inputs(1 + 150 + 20, dtype, (1, 2), dims=(24, 40))
-    if not has_beta:
+    if rule == "sum":
         inputs[-1] = None
     runs, states = make_runs(1, 150, 20, new=(False, True, False)), attention_states(inputs)
     expected_states = states.clone()
-    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25)
+    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25, rule)
     states = states.to(device)
     moved = [None if value is None else value.to(device) for value in inputs]
-    out = attend(gpu.linear_attention, moved, states, on(device, runs), 0.25)
+    out = attend(gpu.linear_attention, moved, states, on(device, runs), 0.25, rule)
     tolerance = 5e-5 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(out.cpu(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(states.cpu(), expected_states, atol=tolerance, rtol=tolerance)

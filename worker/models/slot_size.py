@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ _NOT_ADAPTED = (
     *("conv1d", "conv_1d", ".conv.conv", "A_log", "rg_lru", "latent_proj"),
 )
 # Projections that are stored together and have an A each.
-_NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2}
+_NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "in_proj_qkv": 3}
 # Layers that have their slots together.
 _SIBLINGS = (
     ("q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa"),
@@ -88,15 +88,30 @@ def measure_slot(module: nn.Module, hidden_size: int, max_rank: int, targets: Ta
     """
     size = SlotSize(max_rank)
     # A tied head has an adapter of its own.
-    for parameter_name, parameter in module.named_parameters(remove_duplicate=False):
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for parameter_name, parameter in parameters.items():
         name = parameter_name.removesuffix(".weight")
         is_adapted = parameter.dim() in (2, 3) and not any(part in name for part in _NOT_ADAPTED)
         if is_adapted and any(map(targets.has, _names_with(name))):
             if parameter.dim() == 3:
                 _add_experts(size, name, tuple(parameter.shape), hidden_size)
             else:
-                _add_layer(size, name, *parameter.shape)
+                _add_layer(size, name, *parameter.shape, num_parts=_num_parts(name, parameters))
     return size
+
+
+def _num_parts(name: str, parameters: Container[str]) -> int:
+    """Return how many projections a layer stores together.
+
+    Args:
+        parameters: names of all of the model's.
+    """
+    above, _, last = name.rpartition(".")
+    if last != "in_proj":
+        return _NUM_PARTS.get(last, 1)
+    if above.endswith(".conv"):
+        return 3
+    return 2 if f"{above}.x_proj.weight" in parameters else 5  # of Mamba or Mamba 2
 
 
 def _names_with(name: str) -> Iterator[str]:
@@ -108,9 +123,8 @@ def _names_with(name: str) -> Iterator[str]:
         yield from (f"{above}.0.{each}" for each in _OF_EXPERTS.get(last, ()))
 
 
-def _add_layer(size: SlotSize, name: str, num_outputs: int, num_inputs: int) -> None:
+def _add_layer(size: SlotSize, name: str, num_outputs: int, num_inputs: int, *, num_parts: int) -> None:
     last, num_sharded = name.rpartition(".")[2], size.num_sharded
-    num_parts = _NUM_PARTS.get(last, 1)
     if last in _EMBEDDINGS:
         size.num_whole += num_inputs + size.max_rank + -size.max_rank % ROW_MULTIPLE
         size.num_sharded += num_outputs

@@ -40,7 +40,7 @@ def measure(folder: Path, dtype_bytes: int) -> WeightSize:
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "mixtral", "gemma2", "phi3", "lfm2_moe", "qwen3_next", "bamba", "kimi_linear"]
+    "kind", ["llama", "qwen3", "mixtral", "gemma2", "phi3", "lfm2", "qwen3_next", "bamba", "jamba"]
 )
 def test_size_is_that_of_the_checkpoint(make_model: Callable[..., Path], kind: str) -> None:
     folder = make_model(kind, **STATE_KINDS.get(kind, {}))

@@ -81,8 +81,9 @@ def read_conv(
             load.checkpoint.read_into(piece, f"{own}.{suffix}", (len(piece), *shape))
         return torch.cat([whole[start : start + length] for start, length in parts])
 
-    # A view: the C++ op reads the channels of one time together.
-    weight = read("weight", (1, width))[:, 0].T.contiguous().T
+    weight = read("weight", (1, width))[:, 0].contiguous()
+    if load.device.type == "cpu":
+        weight = weight.T.contiguous().T  # a view: the C++ op reads the channels of one time together
     return weight, read("bias", ()) if bias else None
 
 
