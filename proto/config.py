@@ -23,6 +23,8 @@ from .options.sections import (
 )
 from .sampling import SamplingDefaults
 
+# Block ids are 28 bits of a table's digest.
+MAX_KV_BLOCKS = 1 << 28
 # Most jump-forward tokens of a row in a step, and such tokens that have room beside all rows.
 MAX_JUMP_FORWARD_TOKENS = 16
 
@@ -93,6 +95,7 @@ class ModelConfig(ModelOptions):
         pooling: None for a model whose prompts are not pooled.
         latent_dim: numbers that a token is cached as in each layer of a model with multi-head latent attention, the
             same on every rank; 0 for models that cache keys and values of heads.
+        has_states: some layers keep a state of each sequence (see proto.model.state).
         kv_layers: KV heads and head dim of each layer with keys and values of its own, which are the first layers;
             empty if these are all layers, with `num_kv_heads` and `head_dim`.
         layer_windows: tokens that a token attends to in each of these layers, 0 for all; empty if no layer has a
@@ -119,6 +122,7 @@ class ModelConfig(ModelOptions):
     latent_dim: int = 0
     layer_windows: tuple[int, ...] = ()
     kv_layers: tuple[tuple[int, int], ...] = ()
+    has_states: bool = False
 
     @property
     def num_kv_layers(self) -> int:
@@ -262,9 +266,10 @@ class EngineConfig:
             ConfigError: the pool cannot hold even one block beside the scratch block.
         """
         if num_blocks < 2:
+            slots = f", beside {self.cache.num_state_slots:,} state slots" if self.model.has_states else ""
             raise ConfigError(
-                f"KV memory holds {num_blocks} blocks of {self.cache.block_size} tokens; at least 2 are needed "
-                "(one is scratch): give more KV memory"
+                f"KV memory holds {num_blocks} blocks of {self.cache.block_size} tokens{slots}; at least 2 are "
+                "needed (one is scratch): give more KV memory"
             )
         return replace(self, cache=replace(self.cache, num_kv_blocks=num_blocks))
 
@@ -281,18 +286,26 @@ class EngineConfig:
         num_sequences = num_slots / self.cache_layout.num_slots(model.max_model_len)
         num_kv_tokens = int(num_sequences * model.max_model_len)
         ranks = f"{parallel.tensor_parallel_size} {'rank' if parallel.tensor_parallel_size == 1 else 'ranks'}"
+        states = ""
+        if model.has_states and cache.num_state_slots is not None:
+            num_rows = min(self.scheduler.max_num_seqs, cache.num_state_slots - 1)
+            num_snapshots = cache.num_state_slots - 1 - num_rows
+            states = f", state slots for {num_rows:,} sequences and {num_snapshots:,} snapshots"
         kv_dtype = "" if cache.kv_cache_dtype == "auto" else f" in {cache.kv_cache_dtype}"
         return (
             f"{model.name}: {model.architecture} in {model.dtype} on {ranks} ({parallel.device}), "
             f"KV for {num_kv_tokens:,} tokens{kv_dtype}, which are {num_sequences:.1f} sequences of "
-            f"{model.max_model_len:,} tokens; at most {self.scheduler.max_num_seqs:,} sequences run at once, with "
-            f"{self.scheduler.max_num_batched_tokens:,} tokens per step"
+            f"{model.max_model_len:,} tokens{states}; at most {self.scheduler.max_num_seqs:,} sequences run at "
+            f"once, with {self.scheduler.max_num_batched_tokens:,} tokens per step"
         )
 
     @property
     def drafts_jump_forward(self) -> bool:
-        """Return whether steps draft the text that grammars force, and nothing else."""
-        return self.model.generates and self.speculative is None
+        """Return whether steps draft the text that grammars force, and nothing else.
+
+        A state in place cannot take back the tokens of rejected drafts.
+        """
+        return self.model.generates and self.speculative is None and not self.model.has_states
 
     @property
     def max_decode_tokens(self) -> int:
@@ -324,6 +337,14 @@ class EngineConfig:
     @property
     def max_blocks_per_seq(self) -> int:
         return -(-self.model.max_model_len // self.cache.block_size)
+
+    @property
+    def max_useful_blocks(self) -> int:
+        """Blocks that the longest sequences and prefixes in all state slots have; without states a pool's bound."""
+        num_slots = self.cache.num_state_slots
+        if not self.model.has_states or num_slots is None:
+            return MAX_KV_BLOCKS
+        return min(MAX_KV_BLOCKS, 1 + num_slots * self.max_blocks_per_seq * len(self.cache_layout.groups))
 
     @property
     def max_servable_tokens(self) -> int:

@@ -202,7 +202,8 @@ def _table(found: "Sequence[Capacity]", context_len: int, title: str, *, has_slo
     lengths = sorted({min(_TYPICAL_LEN, context_len), context_len})
     table = Table(title=title, title_justify="left")
     slots = ["LoRA slots per GPU"] if has_slots else []
-    for name in ("tensor parallel", "weights per GPU", *slots, "KV per token and GPU", "KV tokens"):
+    states = ["state per sequence and GPU", "state slots"] if any(each.state_bytes for each in found) else []
+    for name in ("tensor parallel", "weights per GPU", *slots, "KV per token and GPU", *states, "KV tokens"):
         table.add_column(name, justify="right")
     for length in lengths:
         table.add_column(f"sequences of {length:,}", justify="right")
@@ -213,6 +214,7 @@ def _table(found: "Sequence[Capacity]", context_len: int, title: str, *, has_slo
             _size(each.weight_bytes),
             *([f"{each.lora_bytes / GIB:.2f} GiB"] if has_slots else []),
             f"{each.kv_token_bytes / 1024:.1f} KiB",
+            *([_size(each.state_bytes), f"{each.num_state_slots:,}"] if states else []),
             f"{each.num_kv_tokens:,}" if fits else "does not fit",
             *(f"{each.concurrency(length):,.1f}" if fits else "" for length in lengths),
         )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import ModelConfig
+from ...proto.errors import ConfigError
+from ...proto.model.registry import state_layers
+from ...proto.model.state import state_bytes
+from ...proto.state_memory import choose_num_slots
 
 GIB = 1 << 30
 # CUDA's context, NCCL's buffers, kernels and graphs of one rank.
@@ -40,6 +45,8 @@ class Capacity:
             keep its last tokens only.
         num_kv_tokens: tokens of such sequences in the whole replica; 0 if the weights do not fit.
         num_slots: tokens of all blocks, each of which holds the layers of one cache group.
+        state_bytes: of one sequence's state on one rank; 0 for a model without states.
+        num_state_slots: states of sequences and of snapshots that fit beside the KV, and a scratch slot.
     """
 
     tensor_parallel_size: int
@@ -49,10 +56,13 @@ class Capacity:
     num_slots: int
     layout: CacheLayout
     lora_bytes: int = 0
+    state_bytes: int = 0
+    num_state_slots: int = 0
 
     def concurrency(self, num_tokens: int) -> float:
         """Return how many sequences of that length fit at once."""
-        return self.num_slots / self.layout.num_slots(num_tokens)
+        by_blocks = self.num_slots / self.layout.num_slots(num_tokens)
+        return min(by_blocks, self.num_state_slots - 1) if self.state_bytes else by_blocks
 
 
 def capacity(
@@ -84,6 +94,15 @@ def capacity(
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
     used = rank_bytes + lora_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
     num_free = int(gpu_bytes * workload.utilization) - used
+    own_state_bytes = state_bytes(state_layers(model, tensor_parallel_size), workload.dtype_bytes)
+    num_state_slots = 0
+    if own_state_bytes and num_free > 0:
+        kv_bytes = slot_bytes * round(layout.num_slots(model.max_model_len)) * workload.max_num_seqs
+        with suppress(ConfigError):
+            num_state_slots = choose_num_slots(
+                model.name, workload.max_num_seqs, own_state_bytes, kv_bytes, num_free
+            )
+        num_free = num_free - num_state_slots * own_state_bytes if num_state_slots else 0
     num_slots = num_kv_partitions * max(0, num_free // slot_bytes)
     return Capacity(
         tensor_parallel_size,
@@ -93,6 +112,8 @@ def capacity(
         num_slots,
         layout,
         lora_bytes,
+        own_state_bytes,
+        num_state_slots,
     )
 
 

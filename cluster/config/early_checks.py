@@ -239,6 +239,9 @@ def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: in
     if num_layers is None or num_heads is None or hidden_size is None:
         return 0
     num_layers -= min(_whole(fields, "num_kv_shared_layers") or 0, num_layers - 1)
+    family = FAMILIES.get(_architecture(fields))
+    if family is not None and family.change_layers is not None:
+        num_layers = 1  # others may keep a state instead
     value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
     if dim := latent_dim(_architecture(fields), fields):
         return num_layers * options.block_size * dim * value_bytes

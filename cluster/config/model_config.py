@@ -20,6 +20,7 @@ from ...proto.model.registry import (
     kv_layers,
     latent_dim,
     layer_windows,
+    state_layers,
 )
 from ...proto.model.transformers_spec import MODEL_TYPE_ALIASES, import_transformers
 from ...proto.options.values import in_words
@@ -110,7 +111,7 @@ def _describe(
         latent_dim=latent_dim(architecture, fields),
     )
     model = replace(model, kv_layers=kv_layers(model))
-    return replace(model, layer_windows=layer_windows(model))
+    return replace(model, layer_windows=layer_windows(model), has_states=bool(state_layers(model, 1)))
 
 
 def _load_hf_config(path: Path, stored: dict[str, Any], head: dict[str, Any] | None) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +27,12 @@ from ...proto.model.registry import (
     check_expert_parallel,
     check_heads,
     check_supported,
+    state_layers,
 )
+from ...proto.model.state import state_bytes
 from ...proto.options.option import declared_options
-from ...proto.options.sections import ChatOptions, StructuredOutputsOptions
+from ...proto.options.sections import StructuredOutputsOptions
+from ...proto.state_memory import DEFAULT_CPU_KV_BYTES, choose_num_slots
 from .deployment import Deployment
 from .early_checks import (
     check_early,
@@ -45,6 +49,9 @@ from .model_source import ModelSource, locate_model
 from .speculative_options import SpeculativeOptions, read_speculative_options, warn_of_ignored
 
 DEFAULT_STEPS_IN_FLIGHT = 2
+# Running sequences and as many snapshots, where the number of KV blocks is given instead of the memory.
+_SLOTS_PER_SEQUENCE = 2
+_DTYPE_BYTES = {"float32": 4}
 
 SectionT = TypeVar("SectionT")
 
@@ -70,6 +77,8 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
         check_expert_parallel(model, spec)
     if options.enable_dp_attention:
         check_dp_attention(model)
+    if model.has_states:
+        _check_states(options, model)
     if options.batch_invariant and device == "cuda":
         check_batch_invariant(model)
     gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
@@ -104,7 +113,7 @@ def engine_config(
     """Return the configuration of a model that is described already."""
     limits = step_limits(gpu_bytes)
     max_cpu_loras = options.max_cpu_loras or max(options.max_loras, len(options.lora_modules))
-    return EngineConfig(
+    config = EngineConfig(
         model,
         _section(CacheConfig, options),
         _section(
@@ -127,6 +136,54 @@ def engine_config(
         _speculative_config(options),
         _section(LoraConfig, options, max_cpu_loras=max_cpu_loras) if options.enable_lora else None,
     )
+    if not model.has_states or options.num_state_slots is not None:
+        return config
+    num_slots = _choose_num_slots(config, gpu_bytes)
+    return replace(config, cache=replace(config.cache, num_state_slots=num_slots))
+
+
+def _check_states(options: EngineOptions, model: ModelConfig) -> None:
+    """Check that no option needs what models with states do not have. Raises ConfigError."""
+    for name, is_on in (
+        ("speculative_config", options.speculative_config is not None),
+        ("enable_dp_attention", options.enable_dp_attention),
+    ):
+        if is_on:
+            raise ConfigError(
+                f"{model.name}: {name} does not support models whose layers keep a state of each sequence, as those "
+                f"of {model.architecture} do; leave it out"
+            )
+
+
+def _choose_num_slots(config: EngineConfig, gpu_bytes: int) -> int:
+    """Return the state slots of a rank for the memory that is known before the ranks have measured theirs.
+
+    Raises:
+        ConfigError: the states do not fit.
+    """
+    model, cache, num_ranks = config.model, config.cache, config.parallel.tensor_parallel_size
+    max_num_seqs = config.scheduler.max_num_seqs
+    memory = cache.kv_cache_memory
+    if memory is None and config.parallel.device == "cpu":
+        memory = DEFAULT_CPU_KV_BYTES
+    if memory is None and gpu_bytes:
+        memory = max(0, int(gpu_bytes * cache.gpu_memory_utilization) - _weight_bytes(model) // num_ranks)
+    if cache.num_kv_blocks is not None or memory is None:
+        return 1 + _SLOTS_PER_SEQUENCE * max_num_seqs
+    dtype_bytes = _DTYPE_BYTES.get(model.dtype, 2)
+    token_bytes = dtype_bytes * sum(map(prod, model.kv_shapes(num_ranks)))
+    return choose_num_slots(
+        model.name,
+        max_num_seqs,
+        state_bytes(state_layers(model, num_ranks), dtype_bytes),
+        token_bytes * model.max_model_len * max_num_seqs,
+        memory,
+    )
+
+
+def _weight_bytes(model: ModelConfig) -> int:
+    """Return the size of a model's files; 0 if they are not on this machine."""
+    return sum(path.stat().st_size for path in Path(model.path).glob("*.safetensors"))
 
 
 def _section(section: type[SectionT], options: EngineOptions, **computed: Any) -> SectionT:

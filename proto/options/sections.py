@@ -168,6 +168,13 @@ class CacheOptions:
         unit="blocks",
         check=at_least(0),
     )
+    num_state_slots: int | None = _kv_option(
+        None,
+        help="Slots per rank for the states of models whose layers keep one of each sequence, the scratch slot "
+        "included: one for each sequence that runs, the others for snapshots of prefixes. Default: by the memory.",
+        unit="slots",
+        check=at_least(2),
+    )
     kv_cache_dtype: str = _kv_option(
         "auto",
         help="Type of keys and values in the cache; auto is the type of activations. The others take half of the "

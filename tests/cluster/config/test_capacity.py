@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from state_kinds import STATE_KINDS
 
 from quire.cluster.config.capacity import GIB, Workload, capacity
 from quire.cluster.config.engine_options import EngineOptions
@@ -51,3 +52,18 @@ def test_gpu_is_named_or_given_by_size(text: str, gib: int) -> None:
 def test_unknown_gpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="gpu is 'abacus', must be a size such as 80GB, or one of t4"):
         gpu_bytes("abacus")
+
+
+def test_states_are_those_of_the_cache_engine_and_take_their_memory(make_model: Callable[..., Path]) -> None:
+    import torch
+
+    from quire.cluster.config.resolve import engine_config
+    from quire.worker.memory.cache_engine import bytes_per_state
+
+    model = describe_files(EngineOptions(str(make_model("lfm2", **STATE_KINDS["lfm2"]))))
+    config = engine_config(EngineOptions("it"), model)
+    found = capacity(model, 0, 80 * GIB, 1, WORKLOAD)
+    assert found.state_bytes == bytes_per_state(config, torch.bfloat16) > 0
+    assert found.num_state_slots > WORKLOAD.max_num_seqs
+    assert found.concurrency(16) <= found.num_state_slots - 1
+    assert capacity(model, 80 * GIB, 80 * GIB, 1, WORKLOAD).num_kv_tokens == 0

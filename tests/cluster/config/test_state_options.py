@@ -1,0 +1,105 @@
+"""Options of models whose layers keep states: the slots that memory has room for, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from state_kinds import STATE_KINDS
+
+from quire.cluster.config import early_checks
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.model_config import describe_model
+from quire.cluster.config.resolve import resolve
+from quire.proto.config import EngineConfig
+from quire.proto.errors import ConfigError
+from quire.proto.model.registry import state_layers
+from quire.proto.model.state import state_bytes
+from quire.proto.state_memory import choose_num_slots
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def resolved(make_model: Callable[..., Path]) -> Callable[..., EngineConfig]:
+    folder = make_model("lfm2", **STATE_KINDS["lfm2"])
+
+    def resolve_with(**options: Any) -> EngineConfig:
+        defaults: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "skip_tokenizer_init": True}
+        return resolve(EngineOptions(str(folder), **(defaults | options)), Machine(4, 0))
+
+    return resolve_with
+
+
+def test_states_of_sequences_take_half_of_the_memory_at_most() -> None:
+    assert choose_num_slots("it", 100, MIB, 0, 20 * MIB) == 10 + 10  # no KV: snapshots take the rest
+    kv_bytes = 1 << 40
+    assert choose_num_slots("it", 100, MIB, kv_bytes, 20 * MIB) == 10 + 2
+    assert choose_num_slots("it", 4, MIB, kv_bytes, 45 * MIB) == 5 + 10
+    assert choose_num_slots("it", 1, MIB, 0, 1000 * MIB) == 2 + 16
+
+
+def test_state_that_fits_nowhere_is_refused_with_the_sizes() -> None:
+    expected = (
+        "it: a sequence's state takes 75.4 MiB per rank, and KV memory is 64 MiB; at least 302 MiB are needed"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        choose_num_slots("it", 4, int(75.4 * MIB), 0, 64 * MIB)
+
+
+def test_slots_are_those_of_the_memory_or_as_given(resolved: Callable[..., EngineConfig]) -> None:
+    config = resolved()
+    own = state_bytes(state_layers(config.model, 1), 4)
+    slots = config.cache.num_state_slots
+    assert config.model.has_states
+    assert slots is not None
+    assert slots >= 1 + 4
+    assert slots * own < 512 * MIB
+    assert resolved(num_state_slots=7).cache.num_state_slots == 7
+    assert resolved(num_kv_blocks=64).cache.num_state_slots == 9
+    with pytest.raises(ConfigError, match=r"a sequence's state takes .* per rank, and KV memory is"):
+        resolved(kv_cache_memory=own)
+
+
+def test_summary_names_the_slots(resolved: Callable[..., EngineConfig]) -> None:
+    summary = resolved(num_kv_blocks=64, num_state_slots=12).summary
+    assert "state slots for 4 sequences and 7 snapshots" in summary
+    assert (
+        "state slots for 2 sequences and 0 snapshots" in resolved(num_kv_blocks=64, num_state_slots=3).summary
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
+        {"enable_dp_attention": True},
+    ],
+)
+def test_what_states_do_not_support_is_refused_by_name(
+    options: dict[str, Any], resolved: Callable[..., EngineConfig]
+) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=name):
+        resolved(**options)
+
+
+def test_grammars_draft_no_text_that_states_cannot_take_back(resolved: Callable[..., EngineConfig]) -> None:
+    assert not resolved().drafts_jump_forward
+
+
+def test_early_check_of_memory_counts_no_layers_with_states(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the three layers of the model one has keys and values; all would not fit."""
+    folder = make_model("lfm2", **STATE_KINDS["lfm2"])
+    config = describe_model(folder, "it")
+    ((_, num_heads, dim),) = set(config.kv_shapes(1))
+    block_bytes = 2 * 16 * num_heads * dim * 4
+    monkeypatch.setattr(early_checks, "available_bytes", lambda: 2 * 100 * block_bytes)
+    early_checks.check_early(
+        EngineOptions(str(folder), device="cpu", num_kv_blocks=100, skip_tokenizer_init=True), Machine(4, 0)
+    )
