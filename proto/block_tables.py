@@ -1,4 +1,4 @@
-"""BlockTables: the block ids of each row's KV, with a digest that the scheduler and the ranks compare.
+"""BlockTables: the block ids and the state slot of each row, with a digest that the scheduler and the ranks compare.
 
 The scheduler owns the tables; each rank builds a copy from the plans. Both apply the same deltas with the same code,
 so equal digests mean that every rank reads and writes the blocks that the scheduler planned.
@@ -15,6 +15,8 @@ RowArray = npt.NDArray[np.intp]
 
 _MASK = (1 << 64) - 1
 _ROW_SHIFT, _INDEX_SHIFT = 48, 28
+# Index of a row's state slot in the digest, beyond those of blocks.
+_STATE_INDEX = (1 << (_ROW_SHIFT - _INDEX_SHIFT)) - 1
 # Entries up to which `_mix` counts in Python ints: 4 entries take 1.8 us, with numpy 8.4 us as 64 entries do.
 _FEW = 8
 
@@ -28,14 +30,17 @@ class BlockTables:
     Attributes:
         ids: [num_groups * num_rows, max_blocks] int32; table t has the blocks ``ids[t, :lens[t]]``.
         lens: [num_groups * num_rows] int32.
+        state_slots: [num_rows] int32, slot of each row's state; 0 for none.
         num_blocks: entries of all tables together: the sum of `lens`.
-        digest: 64-bit number of all (table, index, block id) together; 0 when every table is empty.
+        digest: 64-bit number of all (table, index, block id) and (row, state slot) together; 0 when every table is
+            empty.
     """
 
     def __init__(self, num_rows: int, max_blocks: int, num_groups: int = 1) -> None:
         self.num_rows, self.num_groups = num_rows, num_groups
         self.ids: IntArray = np.zeros((num_groups * num_rows, max_blocks), dtype=np.int32)
         self.lens: IntArray = np.zeros(num_groups * num_rows, dtype=np.int32)
+        self.state_slots: IntArray = np.zeros(num_rows, dtype=np.int32)
         self._row_digests = np.zeros(num_groups * num_rows, dtype=np.uint64)
         self.num_blocks = 0
         self.digest = 0
@@ -61,6 +66,11 @@ class BlockTables:
         tables = np.arange(row, self.lens.size, self.num_rows, dtype=np.intp)
         repeated: RowArray = np.repeat(tables, block_ids.size // self.num_groups)
         self.append(repeated, block_ids)
+
+    def put_state(self, row: int, slot: int) -> None:
+        """Give a row without a state slot one."""
+        self.state_slots[row] = slot
+        self._add(np.array([row], np.intp), np.array([_mix_one(row, _STATE_INDEX, slot)], np.uint64))
 
     def append(self, rows: IntArray | RowArray, block_ids: IntArray) -> None:
         """Append one block per entry. The entries of a table that repeats must be adjacent and in order.
@@ -107,6 +117,7 @@ class BlockTables:
         """Empty the rows, which must be distinct, in all groups."""
         if rows.size == 0:
             return
+        self.state_slots[rows] = 0
         rows = self.tables_of(rows)
         self.num_blocks -= int(self.lens[rows].sum())
         self.digest = (self.digest - int(self._row_digests[rows].sum(dtype=np.uint64))) & _MASK

@@ -4,18 +4,23 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 
 0. adapters: drop `lora_drops` from host memory, begin `lora_loads`, copy those of `lora_slots` into their slots;
 1. empty `released_rows`;
-2. put the `new` sequences into their rows, with tokens and block tables in full; a fork takes the state of its
-   constraint from its `constraint_row`;
+2. put the `new` sequences into their rows, with tokens, block tables and state slots in full; a fork takes the state
+   of its constraint from its `constraint_row`;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables must then have `digest`;
-4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`;
+4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
+   copy states, all of `state_copies`;
 5. replace the newest tokens of `selected_rows`, which the ranks sampled, by `selected_ids` (beam search);
 6. compute. A row is *decoding* from the step on in which a chunk reached its last known token. Each decoding row
    computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens. After
    its newest token, each of `draft_rows` computes up to `draft_lens` drafted ones, which the ranks propose alike;
 7. sample one token for each row whose last known token was computed in this step; it becomes the row's newest. A row
    with drafted tokens samples after each of them, and keeps its samples up to the first that differs from the draft.
-   A row with `pooling` samples no token: the result has its pooled vector instead.
+   A row with `pooling` samples no token: the result has its pooled vector instead;
+8. save states: all of `state_saves`.
+
+A row of a model whose layers keep a state (see proto.model.state) has a state slot, and overwrites it with the state
+after its tokens of the step. A row whose first token is in the step begins with an empty state, whatever is there.
 
 Each rank appends the sampled tokens to its own rows, so the plan of a steady decode step carries no per-row data.
 """
@@ -130,7 +135,7 @@ class NewSequence:
         constraint_row: row of the sequence from which it is forked, whose constraint it has too: `sampling` has none.
             The tokens of that row begin with all but the last of these, and the plan does not release it. None if the
             constraint is in `sampling`.
-        num_generated: the last tokens of token_ids, which were generated.
+        state_slot: of its state; 0 if the model keeps none.
     """
 
     row: int
@@ -142,7 +147,7 @@ class NewSequence:
     lora_slot: int = sent_if_set(NO_SLOT)
     pooling: PoolingParams | None = sent_if_set(None)
     constraint_row: int | None = sent_if_set(None)
-    num_generated: int = sent_if_set(0)
+    state_slot: int = sent_if_set(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +159,15 @@ class StepPlan:
     Attributes:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
-        digest: digest of the block tables after points 1 to 3.
+        digest: digest of the block tables and state slots after points 1 to 3.
         trimmed_lens: number of blocks that the tables of `trimmed_rows` keep, in all cache groups.
         appended_rows: numbers of tables (see BlockTables): rows, if there is one cache group.
         draft_lens: most drafted tokens of each of `draft_rows`, which decode in this step; at least 1.
         copies: [n, 2] source and destination block ids; no block is both (copy-on-write).
         swap_out: [n, 2] device block id, host block id that receives its copy.
         swap_in: [n, 2] host block id, device block id that receives its copy.
+        state_copies: [n, 2] source and destination state slots; no slot is both. Of snapshots into rows, and forks.
+        state_saves: [n, 2] a row's slot, slot that receives a copy of its state after the step.
         command: the ranks carry it out, and empty all rows; the plan has nothing else.
         lora_loads: adapters to read into host memory, which takes a while.
         lora_drops: [n] ids of adapters to drop from host memory.
@@ -192,6 +199,8 @@ class StepPlan:
     lora_loads: tuple[LoraLoad, ...] = sent_if_set(())
     lora_drops: IntArray = sent_if_set(NO_INTS)
     command: EngineCommand | None = sent_if_set(None)
+    state_copies: PairArray = sent_if_set(NO_PAIRS)
+    state_saves: PairArray = sent_if_set(NO_PAIRS)
 
     def encode(self) -> bytes:
         return _plans.encode(self)

@@ -256,6 +256,7 @@ class SchedulerState:
             host_blocks=[],
             num_lost_tokens=0,
             is_suspended=False,
+            snapshot_ends=(),
         )
         self._add(child)
         self.deltas.fork(child, parent)
@@ -269,8 +270,10 @@ class SchedulerState:
         """
         row, num_tokens = row_of(sequence), self._collect_tokens(sequence)
         # A prompt that is being scored is recomputed: scores in flight are dropped with the row. So is a prompt that
-        # is pooled as a whole: the ranks have added up hidden states for the row.
+        # is pooled as a whole: the ranks have added up hidden states for the row. A state in place is that of tokens
+        # in flight too, so that it is computed again from a snapshot.
         may_swap = num_tokens > 0 and not sequence.is_scoring and not sequence.pools_all_tokens
+        may_swap = may_swap and not self.blocks.state_slots.is_on
         if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_to_swap(num_tokens), num_tokens):
             sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
@@ -370,7 +373,8 @@ class SchedulerState:
         if self.lora is not None:
             self.lora.check_integrity(self.alive.values())
         assert sum(map(len, self._of_request.values())) == len(self.alive), "requests have other sequences"
-        self.blocks.check_integrity([b for sequence in self.alive.values() for b in sequence.host_blocks])
+        host_blocks = [b for sequence in self.alive.values() for b in sequence.host_blocks]
+        self.blocks.check_integrity(host_blocks, list(self.running))
         rows, tables = self.rows, self.blocks.tables
         rows.check_integrity()
         assert len(self.running) + rows.num_free == rows.num_rows, "rows are lost or counted twice"

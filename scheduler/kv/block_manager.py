@@ -1,4 +1,4 @@
-"""BlockManager: owns the blocks of all rows; keeps pools, prefix caches and block tables consistent."""
+"""BlockManager: owns the blocks and states of all rows; keeps pools, prefix caches and block tables consistent."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from .kv_tiers import KvTiers
 from .planned_moves import PendingFills, PlannedMoves
 from .prefix_cache import MIN_PARTIAL_SHARE, PrefixCache, make_caches
 from .prefix_lookup import Prefix, PrefixLookup
+from .snapshot_policy import MIN_SNAPSHOT_BLOCKS, snapshot_ends
+from .state_slots import StateSlots
 
 
 class BlockManager:
@@ -29,8 +31,12 @@ class BlockManager:
     With data-parallel attention the pool has a partition per rank. All blocks of a row are in one partition, which is
     chosen when the row is opened; prefixes are found in the blocks of one partition.
 
+    In a model whose layers keep states a row has a state slot besides. A hit then needs a snapshot of the state after
+    the same tokens, and the rest of a cached prefix is computed again.
+
     Attributes:
-        tables: row |-> block ids; the ranks keep copies.
+        tables: row |-> block ids and state slot; the ranks keep copies.
+        state_slots: without any slot for a model without states.
         journal: changes of the set of cached prefixes, in device or host memory.
         events: the same changes with their tokens, for routers outside of quire, if there are any.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
@@ -83,6 +89,9 @@ class BlockManager:
             )
             for start in starts
         ]
+        num_slots = cache.num_state_slots if config.model.has_states else 0
+        assert num_slots is not None, "cache.num_state_slots must be resolved before the scheduler is made"
+        self.state_slots = StateSlots(self.tables, num_slots, self._is_evicted)
         self._pool = BlockPool(cache.num_kv_blocks, self._evict, self.num_partitions)
         self._row_partitions = RowPartitions(num_rows, self.num_groups, self._pool)
         self._moves = PlannedMoves(self._pool, self.host)
@@ -209,6 +218,8 @@ class BlockManager:
         num_full = num_reusable // self.block_size
         self._caches[0].extend(sequence.root, sequence.block_digests, tokens, num_full)
         blocks, num_blocks = lookup.find_blocks(sequence.block_digests[:num_full])
+        if self.state_slots.is_on:
+            return self._find_snapshot(sequence, partition, num_blocks)
         start = num_blocks * self.block_size
         parent = sequence.block_digests[num_blocks - 1] if num_blocks else sequence.root
         partial = None
@@ -216,6 +227,38 @@ class BlockManager:
             end = min(num_reusable, start + self.block_size)
             partial = lookup.find_partial(parent, tokens[start:end], self._filling)
         return Prefix(num_blocks, blocks, partial, partition)
+
+    def _find_snapshot(self, sequence: Sequence, partition: int, num_shared: int) -> Prefix:
+        """Return the longest cached beginning of a sequence with a snapshot of the state after it.
+
+        Args:
+            num_shared: full blocks that are cached.
+        """
+        lookup, digests = self._lookups[partition], sequence.block_digests[:num_shared]
+        tokens = sequence.token_ids[: sequence.num_reusable_tokens]
+        snapshots = self.state_slots.candidates(sequence.root, digests, tokens.tobytes(), self.block_size)
+        for num_blocks, num_more, slot in snapshots:
+            blocks, num_found = lookup.find_blocks(digests[:num_blocks])
+            if num_found < num_blocks:
+                continue  # a window lacks blocks that are needed here
+            partial = None
+            if num_more:
+                start = num_blocks * self.block_size
+                parent = digests[num_blocks - 1] if num_blocks else sequence.root
+                partial = lookup.find_tail(parent, tokens[start : start + num_more], self._filling)
+                if partial is None:
+                    continue
+            return Prefix(num_blocks, blocks, partial, partition, slot, num_shared)
+        return Prefix(partition=partition, num_shared_blocks=num_shared)
+
+    def snapshot_ends(self, sequence: Sequence, prefix: Prefix, num_cached_tokens: int) -> tuple[int, ...]:
+        """Return the numbers of tokens after which a sequence's state is to be saved; none without prefix caching."""
+        if not (self.state_slots.is_on and self._caches):
+            return ()
+        is_reused, num_tokens = sequence.pooling is None, len(sequence.token_ids)
+        return snapshot_ends(
+            num_cached_tokens, prefix.num_shared_blocks, num_tokens, self.block_size, is_reused=is_reused
+        )
 
     def num_cached_tokens(self, sequence: Sequence) -> int:
         """Return the tokens of a sequence's longest cached prefix."""
@@ -256,6 +299,7 @@ class BlockManager:
                 blocks.append(self._moves.copy(prefix.partial[0][group]))
             tables.append(blocks)
         self._put(row, tables)
+        self.state_slots.open(row, prefix.snapshot)
         for group, places in enumerate(prefix.blocks):
             for index, (_, on_host) in enumerate(places, prefix.num_blocks - len(places)):
                 if on_host:
@@ -267,7 +311,9 @@ class BlockManager:
         return num_tokens
 
     def can_fork(self, source_row: int, num_tokens: int) -> bool:
-        """Return whether a row still has the blocks that a fork after its first `num_tokens` needs."""
+        """Return whether a row still has what a fork after its first `num_tokens` needs; its state is a later one."""
+        if self.state_slots.is_on:
+            return False
         firsts = enumerate(self._first_blocks(num_tokens))
         return all(first >= self._first_live[self._table(source_row, group)] for group, first in firsts)
 
@@ -291,6 +337,7 @@ class BlockManager:
                 blocks.append(self._moves.copy(int(self.tables.ids[source, num_full])))
             tables.append(blocks)
         self._put(row, tables)
+        self.state_slots.open_fork(row, source_row)
 
     def grow(self, row: int, num_tokens: int) -> tuple[list[int], list[int]]:
         """Extend a row's tables to hold `num_tokens`; return the table and the block of each new entry.
@@ -343,6 +390,13 @@ class BlockManager:
             for index in range(first, end):
                 self._filling.add(self._publish(row, sequence, index, group))
 
+    def save_state(self, row: int, sequence: Sequence, num_tokens: int) -> None:
+        """Save the row's state after the plan's step, when it is that of `num_tokens`, whole blocks."""
+        digest = sequence.block_digests[num_tokens // self.block_size - 1]
+        num_saved = num_tokens - sequence.num_snapshot_tokens
+        self.state_slots.save(row, (digest, digest, b""), num_saved)
+        sequence.num_snapshot_tokens = num_tokens
+
     def blocks_at(self, rows: RowArray, index: IntArray) -> list[list[int]]:
         """Return block number `index` of each row, in each group; the scratch block for one that was released."""
         if self.num_groups == 1 and not self.layout.has_windows:
@@ -383,6 +437,7 @@ class BlockManager:
     def close(self, row: int, fence_step: int | None) -> None:
         """Release all of a row's blocks, the last first, so that prefixes are evicted from their ends."""
         self._pool.release(self.held_ids(row).tolist(), fence_step)
+        self.state_slots.close(row, fence_step)
         self.tables.release(np.array([row], np.int32))
         self._first_live[row :: self.tables.num_rows] = 0
 
@@ -403,15 +458,44 @@ class BlockManager:
         Args:
             last_tokens: the block's tokens whose KV is computed, fewer than a block.
         """
-        if not self._caches or last_tokens.size < MIN_PARTIAL_SHARE * self.block_size:
+        if self._caches and last_tokens.size >= MIN_PARTIAL_SHARE * self.block_size:
+            self._insert_last(row, sequence, index, last_tokens.tobytes())
+
+    def keep_end(
+        self, row: int, sequence: Sequence, index: int, last_tokens: IntArray, newest_step: int | None
+    ) -> None:
+        """Make a row's state a snapshot before the row is closed, with its last block, in a model with states.
+
+        Args:
+            index: number of the first block after those whose digests the sequence has.
+            last_tokens: tokens after these blocks that are computed or in a step in flight, at most a block.
+            newest_step: newest step in flight; None if none is.
+        """
+        if not self._caches:
             return
-        parent = sequence.block_digests[index - 1] if index else sequence.root
         tokens = last_tokens.tobytes()
-        key = child_digest(parent, tokens), parent, tokens
+        parent = sequence.block_digests[index - 1] if index else sequence.root
+        key = parent, parent, b""
+        if tokens:
+            blocks = self._insert_last(row, sequence, index, tokens)
+            if newest_step is not None:
+                self._pending.add(newest_step, blocks, [])
+            digest = child_digest(parent, tokens)
+            key = (digest, digest, b"") if last_tokens.size == self.block_size else (digest, parent, tokens)
+        num_tokens = index * self.block_size + last_tokens.size
+        if num_tokens >= MIN_SNAPSHOT_BLOCKS * self.block_size:
+            self.state_slots.keep(row, key, num_tokens - sequence.num_snapshot_tokens, newest_step)
+
+    def _insert_last(self, row: int, sequence: Sequence, index: int, tokens: bytes) -> list[int]:
+        """Add a row's last block, number `index`, with its tokens to the prefix caches; return it of each group."""
+        parent = sequence.block_digests[index - 1] if index else sequence.root
+        key, blocks = (child_digest(parent, tokens), parent, tokens), list[int]()
         for group, cache in enumerate(self._caches_of(self.partition_of(row))):
             table = self._table(row, group)
             if index >= self._first_live[table]:
-                self._insert(cache, key, int(self.tables.ids[table, index]))
+                blocks.append(int(self.tables.ids[table, index]))
+                self._insert(cache, key, blocks[-1])
+        return blocks
 
     def flush_cache(self) -> None:
         """Forget the content of all blocks, on the device and on the host. Held blocks stay with their sequences."""
@@ -420,6 +504,7 @@ class BlockManager:
     def confirm_fills(self, step_id: int) -> None:
         """Record that all ranks have written what the steps up to `step_id` fill."""
         self._pending.confirm(step_id)
+        self.state_slots.confirm(step_id)
 
     def forget_unconfirmed(self) -> set[int]:
         """Forget the planned moves and the content that steps without a result may have left half written.
@@ -438,6 +523,7 @@ class BlockManager:
         self._pool.forget_blocks(blocks)
         if self.host is not None:
             self.host.forget_blocks(host_blocks)
+        self.state_slots.forget_unconfirmed()
         return host_blocks
 
     def keep_tiers(self, tiers: KvTiers) -> None:
@@ -446,6 +532,7 @@ class BlockManager:
             for cache in self._caches:
                 cache.clear()
             self._pool.forget_content()
+            self.state_slots.flush()
         if self.host is not None and KvTiers.HOST not in tiers:
             self.host.flush_cache()
 
@@ -500,21 +587,28 @@ class BlockManager:
             self._pending.add(step_id, (*self._filling, *loaded), saved)
         return self._moves.take(step_id)
 
+    def take_state_moves(self, step_id: int) -> tuple[IntArray, IntArray]:
+        """Return and clear the copies of states before and after step `step_id`, each [n, 2]."""
+        return self.state_slots.take(step_id)
+
     def begin_plan(self) -> None:
         """Begin another plan: the blocks that the last one fills may be copied now."""
         self._filling.clear()
 
     def free_fenced(self, step_id: int) -> None:
-        """Free the blocks whose release was deferred until step `step_id` is done."""
+        """Free the blocks and slots whose release was deferred until step `step_id` is done."""
         self._pool.free_fenced(step_id)
+        self.state_slots.free_fenced(step_id)
 
-    def check_integrity(self, host_blocks: list[int]) -> None:
+    def check_integrity(self, host_blocks: list[int], rows: list[int]) -> None:
         """Recount the pools against the tables. Raises AssertionError at any difference.
 
         Args:
             host_blocks: host blocks of preempted sequences.
+            rows: that have sequences.
         """
         tables = self.tables
+        self.state_slots.check_integrity(rows)
         assert tables.num_blocks == tables.lens.sum(), "the entries of the block tables are miscounted"
         lens = tables.lens.reshape(self.num_groups, -1)
         assert (lens == lens[0]).all(), "the tables of a row differ in length"
@@ -590,6 +684,12 @@ class BlockManager:
         if is_new:
             self._pool.keep_content(block_id)
         return is_new
+
+    def _is_evicted(self, digest: bytes) -> bool:
+        """Return whether no memory has the block of the first cache group with a chain digest."""
+        return self._caches[0].find(digest) is None and (
+            self.host is None or self.host.find(0, digest) is None
+        )
 
     def _evict(self, block_id: int) -> None:
         """Evict a cached block: move its content to host memory if there is room."""

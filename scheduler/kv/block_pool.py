@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -113,6 +114,11 @@ class BlockPool:
 
     def is_cached(self, block_id: int) -> bool:
         return block_id in self._queue_of(block_id).cached
+
+    def oldest_cached(self, count: int) -> list[int]:
+        """Return the cached blocks that were released first, at most `count`, of a pool of one partition."""
+        (queue,) = self._queues
+        return list(islice(queue.cached, count))
 
     def states(self, block_ids: range) -> bytes:
         """Return a BlockState for each block."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...proto.cache_groups import CacheLayout
+from ...proto.digests import child_digest
 from .host_tier import HostTier
 from .prefix_cache import PrefixCache
 
@@ -22,12 +23,23 @@ class Prefix:
         partial: for each group the block whose first tokens continue the prefix, and the number of these tokens; to
             be copied.
         partition: of the pool, in which all these blocks are.
+        snapshot: slot of the state after all these tokens; None if there are none, or the model has no states.
+        num_shared_blocks: full blocks of the sequence that are cached, with a snapshot or without one; counted for
+            models with states only.
     """
 
     num_blocks: int = 0
     blocks: tuple[tuple[tuple[int, bool], ...], ...] = ()
     partial: tuple[tuple[int, ...], int] | None = None
     partition: int = 0
+    snapshot: int | None = None
+    num_shared_blocks: int = 0
+
+    def without_partial(self) -> Prefix:
+        """Return the prefix without the partial block; an empty one if its snapshot is of these tokens."""
+        if self.snapshot is not None:
+            return Prefix(partition=self.partition, num_shared_blocks=self.num_shared_blocks)
+        return replace(self, partial=None)
 
     def num_tokens(self, block_size: int) -> int:
         return self.num_blocks * block_size + (self.partial[1] if self.partial else 0)
@@ -123,3 +135,15 @@ class PrefixLookup:
                 return None
             found.append(child)
         return tuple(block_id for block_id, _ in found), min(count for _, count in found)
+
+    def find_tail(
+        self, parent: bytes, tokens: array[int], excluded: Container[int]
+    ) -> tuple[tuple[int, ...], int] | None:
+        """Return a block of each group after `parent` whose first tokens are `tokens`, as find_partial does."""
+        found = self.find_partial(parent, tokens, excluded)
+        if found is not None and found[1] == len(tokens):
+            return found
+        digest = child_digest(parent, tokens.tobytes())
+        blocks = [cache.find(digest) for cache in self._caches]
+        exact = tuple(block for block in blocks if block is not None and block not in excluded)
+        return (exact, len(tokens)) if len(exact) == len(blocks) else None

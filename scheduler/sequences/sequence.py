@@ -54,6 +54,8 @@ class Sequence:
         lora: its adapter; None for the model alone.
         pooling: it ends with its prompt, whose hidden states are pooled; None if it generates tokens.
         weights_version: of the weights that it is computed with.
+        snapshot_ends: numbers of its known tokens after which its state is saved; empty for models without states.
+        num_snapshot_tokens: tokens of its newest snapshot, its own or the one from which it started.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
 
@@ -104,6 +106,8 @@ class Sequence:
     num_recoveries: int = 0
     recovered_s: float = 0.0
     lora: LoraReference | None = None
+    snapshot_ends: tuple[int, ...] = ()
+    num_snapshot_tokens: int = 0
 
     @property
     def is_scoring(self) -> bool:
@@ -167,6 +171,10 @@ class Sequence:
             extra_args=params.extra_arg_pairs,
         )
         return None if logits_processors == RowLogitsProcessors(num_prompt_tokens) else logits_processors
+
+    def tokens_to_snapshot(self, num_scheduled: int) -> int | None:
+        """Return the tokens from `num_scheduled` to the next end where its state is saved; None if there is none."""
+        return next((end - num_scheduled for end in self.snapshot_ends if end > num_scheduled), None)
 
     def change_root(self, root: bytes, weights_version: str) -> None:
         """Go on with other weights: cached blocks of the earlier ones do not count."""

@@ -50,6 +50,7 @@ def small_config(
     pooling_type: str | None = None,
     layer_windows: tuple[int, ...] = (0,),
     num_kv_partitions: int = 1,
+    num_state_slots: int | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a configuration for tests of the control plane; its model does not exist.
@@ -58,6 +59,7 @@ def small_config(
         num_speculative_tokens: 0 for no speculative decoding.
         pooling_type: of a model that pools prompts beside generating; None for one that generates only.
         layer_windows: of each layer, 0 for none.
+        num_state_slots: of a model that keeps states; None for one that keeps none.
         num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
     """
     model = ModelConfig(
@@ -65,11 +67,12 @@ def small_config(
         vocab_size=VOCAB_SIZE, num_layers=len(layer_windows), num_heads=1, num_kv_heads=1, head_dim=1,
         eos_token_ids=eos, layer_windows=layer_windows,
         pooling=None if pooling_type is None else PoolingConfig(pooling_type, 2),
+        has_states=num_state_slots is not None,
     )  # fmt: skip
     defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
     options = EngineOptions(
         "fake", block_size=block_size, num_kv_blocks=num_blocks, prefix_caching=prefix_caching,
-        num_host_kv_blocks=num_host_blocks, **(defaults | scheduler),
+        num_host_kv_blocks=num_host_blocks, num_state_slots=num_state_slots, **(defaults | scheduler),
     )  # fmt: skip
     config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
     if num_kv_partitions > 1:
@@ -184,6 +187,8 @@ def _apply_to_tables(tables: BlockTables, plan: StepPlan) -> None:
     tables.release(plan.released_rows)
     for new in plan.new:
         tables.put(new.row, new.block_ids)
+        if new.state_slot:
+            tables.put_state(new.row, new.state_slot)
     tables.trim(plan.trimmed_rows, plan.trimmed_lens)
     tables.append(plan.appended_rows, plan.appended_ids)
 
@@ -196,7 +201,8 @@ def _pooled(vectors: dict[int, list[float]]) -> Pooled:
 class FakeWorkerGroup:
     """A worker group whose KV cache holds digests. It executes plans as a rank does and checks every read.
 
-    A block holds the digests of one cache group. Of a group with a window only the tokens in it are read.
+    A block holds the digests of one cache group. Of a group with a window only the tokens in it are read. A state
+    slot holds the digest of the sequence whose state it has.
 
     `broadcast` only queues a plan, which is executed when its result is gathered, as late as possible. `broadcast`
     checks the fences: no plan may allocate a block that a plan in flight reads or writes. Of the drafted tokens, the
@@ -236,7 +242,8 @@ class FakeWorkerGroup:
 
     def _forget_plans(self) -> None:
         self.plans: deque[bytes] = deque()
-        self.touched: deque[set[int]] = deque()  # by each plan in flight
+        self.touched: deque[set[int]] = deque()  # blocks, by each plan in flight
+        self.touched_slots: deque[set[int]] = deque()
         rows = self._config.scheduler.max_num_seqs
         self.planned_tables = self._make_tables()  # after the plans in flight
         # Of each row: tokens known at its start, and computed after the plans in flight if no draft is accepted.
@@ -258,6 +265,7 @@ class FakeWorkerGroup:
         if KvTiers.DEVICE not in kept:
             num_blocks = partitions * config.cache.num_kv_blocks
             self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(num_blocks)]
+            self.states = [b"nothing"] * (config.cache.num_state_slots or 0)
         if KvTiers.HOST not in kept:
             self.host_kv: list[list[tuple[int, bytes]]] = [[] for _ in range(partitions * num_host_blocks)]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
@@ -285,7 +293,14 @@ class FakeWorkerGroup:
             assert not fresh & touched, (
                 f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
             )
+        copies, saves = plan.state_copies, plan.state_saves
+        fresh_slots = {*copies[:, 1].tolist(), *saves[:, 1].tolist(), *(new.state_slot for new in plan.new)}
+        for touched in self.touched_slots:
+            taken = (fresh_slots - {0}) & touched
+            assert not taken, f"step {plan.step_id} takes state slots {taken} of a step in flight"
         _apply_to_tables(self.planned_tables, plan)
+        used = self.planned_tables.state_slots.tolist()
+        self.touched_slots.append({*used, *copies.ravel().tolist(), *saves.ravel().tolist()} - {0})
         for row in plan.released_rows.tolist():
             self.planned_prompt[row] = self.planned_computed[row] = 0
         for new in plan.new:
@@ -318,6 +333,7 @@ class FakeWorkerGroup:
         if self.poison is not None:
             self._fail_if_poisoned(StepPlan.decode(self.plans[0]))
         self.touched.popleft()
+        self.touched_slots.popleft()
         return self.execute(StepPlan.decode(self.plans.popleft()))
 
     def check(self) -> None:
@@ -341,8 +357,11 @@ class FakeWorkerGroup:
 
     def _lose_writes(self) -> None:
         kv, host_kv = [list(block) for block in self.kv], [list(block) for block in self.host_kv]
+        states = list(self.states)
         while self.plans:
             self.execute(StepPlan.decode(self.plans.popleft()))
+        pairs_of_states = zip(states, self.states, strict=True)
+        self.states = [now if was == now else b"lost" for was, now in pairs_of_states]
         for before, after in ((kv, self.kv), (host_kv, self.host_kv)):
             for block_id, block in enumerate(after):
                 old = before[block_id] if len(before[block_id]) == len(block) else [None] * len(block)
@@ -398,6 +417,8 @@ class FakeWorkerGroup:
             counts.append(len(own))
             num_drafted.append(len(drafts))
         self.num_executed_tokens += sum(scheduled.values())
+        for source, destination in plan.state_saves.tolist():
+            self.states[destination] = self.states[source]
         token_ids = np.array([next_token(state) for state in states], np.int32)
         logprobs = self._logprobs(sampled, states)
         reports = tuple(LoraReport(0, load.adapter_id, "digest") for load in plan.lora_loads)
@@ -499,6 +520,10 @@ class FakeWorkerGroup:
         assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy is copied on"
         for source, destination in plan.copies.tolist():
             self.kv[destination] = list(self.kv[source])
+        copies = plan.state_copies
+        assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist()), "a copy of a state is copied on"
+        for source, destination in copies.tolist():
+            self.states[destination] = self.states[source]
         for row, token_id in zip(plan.selected_rows.tolist(), plan.selected_ids.tolist(), strict=True):
             assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
             self.tokens[row][-1] = token_id
@@ -534,9 +559,15 @@ class FakeWorkerGroup:
 
     def _write(self, row: int, count: int) -> None:
         state = self._state_before(row)
+        if self.states and self.num_computed[row]:
+            slot = int(self.tables.state_slots[row])
+            assert slot, f"row {row} has the scratch slot"
+            assert self.states[slot] == state, f"row {row} has the state of another prefix"
         for position in range(self.num_computed[row], self.num_computed[row] + count):
             state = chain(state, self.tokens[row][position])
             self._store(row, position, state)
+        if self.states:
+            self.states[self.tables.state_slots[row]] = state
         self.num_computed[row] += count
         assert self.num_computed[row] <= self.tables.lens[row] * self.block_size, f"row {row} has no block"
 

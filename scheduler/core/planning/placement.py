@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...kv.block_manager import BlockManager
 from ...kv.prefix_lookup import Prefix
@@ -25,6 +25,7 @@ class Place:
         num_needed: blocks that must be free for the sequence to start, among them the share for growth.
         num_free, num_unheld: blocks that are free now, and also once the steps in flight are done.
         is_full: the running sequences lack blocks, so no sequence starts or takes blocks there in this step.
+        has_slot, will_have_slot: a state slot is free now, and once the steps in flight are done.
     """
 
     prefix: Prefix
@@ -32,6 +33,8 @@ class Place:
     num_free: int
     num_unheld: int
     is_full: bool
+    has_slot: bool
+    will_have_slot: bool
 
     @property
     def partition(self) -> int:
@@ -39,12 +42,12 @@ class Place:
 
     @property
     def has_room(self) -> bool:
-        return not self.is_full and self.num_needed <= self.num_free
+        return not self.is_full and self.has_slot and self.num_needed <= self.num_free
 
     @property
     def will_have_room(self) -> bool:
         """Return whether there is room once the steps in flight are done."""
-        return not self.is_full and self.num_needed <= self.num_unheld
+        return not self.is_full and self.will_have_slot and self.num_needed <= self.num_unheld
 
 
 class Placement:
@@ -108,9 +111,12 @@ class Placement:
         num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
         if prefix.partial is not None and num_needed > num_free:
             # While it is copied, the source of a copy is held as well: one block more than there may be.
-            prefix = replace(prefix, partial=None)
+            prefix = prefix.without_partial()
             num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
         num_blocks = blocks.num_blocks_in(partition)
         if num_unheld < num_blocks:  # sequences run there
             num_needed += int(WATERMARK * num_blocks)
-        return Place(prefix, num_needed, num_free, num_unheld, partition in self._full)
+        is_full, states = partition in self._full, blocks.state_slots
+        return Place(
+            prefix, num_needed, num_free, num_unheld, is_full, states.has_room, states.will_have_room
+        )

@@ -90,6 +90,7 @@ class PlanBuilder:
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
         copies, swap_out, swap_in = state.blocks.take_transfers(self.step_id)
+        state_copies, state_saves = state.blocks.take_state_moves(self.step_id)
         released, selected_rows, selected_ids = state.deltas.take()
         loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
         tables = state.blocks.tables
@@ -119,6 +120,8 @@ class PlanBuilder:
             lora_drops=drops,
             lora_slots=slots,
             keeps_states=self._keeps_states(state),
+            state_copies=state_copies,
+            state_saves=state_saves,
         )
 
     def _keeps_states(self, state: SchedulerState) -> bool:

@@ -117,9 +117,16 @@ class Planner:
                 continue
             row = row_of(sequence)
             num_unplanned = len(sequence.token_ids) - int(self._state.rows.num_scheduled[row])
-            chunks[row] = min(builder.num_tokens_left, num_unplanned)
+            chunks[row] = self._chunk_len(builder, sequence, num_unplanned)
             builder.num_tokens_left -= chunks[row]
         return chunks
+
+    def _chunk_len(self, builder: PlanBuilder, sequence: Sequence, num_unplanned: int) -> int:
+        """Return the tokens of a sequence's next chunk, which ends where its state is to be saved."""
+        num_scheduled = int(self._state.rows.num_scheduled[row_of(sequence)])
+        to_snapshot = sequence.tokens_to_snapshot(num_scheduled)
+        most = num_unplanned if to_snapshot is None else min(num_unplanned, to_snapshot)
+        return min(builder.num_tokens_left, most)
 
     def _add_drafts(self, builder: PlanBuilder, advancing: RowArray, chunks: dict[int, int]) -> None:
         """Choose how many drafted tokens the ranks may propose, within half of the tokens left: prompts wait too.
@@ -246,6 +253,8 @@ class Planner:
         start = int(self._state.rows.num_scheduled[row])
         self._state.rows.schedule(row, num_tokens)
         self._state.blocks.publish(row, sequence, start, start + num_tokens)
+        if start + num_tokens in sequence.snapshot_ends:
+            self._state.blocks.save_state(row, sequence, start + num_tokens)
         builder.chunk_rows.append(row)
         builder.chunk_lens.append(num_tokens)
         if not self._has_prompt_left(sequence):
@@ -267,7 +276,8 @@ class Planner:
             if not state.rows.decoding[row_of(parent)] or not self._may_run(parent):
                 continue
             if not state.blocks.can_fork(row_of(parent), parent.num_prompt_tokens - 1):
-                state.detach_children(parent)  # a window has moved past the end of the prompt
+                # A window has moved past the end of the prompt, or the state: they compute it from a snapshot.
+                state.detach_children(parent)
             for child in tuple(parent.children):
                 if not self._start_fork(builder, child, parent, parent.num_prompt_tokens - 1):
                     break
@@ -280,6 +290,8 @@ class Planner:
         """
         state = self._state
         if parent.row is None or builder.num_tokens_left < 1 or not state.rows.num_free:
+            return False
+        if not state.blocks.state_slots.has_room:
             return False
         blocks, partition = state.blocks, state.blocks.partition_of(parent.row)
         lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.num_free_in(partition)
@@ -402,6 +414,8 @@ class Planner:
             num_cached_tokens = blocks.swap_in(row, sequence)
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
+        sequence.snapshot_ends = blocks.snapshot_ends(sequence, prefix, num_cached_tokens)
+        sequence.num_snapshot_tokens = num_cached_tokens
         if not sequence.has_run:
             state.waiting.charge(sequence, len(sequence.token_ids), 0)
         if sequence.first_run_at is None:
@@ -423,7 +437,7 @@ class Planner:
             state.stats.count_kept_tokens(min(num_cached_tokens, sequence.num_lost_tokens))
         sequence.on_start(num_cached_tokens, builder.now)
         state.rows.schedule(row, num_cached_tokens)
-        num_tokens = min(builder.num_tokens_left, len(sequence.token_ids) - num_cached_tokens)
+        num_tokens = self._chunk_len(builder, sequence, len(sequence.token_ids) - num_cached_tokens)
         builder.num_tokens_left -= num_tokens
         state.blocks.grow(row, num_cached_tokens + num_tokens)
         sampling, constraint_row = sequence.row_sampling(), None
@@ -441,7 +455,7 @@ class Planner:
                 lora_slot=self._lora_slot(sequence),
                 pooling=sequence.pooling,
                 constraint_row=constraint_row,
-                num_generated=len(sequence.token_ids) - sequence.num_prompt_tokens,
+                state_slot=state.blocks.state_slots.slot_of(row),
             )
         )
         self._plan_chunk(builder, sequence, num_tokens)

@@ -318,13 +318,28 @@ class ResultProcessor:
         return {place for place, row in places if row in detectors and detectors[row].has_found}
 
     def _keep_partial(self, sequence: Sequence) -> None:
-        """Publish the last, partly filled block of a sequence that ends: its next turn may use it."""
+        """Publish the last, partly filled block of a sequence that ends, and its state, for its next turn."""
         row, rows = row_of(sequence), self._state.rows
         flushed = int(rows.num_flushed[row])
+        if self._state.blocks.state_slots.is_on:
+            self._keep_state(sequence)
+            return
         num_computed = int(rows.num_tokens[row]) - 1 - flushed
         if num_computed > 0:
             last_tokens = rows.tail[row, :num_computed].copy()
             self._state.blocks.keep_partial(row, sequence, flushed // rows.block_size, last_tokens)
+
+    def _keep_state(self, sequence: Sequence) -> None:
+        """Publish the state of a sequence that ends, with its last block.
+
+        The state is that of all tokens that are planned, which the steps in flight compute. They must be known.
+        """
+        state, rows, row = self._state, self._state.rows, row_of(sequence)
+        num_planned, num_flushed = int(rows.num_scheduled[row]), int(rows.num_flushed[row])
+        if num_planned <= int(rows.num_tokens[row]):
+            last_tokens = rows.tail[row, : num_planned - num_flushed].copy()
+            index, newest = num_flushed // rows.block_size, state.in_flight.newest_id
+            state.blocks.keep_end(row, sequence, index, last_tokens, newest)
 
     # Beams
 

@@ -43,6 +43,7 @@ from quire.scheduler.core.steps.row_state import RowState
 from quire.scheduler.kv.block_pool import BlockPool
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.kv.planned_moves import PlannedMoves
+from quire.scheduler.kv.state_slots import StateSlots
 
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
 # Of each layer: one cache group, with or without a window, up to four groups of several windows.
@@ -63,8 +64,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_speculative_tokens=st.sampled_from([0, 1, 5]),
         pooling_type=st.sampled_from(["last", "mean"]),
         num_kv_partitions=st.sampled_from([1, 1, 2, 3]),
+        num_state_slots=st.sampled_from([None, None, 2, 4, 9]),
     )
     def start(self, budget: int, **config: Any) -> None:
+        if config["num_state_slots"] is not None:  # neither drafts nor data-parallel attention
+            config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
         self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
         self.expected: dict[int, list[int]] = {}
         self.group_of: dict[int, range] = {}  # handles that end together
@@ -299,8 +303,24 @@ def free_without_a_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def give_a_fork_an_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: a row gets a slot, and nothing is copied into it."""
+
+    def copy_nothing(slots: StateSlots, source: int) -> int:
+        return slots._allocate()
+
+    monkeypatch.setattr(StateSlots, "_copy_of", copy_nothing)
+
+
 @pytest.mark.parametrize(
-    "plant", [leak_a_reference, write_a_shared_block, free_without_a_fence, keep_rejected_tokens]
+    "plant",
+    [
+        leak_a_reference,
+        write_a_shared_block,
+        free_without_a_fence,
+        keep_rejected_tokens,
+        give_a_fork_an_old_state,
+    ],
 )
 def test_state_machine_finds_planted_faults(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

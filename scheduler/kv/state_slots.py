@@ -1,0 +1,305 @@
+"""StateSlots: the states of rows, and snapshots of states that prefixes have led to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...proto.block_tables import BlockTables, IntArray
+from ...proto.codec import NO_PAIRS
+from .block_pool import BlockPool
+from .planned_moves import PendingFills
+from .prefix_cache import CacheKey
+from .snapshot_policy import snapshot_value
+
+# Snapshots of which the one with the least value is dropped: the longest unused ones.
+NUM_COMPARED = 64
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    """A state that a prefix has led to.
+
+    Attributes:
+        key: as of a cached block: the last digest is that of the whole prefix. The tokens are those after the last
+            full block, or empty.
+        num_saved_tokens: as in snapshot_value.
+    """
+
+    key: CacheKey
+    num_saved_tokens: int
+    num_hits: int
+    value: float
+
+
+class StateSlots:
+    """The owner of the slots for the states of layers that keep one of each sequence.
+
+    A state changes in place with every token, so that sharing one is a copy. A row holds one slot, which no other row
+    has. A *snapshot* is a slot that no step writes any more; its prefix is found by its digest, like a block. Both
+    are blocks of one BlockPool: rows' slots are held, snapshots are cached, and slot 0 is scratch for padding.
+
+    Args:
+        tables: has the slot of each row.
+        num_slots: slot 0 included; 0 for a model without states.
+        is_dead: whether the blocks of a prefix, by the digest of its last full block, were evicted: a snapshot alone
+            is of no use.
+
+    Attributes:
+        num_saved: snapshots made by a copy.
+    """
+
+    def __init__(self, tables: BlockTables, num_slots: int, is_dead: Callable[[bytes], bool]) -> None:
+        self._tables, self._is_dead = tables, is_dead
+        self.is_on = num_slots > 0
+        self._pool = BlockPool(max(1, num_slots), self._on_evict)
+        self._snapshots: dict[int, _Snapshot] = {}
+        self._slot_of: dict[bytes, int] = {}  # digest |-> slot of the snapshot after full blocks
+        self._tails: dict[bytes, list[int]] = {}  # parent's digest |-> slots of those within the next block
+        self._clock = 0.0
+        self._copies: list[tuple[int, int]] = []
+        self._wanted: list[tuple[int, CacheKey, int]] = []  # arguments of `save`
+        self._held: list[int] = []  # until the plan is made
+        self._pending = PendingFills()
+        self.num_saved = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Return the slots for sequences and snapshots: all except the scratch slot."""
+        return self._pool.num_blocks
+
+    @property
+    def num_held(self) -> int:
+        return self._pool.num_held
+
+    @property
+    def num_snapshots(self) -> int:
+        return self._pool.num_cached
+
+    @property
+    def num_fenced(self) -> int:
+        return self._pool.num_fenced
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether a row can open now."""
+        return not self.is_on or self._pool.num_free > 0
+
+    @property
+    def will_have_room(self) -> bool:
+        """Return whether a row can open once the steps in flight are done."""
+        return not self.is_on or self._pool.num_unheld_in(0) > 0
+
+    def slot_of(self, row: int) -> int:
+        """Return the slot of a row's state; 0 for a model without states."""
+        return int(self._tables.state_slots[row])
+
+    # Rows
+
+    def open(self, row: int, snapshot: int | None) -> None:
+        """Give an empty row a slot, into which the plan copies a snapshot, if there is one."""
+        if not self.is_on:
+            return
+        if snapshot is None:
+            slot = self._allocate()
+        elif self._pool.num_free == 1 and self._pool.is_cached(snapshot):
+            # It is the last slot: the row takes it, and overwrites the snapshot.
+            self._pool.share([snapshot])
+            self._forget(snapshot)
+            self._pool.forget_blocks([snapshot])
+            slot = snapshot
+        else:
+            slot = self._copy_of(snapshot)
+            found = self._snapshots[snapshot]
+            found.num_hits += 1
+            found.value = snapshot_value(found.num_saved_tokens, found.num_hits, self._clock)
+        self._tables.put_state(row, slot)
+
+    def open_fork(self, row: int, source_row: int) -> None:
+        """Give an empty row a copy of another row's state, as it is before the plan's step."""
+        if self.is_on:
+            self._tables.put_state(row, self._copy_of(self.slot_of(source_row)))
+
+    def close(self, row: int, fence_step: int | None) -> None:
+        """Release a row's slot; the caller removes it from the tables."""
+        if self.is_on:
+            self._pool.release([self.slot_of(row)], fence_step)
+
+    # Snapshots
+
+    def save(self, row: int, key: CacheKey, num_saved_tokens: int) -> None:
+        """Save a row's state after the next plan's step, if there is a slot when the plan is made.
+
+        Sequences that start in the same plan take their slots before. They cannot start from this snapshot.
+
+        Args:
+            key: digest of the prefix, twice, and no tokens: it ends with a full block.
+        """
+        self._wanted.append((row, key, num_saved_tokens))
+
+    def keep(self, row: int, key: CacheKey, num_saved_tokens: int, newest_step: int | None) -> None:
+        """Make a row's slot a snapshot, without a copy: the row is to be closed, and steps in flight end its prefix.
+
+        Args:
+            key: digest of the prefix, digest of its last full block, and the tokens after that block.
+            newest_step: newest step in flight, which may still change the state; None if none is in flight.
+        """
+        slot = self.slot_of(row)
+        if self._find(key) is not None:
+            return
+        self._add(slot, key, num_saved_tokens)
+        if newest_step is not None:
+            self._pending.add(newest_step, [slot], [])
+
+    def candidates(
+        self, root: bytes, digests: list[bytes], tokens: bytes, block_size: int
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the snapshots of prefixes of a sequence as (full blocks, tokens after these, slot), longest first.
+
+        Args:
+            root: start of the chain of digests.
+            digests: of the full blocks in question.
+            tokens: all tokens in question, int32.
+        """
+        if not self._snapshots:
+            return
+        for count in range(len(digests), -1, -1):
+            digest = digests[count - 1] if count else root
+            found = [(self._snapshots[slot].key[2], slot) for slot in self._tails.get(digest, ())]
+            for tail, slot in sorted(found, key=lambda each: -len(each[0])):
+                if tokens.startswith(tail, 4 * count * block_size):
+                    yield count, len(tail) // 4, slot
+            whole = self._slot_of.get(digest)
+            if whole is not None:
+                yield count, 0, whole
+
+    # Plans
+
+    def take(self, step_id: int) -> tuple[IntArray, IntArray]:
+        """Return and clear the copies before and after step `step_id`, each [n, 2]."""
+        if not (self._copies or self._wanted):
+            return NO_PAIRS, NO_PAIRS
+        copies, wanted = self._copies, self._wanted
+        saves = [pair for each in wanted for pair in self._allocate_save(*each)]
+        self._pending.add(step_id, [slot for _, slot in saves], [])
+        self._release_held(step_id)
+        self.num_saved += len(saves)
+        return _pairs(copies), _pairs(saves)
+
+    def free_fenced(self, step_id: int) -> None:
+        self._pool.free_fenced(step_id)
+
+    # Failures
+
+    def confirm(self, step_id: int) -> None:
+        """Record that all ranks have done the steps up to `step_id`."""
+        self._pending.confirm(step_id)
+
+    def forget_unconfirmed(self) -> None:
+        """Forget the planned copies, and the snapshots that steps without a result were to save. No row may be open.
+
+        A step changes states in place, so the states of its rows are void after a failure; snapshots are not.
+        """
+        slots, _ = self._pending.take()
+        self._release_held(None)
+        for slot in slots & self._snapshots.keys():
+            self._forget(slot)
+        self._pool.forget_blocks(slots)
+
+    def flush(self) -> None:
+        """Forget all snapshots. Slots of rows stay with them."""
+        for slot in list(self._snapshots):
+            self._forget(slot)
+        self._pool.forget_content()
+
+    def check_integrity(self, rows: list[int]) -> None:
+        """Recount the pool. Raises AssertionError at any difference.
+
+        Args:
+            rows: that have sequences.
+        """
+        slots = self._tables.state_slots
+        assert np.count_nonzero(slots) == (len(rows) if self.is_on else 0), "rows have no state or too many"
+        held = dict[int, int]()
+        for slot in (*(slots[rows].tolist() if self.is_on else ()), *self._held):
+            held[slot] = held.get(slot, 0) + 1
+        self._pool.check_integrity(held)
+        own = slots[rows].tolist()
+        assert len(set(own)) == len(own) or not self.is_on, "two rows have the same state"
+        tails = {slot for slots_of in self._tails.values() for slot in slots_of}
+        whole = set(self._slot_of.values())
+        assert not tails & whole, "a snapshot is in two indices"
+        assert tails | whole == self._snapshots.keys(), "the indices lack snapshots"
+        assert all(self._find(each.key) == slot for slot, each in self._snapshots.items())
+
+    # Details
+
+    def _allocate(self) -> int:
+        """Return a free slot, if need be that of the snapshot with the least value among the oldest."""
+        if self._pool.num_free == self._pool.num_cached:
+            victim = min(self._pool.oldest_cached(NUM_COMPARED), key=self._value)
+            self._clock = max(self._clock, self._snapshots[victim].value)
+            self._forget(victim)
+            self._pool.forget_blocks([victim])
+        (slot,) = self._pool.allocate(1)
+        return slot
+
+    def _value(self, slot: int) -> float:
+        snapshot = self._snapshots[slot]
+        parent = snapshot.key[1]
+        return -1.0 if self._is_dead(parent) else snapshot.value
+
+    def _on_evict(self, slot: int) -> None:
+        raise AssertionError(f"slot {slot} was evicted by age")
+
+    def _allocate_save(self, row: int, key: CacheKey, num_saved_tokens: int) -> list[tuple[int, int]]:
+        """Return the slot of a row and one for its snapshot; nothing if no slot is free or there is a snapshot."""
+        if key[0] in self._slot_of or self._pool.num_free == 0:
+            return []
+        slot = self._allocate()
+        self._add(slot, key, num_saved_tokens)
+        self._held.append(slot)
+        return [(self.slot_of(row), slot)]
+
+    def _copy_of(self, source: int) -> int:
+        """Return a new slot into which the plan copies `source`."""
+        self._pool.share([source])
+        self._held.append(source)
+        slot = self._allocate()
+        self._copies.append((source, slot))
+        return slot
+
+    def _add(self, slot: int, key: CacheKey, num_saved_tokens: int) -> None:
+        value = snapshot_value(num_saved_tokens, 0, self._clock)
+        self._snapshots[slot] = _Snapshot(key, num_saved_tokens, 0, value)
+        if key[2]:
+            self._tails.setdefault(key[1], []).append(slot)
+        else:
+            self._slot_of[key[0]] = slot
+        self._pool.keep_content(slot)
+
+    def _find(self, key: CacheKey) -> int | None:
+        if not key[2]:
+            return self._slot_of.get(key[0])
+        slots = self._tails.get(key[1], ())
+        return next((slot for slot in slots if self._snapshots[slot].key[0] == key[0]), None)
+
+    def _forget(self, slot: int) -> None:
+        digest, parent, tokens = self._snapshots.pop(slot).key
+        if not tokens:
+            del self._slot_of[digest]
+            return
+        self._tails[parent].remove(slot)
+        if not self._tails[parent]:
+            del self._tails[parent]
+
+    def _release_held(self, fence_step: int | None) -> None:
+        self._copies, self._wanted = [], []
+        self._pool.release(self._held, fence_step)
+        self._held = []
+
+
+def _pairs(moves: list[tuple[int, int]]) -> IntArray:
+    return np.array(moves, np.int32) if moves else NO_PAIRS
