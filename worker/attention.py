@@ -208,6 +208,13 @@ def with_groups(
     )
 
 
+def with_states(
+    inputs: AttentionInputs, runs: StateRuns | None, layers: Sequence[Sequence[Tensor]]
+) -> AttentionInputs:
+    """Return the inputs with the states of each layer that keeps some; `runs` is None for models without."""
+    return inputs if runs is None else replace(inputs, states=StepStates(runs, layers))
+
+
 def with_splits(inputs: AttentionInputs, block_size: int, item_len: int | None) -> AttentionInputs:
     """Split the decodes of a step for a GPU; on a CPU return the inputs as they are.
 

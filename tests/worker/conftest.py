@@ -31,9 +31,9 @@ from quire.worker.rank.runner import ModelRunner
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for a CPU.
 
-    Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
-    device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
-    enable_expert_parallel, enable_dp_attention, batch_invariant.
+    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
+    cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling, enable_expert_parallel,
+    enable_dp_attention, batch_invariant, num_state_slots.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -52,6 +52,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         max_num_seqs=settings.get("max_num_seqs", 8),
         max_num_batched_tokens=settings.get("max_num_batched_tokens", 2048),
         num_host_kv_blocks=settings.get("num_host_blocks", 0),
+        num_state_slots=settings.get("num_state_slots"),
         cuda_graphs=settings.get("cuda_graphs", True),
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.decode_splits import split_decodes
+from ...kernels.state_runs import StateRuns
 from ...kernels.workspace import workspaces
 from ...proto.config import EngineConfig
 from ...proto.errors import first_line
@@ -109,6 +110,7 @@ class GraphLimits:
         num_lora_slots: adapters that a step may use; 0 without LoRA.
         records_chunks: steps with chunks are recorded. Those of latents are absorbed in a recording, which
             does not know their lengths, and batch-invariant ones are expanded.
+        has_states: layers of the model keep states.
     """
 
     max_num_seqs: int
@@ -120,6 +122,7 @@ class GraphLimits:
     dp_attention: bool = False
     num_lora_slots: int = 0
     records_chunks: bool = True
+    has_states: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> GraphLimits:
@@ -137,6 +140,7 @@ class GraphLimits:
             config.parallel.enable_dp_attention,
             0 if config.lora is None else config.lora.max_loras,
             not (config.parallel.batch_invariant and config.model.latent_dim),
+            config.model.has_states,
         )
 
     @property
@@ -177,6 +181,7 @@ class GraphInputs:
     attention: AttentionInputs
     sampled_index: Tensor | None
     lora: StepAdapters = NO_ADAPTERS
+    state_runs: StateRuns | None = None
 
 
 class Replay(NamedTuple):
@@ -247,6 +252,10 @@ class StepGraphs:
         self._query_start = zeros(NUM_CHUNKS + 1)
         self._seq_lens = zeros(num_rows)
         self._sampled_index = zeros(num_rows, dtype=torch.int64)
+        # The state slot of each row, and whether it begins with an empty state.
+        self._states: tuple[Tensor, Tensor] | None = None
+        if limits.has_states:
+            self._states = zeros(num_rows), zeros(num_rows, dtype=torch.bool)
         self._own_tokens: OwnTokens | None = None
         if limits.dp_attention:
             index, places = zeros(2, num_tokens, dtype=torch.int64)
@@ -360,9 +369,22 @@ class StepGraphs:
         sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
         lora = self._adapters.of_rows(num_rows) if shape.has_adapters else NO_ADAPTERS
         inputs = GraphInputs(
-            self._token_ids[:num_tokens], self._positions[:num_tokens], attention, sampled_index, lora
+            self._token_ids[:num_tokens],
+            self._positions[:num_tokens],
+            attention,
+            sampled_index,
+            lora,
+            self._state_runs(shape),
         )
         return self._keep(self._compute(inputs))
+
+    def _state_runs(self, shape: GraphShape) -> StateRuns | None:
+        if self._states is None:
+            return None
+        slots, is_new = (each[: shape.num_rows] for each in self._states)
+        decodes = torch.arange(shape.num_decodes, dtype=torch.int32, device=slots.device)
+        starts = torch.cat((decodes, self._query_start[: shape.num_chunks + 1] + shape.num_decodes))
+        return StateRuns(slots, starts, is_new, max(1, shape.num_chunk_tokens))
 
     def _keep(self, logits: Tensor) -> Tensor:
         """Copy logits to the memory that all graphs share."""
@@ -405,6 +427,10 @@ class StepGraphs:
             # Columns beyond these are stale, but also beyond the rows' lengths.
             copy(tables[:, : of_group.block_tables.shape[1]], of_group.block_tables)
         copy(self._seq_lens, attention.seq_lens)
+        if self._states is not None and batch.state_runs is not None:
+            self._clear_states(shape)
+            copy(self._states[0], batch.state_runs.slots)
+            copy(self._states[1], batch.state_runs.is_new)
         self._slot_mappings[:, num_decodes:first_chunk].fill_(NO_SLOT)
         self._seq_lens[num_decodes:first_chunk].zero_()
         if shape.num_chunks:
@@ -413,6 +439,12 @@ class StepGraphs:
             self._query_start[: num_chunks + 1].copy_(attention.query_start)
             self._query_start[num_chunks + 1 :].fill_(num_chunk_tokens)
             self._copy_sampled_index(batch, first_chunk - batch.num_decodes)
+
+    def _clear_states(self, shape: GraphShape) -> None:
+        """Let all rows begin with an empty state and end in the scratch slot, as padding does."""
+        if self._states is not None:
+            self._states[0][: shape.num_rows].zero_()
+            self._states[1][: shape.num_rows].fill_(True)
 
     def _copy_sampled_index(self, batch: Batch, num_padding: int) -> None:
         """Copy the indices of the sampled tokens; those of chunks move behind the decodes' padding.
@@ -430,6 +462,7 @@ class StepGraphs:
         self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
         self._query_start.zero_()
+        self._clear_states(shape)
         self._sampled_index.zero_()
         self._adapters.clear()
         if self._own_tokens is not None:

@@ -1,4 +1,4 @@
-"""CacheEngine: the KV cache of one rank; the scheduler alone assigns its blocks."""
+"""CacheEngine: the KV cache and the states of one rank; the scheduler alone assigns its blocks and slots."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ...kernels.flash_attention import ChunkAttention
 from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import EngineConfig, ModelConfig
+from ...proto.model.registry import state_layers
+from ...proto.model.state import state_bytes
 from ..attention import LayerCache
 from .kv_segment import KvSegment
 from .pinned_memory import pinned_zeros
 
-DEFAULT_CPU_KV_BYTES = 512 << 20
 # Blocks moved by a measurement of the swap rate.
 MEASURED_BLOCKS = 64
 # CacheConfig.kv_dtype |-> element type of the cache; "auto" is the model's dtype.
@@ -40,10 +41,12 @@ class CacheEngine:
         attend_chunks: as in LayerCache.
         touches_pages: on a CPU, write the device's part now.
         segment: holds all of it, on a CPU; None for memory that ends with the process.
+        num_state_slots: slots of each state; None for those of the configuration.
 
     Attributes:
         layers: the cache of each layer; block 0 is scratch for padding rows.
         draft_layers: of the draft model, for the same blocks.
+        states: the tensors of each layer with a state, [num_state_slots, ...]; slot 0 is scratch for padding rows.
         num_blocks: on the device.
     """
 
@@ -58,8 +61,23 @@ class CacheEngine:
         *,
         touches_pages: bool = True,
         segment: KvSegment | None = None,
+        num_state_slots: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        num_slots = config.cache.num_state_slots if num_state_slots is None else num_state_slots
+        self.states = [
+            tuple(
+                _zeros(
+                    (num_slots or 1, *tensor.shape),
+                    torch.float32 if tensor.is_float32 else dtype,
+                    device,
+                    touches_pages=touches_pages,
+                    segment=segment,
+                )
+                for tensor in layer
+            )
+            for layer in state_layers(config.model, config.parallel.tensor_parallel_size)
+        ]
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
         # [P, num_blocks, elements of a place]; in host memory [P, num_host_blocks + 1, ...], block 0 unused. P is the
         # number of places in a block, which hold the layers of each cache group in turn.
@@ -98,6 +116,17 @@ class CacheEngine:
         self.wait_for_swaps()
         for part in self._parts:
             copy_blocks(part, pairs[:, 0], pairs[:, 1])
+
+    def copy_states(self, pairs: Tensor) -> None:
+        """Copy state slots in every layer.
+
+        Args:
+            pairs: [n, 2] int64, source and destination; no slot is both.
+        """
+        sources, destinations = pairs[:, 0].contiguous(), pairs[:, 1].contiguous()
+        for layer in self.states:
+            for tensor in layer:
+                tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
     def swap_out(self, pairs: Tensor) -> None:
         """Copy device blocks to host memory, in every layer.
@@ -162,6 +191,11 @@ def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
         for model, layout in _models(config)
         for part in _parts(config, model, layout, dtype)
     )
+
+
+def bytes_per_state(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a state slot on one rank, in all its layers; 0 for a model without states."""
+    return state_bytes(state_layers(config.model, config.parallel.tensor_parallel_size), dtype.itemsize)
 
 
 def _models(config: EngineConfig) -> list[tuple[ModelConfig, CacheLayout]]:

@@ -17,7 +17,7 @@ from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.step import StepPlan
 from .allocation import check_host_memory, out_of_memory_as
-from .cache_engine import CacheEngine, bytes_per_block
+from .cache_engine import CacheEngine, bytes_per_block, bytes_per_state
 from .kv_segment import KvSegment
 from .shared_segment import SegmentAddress
 
@@ -35,6 +35,7 @@ class KvMemory:
 
     Attributes:
         block_bytes: of a block, in all layers of this rank.
+        states_bytes: of all state slots of this rank; 0 for a model without states.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class KvMemory:
             CacheEngine, config, dtype=dtype, device=device, attend_chunks=attend_chunks
         )
         self.block_bytes = bytes_per_block(config, dtype)
+        self.states_bytes = bytes_per_state(config, dtype) * (config.cache.num_state_slots or 0)
         self._cache: CacheEngine | None = None
         self._segment: KvSegment | None = None
         self._num_blocks = 0
@@ -83,6 +85,7 @@ class KvMemory:
         """
         num_host_blocks = self._config.cache.num_host_kv_blocks
         device_bytes, host_bytes = (count * self.block_bytes for count in (num_blocks, num_host_blocks))
+        device_bytes += self.states_bytes
         on_host = f" and {host_bytes / 2**30:.2f} GiB for swapped blocks" if host_bytes else ""
         failure = f"rank {self._rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
         if self._config.parallel.standby_weights and self._segment is None:
@@ -103,8 +106,8 @@ class KvMemory:
             self.allocate(self._num_blocks)
 
     def make_scratch(self) -> CacheEngine:
-        """Return a cache of the scratch block alone, for profiling."""
-        return self._make_cache(1, 0)
+        """Return a cache of the scratch block and the scratch slot alone, for profiling."""
+        return self._make_cache(1, 0, num_state_slots=1)
 
     def free(self) -> None:
         """Free the cache; a segment stays, empty."""
@@ -129,6 +132,7 @@ class KvMemory:
         try:
             return KvSegment.create(
                 (num_blocks + self._config.cache.num_host_kv_blocks + 1) * self.block_bytes
+                + self.states_bytes
             )
         except OSError as error:
             _log.warning("the KV of rank %d ends with its process: %s", self._rank, error)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.latent_attention import ChunkBounds
+from ...kernels.state_runs import StateRuns
 from ...proto.config import EngineConfig
 from ...proto.step import RowSampling
-from ..attention import AttentionInputs, OwnTokens, fixed_item_len, with_groups, with_splits
+from ..attention import AttentionInputs, OwnTokens, fixed_item_len, with_groups, with_splits, with_states
 from ..memory.cache_engine import CacheEngine
 from ..memory.host_to_device import to_device
 from ..models.loader import Model
@@ -109,7 +110,7 @@ class LargestSteps:
             chunks=ChunkBounds([chunk_len] * num_seqs, [chunk_len] * num_seqs),
             own_tokens=self._own_tokens(len(position)),
         )
-        inputs = self._in_all_groups(inputs)
+        inputs = with_states(self._in_all_groups(inputs), self._runs(num_seqs, chunk_len), cache.states)
         return self.model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 
     def _run_decodes(self, cache: CacheEngine) -> None:
@@ -127,7 +128,16 @@ class LargestSteps:
         )
         inputs = self._in_all_groups(inputs)
         inputs = with_splits(inputs, config.cache.block_size, fixed_item_len(config.parallel))
+        inputs = with_states(inputs, self._runs(num_seqs, 1), cache.states)
         self.model.forward(torch.zeros_like(position), position, cache.layers, inputs)
+
+    def _runs(self, num_seqs: int, run_len: int) -> StateRuns | None:
+        """Return runs of equal length, all in the scratch slot; None for a model without states."""
+        if not self.config.model.has_states:
+            return None
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=self.device) * run_len
+        is_new = torch.ones(num_seqs, dtype=torch.bool, device=self.device)
+        return StateRuns(self._int_zeros(num_seqs), starts, is_new, run_len)
 
     def _own_tokens(self, num_tokens: int) -> OwnTokens | None:
         """Return all tokens with data-parallel attention: a rank may have all sequences of a step."""

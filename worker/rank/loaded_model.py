@@ -13,7 +13,7 @@ from torch import Tensor
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.model.mtp_layouts import mtp_prefixes
 from ...proto.model.quantization import read_quantization
-from ..attention import AttentionInputs, LayerCache
+from ..attention import AttentionInputs, LayerCache, with_states
 from ..comm.communicator import Communicator
 from ..graphs.graphs import GraphInputs, GraphLimits
 from ..lora.adapters import RankAdapters
@@ -73,11 +73,14 @@ class LoadedModel:
         self.tap.keep(hidden, aux)
         return hidden
 
-    def compute(self, kv_caches: list[LayerCache], inputs: GraphInputs) -> Tensor:
+    def compute(
+        self, kv_caches: list[LayerCache], states: Sequence[Sequence[Tensor]], inputs: GraphInputs
+    ) -> Tensor:
         """Return the logits of a step that is being recorded."""
         self.adapters.begin_step(inputs.lora)
         self.tap.reset()
-        hidden = self.forward(inputs.token_ids, inputs.positions, kv_caches, inputs.attention)
+        attention = with_states(inputs.attention, inputs.state_runs, states)
+        hidden = self.forward(inputs.token_ids, inputs.positions, kv_caches, attention)
         self.tap.keep_replayed()
         if inputs.sampled_index is not None:
             hidden = hidden.index_select(0, inputs.sampled_index)

@@ -13,12 +13,13 @@ from ...proto.config import EngineConfig
 from ...proto.engine_command import ALL_TAGS, COMMAND_TIMEOUT_S, Action, EngineCommand, SleepTag
 from ...proto.errors import ConfigError, ModelLoadError
 from ...proto.model.mtp_layouts import mtp_prefixes
+from ...proto.state_memory import DEFAULT_CPU_KV_BYTES
 from ..attention import fixed_item_len, load_chunk_attention
 from ..comm.communicator import Communicator
 from ..graphs.graphs import CudaGraphs, GraphBackend, GraphLimits, NoGraphs, StepGraphs
 from ..lora.step_adapters import NO_ADAPTERS
 from ..memory.allocation import free_unused_memory
-from ..memory.cache_engine import DEFAULT_CPU_KV_BYTES, CacheEngine
+from ..memory.cache_engine import CacheEngine
 from ..memory.kv_memory import KvMemory, KvPartition
 from ..memory.shared_segment import SegmentAddress
 from ..sampling.sampler import Sampler
@@ -94,14 +95,16 @@ class RankMemory:
         return self._executor
 
     def num_blocks_that_fit(self) -> int:
-        """Return the number of KV blocks that fit, including the scratch block."""
+        """Return the number of KV blocks that fit beside the states, including the scratch block."""
         cache = self._config.cache
         if cache.num_kv_blocks is not None:
             return cache.num_kv_blocks
         num_bytes = cache.kv_cache_memory
         if num_bytes is None:
             num_bytes = DEFAULT_CPU_KV_BYTES if self._device.type == "cpu" else self._gpu_kv_bytes()
-        return num_bytes // self.kv.block_bytes
+        num_blocks = max(0, num_bytes - self.kv.states_bytes) // self.kv.block_bytes
+        # Where few layers have keys and values, or none, more blocks than sequences and snapshots can have would fit.
+        return min(num_blocks, self._config.max_useful_blocks)
 
     def allocate_kv(self, num_blocks: int, *, touches_pages: bool, inherited: SegmentAddress | None) -> bool:
         """Allocate the KV cache for the first time, as KvMemory.allocate does."""
@@ -290,7 +293,7 @@ class RankMemory:
         if not (self._wants_graphs and loaded.model.supports_graphs):
             return NoGraphs()
         graphs = StepGraphs(
-            partial(loaded.compute, cache.layers),
+            partial(loaded.compute, cache.layers, cache.states),
             GraphLimits.of(self._config),
             self._device,
             self._graph_backend or CudaGraphs(self._device),

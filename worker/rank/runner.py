@@ -168,6 +168,8 @@ class ModelRunner:
             stages.begin(IDLE)
             result.lora_reports = memory.loaded.adapters.take_reports(is_idle=batch is None)
             step = LaunchedStep(result) if batch is None else memory.executor.launch(batch, result)
+            if len(plan.state_saves):
+                memory.kv.cache.copy_states(to_device(plan.state_saves, self.device, torch.int64))
             # None is expected.
             result.num_compilations = num_compilations() - self._num_compilations
             return step
@@ -203,6 +205,8 @@ class ModelRunner:
             kv.cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             kv.cache.copy(to_device(plan.copies, self.device, torch.int64))
+        if len(plan.state_copies):
+            kv.cache.copy_states(to_device(plan.state_copies, self.device, torch.int64))
 
     def _draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens as Speculator.draft does."""

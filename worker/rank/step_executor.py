@@ -12,7 +12,7 @@ from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.errors import in_one_line
 from ...proto.step import Logprobs, StepResult
-from ..attention import fixed_item_len, with_splits
+from ..attention import fixed_item_len, with_splits, with_states
 from ..graphs.graphs import NoGraphs, StepGraphs
 from ..lora.step_adapters import NO_ADAPTERS, make_groups
 from ..memory.cache_engine import CacheEngine
@@ -144,6 +144,7 @@ class StepExecutor:
         attention = with_splits(
             batch.attention, self.config.cache.block_size, fixed_item_len(self.config.parallel)
         )
+        attention = with_states(attention, batch.state_runs, self.cache.states)
         hidden = self.loaded.forward(batch.token_ids, batch.positions, self.cache.layers, attention, outputs)
         if outputs is not None:
             sampled_index = outputs.sampled_index

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...kernels.decode_inputs import RowTables, gather_decodes
 from ...kernels.latent_attention import ChunkBounds
+from ...kernels.state_runs import StateRuns
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
 from ..attention import AttentionInputs, GeneratedTokens, OwnTokens, split_groups, with_groups
@@ -52,6 +53,7 @@ class Batch:
         row_ids, row_starts, row_lens: [n] on the host, the distinct rows in the order of their tokens, the position
             of each one's first token, and its number of tokens.
         pooled: prompt tokens of pooled rows.
+        state_runs: the tokens and the state slot of each sequence; None for models without states.
     """
 
     rows: LongArray
@@ -72,6 +74,7 @@ class Batch:
     row_lens: IntArray
     lora: StepAdapters = NO_ADAPTERS
     pooled: PooledTokens | None = None
+    state_runs: StateRuns | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ def gather_batch(
         row_starts=layout.row_starts,
         row_lens=layout.row_lens,
         pooled=_pooled_tokens(rows, plan, starts, sources),
+        state_runs=_state_runs(rows, layout.rows, layout.query_lens, layout.seq_lens, positions.device),
     )
 
 
@@ -214,7 +218,23 @@ def _gather_decodes(
         row_starts=lens - 1,
         row_lens=counts,
         lora=make_step_adapters(rows.lora_slots[token_rows], None, inputs.positions.device),
+        state_runs=_state_runs(
+            rows, token_rows, rows.one_each[: token_rows.size], lens, inputs.positions.device
+        ),
     )
+
+
+def _state_runs(
+    rows: DeviceRows, row_ids: LongArray, query_lens: IntArray, seq_lens: IntArray, device: torch.device
+) -> StateRuns | None:
+    """Return the runs of a step's sequences, [S]; None for a model without states."""
+    if not rows.has_states:
+        return None
+    starts = np.zeros(row_ids.size + 1, np.int32)
+    np.cumsum(query_lens, out=starts[1:])
+    arrays: list[npt.NDArray[Any]] = [rows.tables.state_slots[row_ids], starts, seq_lens == query_lens]
+    slots, device_starts, is_new = to_device_together(arrays, device)
+    return StateRuns(slots, device_starts, is_new, int(query_lens.max()))
 
 
 def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> _Layout | None:

@@ -32,6 +32,7 @@ class DeviceRows:
 
     Attributes:
         max_len: most tokens that a row may compute.
+        has_states: layers of the model keep states, in the slots of `tables`.
         layout: the cache groups.
         tables: block tables, a copy of the scheduler's.
         device_tables: the same on the device.
@@ -58,6 +59,7 @@ class DeviceRows:
     def __init__(self, config: EngineConfig, shard: Shard, device: torch.device, comm: Communicator) -> None:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
+        self.has_states = config.model.has_states
         self.layout = config.cache_layout
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq, len(self.layout.groups))
         self.device_tables = DeviceTables(self.tables, device)
@@ -187,6 +189,8 @@ class DeviceRows:
         self.decoding[row] = False
         self.lora_slots[row] = sequence.lora_slot
         self.tables.put(row, sequence.block_ids)
+        if sequence.state_slot:
+            self.tables.put_state(row, sequence.state_slot)
         self.sampling.put(row, sequence.sampling)
         self.pooling[row] = sequence.pooling
         self.pools[row] = sequence.pooling is not None

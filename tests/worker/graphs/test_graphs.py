@@ -14,11 +14,13 @@ from adapters import ATTENTION, MLP, VOCABULARY, put_adapters, write_adapter
 from pooling_models import EmbeddingReference
 from ranked_driver import RankedDriver
 from reference import Reference
+from state_kinds import STATE_KINDS
 from tape import TapeBackend, on_one_launch
 from torch import Tensor
 
-from quire.kernels import latent_attention, linear, lora, paged_attention
+from quire.kernels import latent_attention, linear, lora, paged_attention, recurrence
 from quire.kernels.native import ops as cpu
+from quire.kernels.state_runs import StateRuns
 from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.lora import NO_SLOT, LoraReference
 from quire.proto.pooling import PoolingParams
@@ -30,6 +32,7 @@ from quire.worker.graphs.graphs import Recording
 from quire.worker.lora import embedding_adapters, layers
 from quire.worker.lora.step_adapters import make_step_adapters
 from quire.worker.models.mixers import mla as latent_layer
+from quire.worker.models.mixers import short_conv
 from quire.worker.rank import rank_memory
 
 GREEDY = RowSampling(temperature=0.0)
@@ -583,3 +586,43 @@ def test_pooled_prompt_beside_decodes_is_not_replayed(
     expected = EmbeddingReference(folder).embed([9, 10, 11, 12])
     np.testing.assert_allclose(driver.vectors[1], expected, atol=1e-4)
     Reference(folder).check_greedy([5, 6, 7], driver.outputs[0])
+
+
+def conv(
+    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, starts: Tensor, is_new: Tensor, silu: bool
+) -> Tensor:
+    """Behave as the kernel, which gives any numbers for tokens outside all runs."""
+    runs = StateRuns(slots, starts, is_new, len(x))
+    out = recurrence.causal_conv(x, weight, None, states, runs, silu=silu)
+    out[int(starts[-1]) :] = torch.nan
+    return out
+
+
+def test_replayed_steps_read_and_write_the_states_of_their_rows(
+    make_model: Any, make_engine: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of few decodes and of chunks, with padding, which ends in the scratch slot."""
+    op = torch.library.custom_op("quire_tests::conv", conv, mutates_args=("states",))
+
+    def causal_conv(
+        x: Tensor, weight: Tensor, bias: None, states: Tensor, runs: StateRuns, *, silu: bool
+    ) -> Tensor:
+        result: Tensor = op(x.contiguous(), weight, states, runs.slots, runs.starts, runs.is_new, silu)
+        return result
+
+    monkeypatch.setattr(short_conv, "causal_conv", causal_conv)
+    folder = make_model("lfm2", seed=7, **STATE_KINDS["lfm2"])
+    engine = make_engine(
+        folder, 1, block_size=4, num_blocks=64, max_num_seqs=6, num_state_slots=12,
+        max_num_batched_tokens=32, graph_backend=backend,
+    )  # fmt: skip
+    driver, prompts = RankedDriver(engine.config.with_num_blocks(64), engine.step), {}
+    for handle, length in enumerate([9, 21, 3, 14, 30]):
+        prompts[handle] = [(7 * place + 31 * handle) % 380 + 1 for place in range(length)]
+        driver.add(handle, prompts[handle], max_tokens=8, ignore_eos=True)
+        driver.step(2)
+    driver.finish(prompts, Reference(folder), 8)
+    (runner,) = engine.runners
+    shapes = runner.memory.executor.graphs.shapes
+    assert {shape.num_chunks > 0 for shape in shapes} == {False, True}
+    assert backend.num_replays > 8

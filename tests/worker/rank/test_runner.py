@@ -14,9 +14,9 @@ import torch
 import quire.worker.rank.loaded_model as loaded_model
 from quire.proto.block_tables import BlockTables
 from quire.proto.errors import ConfigError, RankFailed
+from quire.proto.state_memory import DEFAULT_CPU_KV_BYTES
 from quire.proto.step import NewSequence, RowSampling, StepPlan
 from quire.worker.comm.communicator import SingleRank
-from quire.worker.memory.cache_engine import DEFAULT_CPU_KV_BYTES
 from quire.worker.rank.runner import ModelRunner
 
 GREEDY = RowSampling(temperature=0.0)
