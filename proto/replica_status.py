@@ -56,6 +56,10 @@ class KvCacheInfo:
         num_fenced_blocks: freed blocks that a step in flight may still read.
         fullest_kv_use: share of the blocks that sequences hold, of the fullest partition: with data-parallel
             attention, the KV blocks of one rank.
+        num_state_slots: slots for the states of models whose layers keep one of each sequence; 0 for others.
+        num_used_state_slots: those of sequences.
+        num_snapshots: those with the state after a cached prefix, which a later sequence may start from.
+        num_saved_snapshots: snapshots taken so far by copying a state.
     """
 
     block_size: int = 0
@@ -73,6 +77,10 @@ class KvCacheInfo:
     num_swapped_blocks: int = 0
     num_fenced_blocks: int = 0
     fullest_kv_use: float = 0.0
+    num_state_slots: int = 0
+    num_used_state_slots: int = 0
+    num_snapshots: int = 0
+    num_saved_snapshots: int = 0
 
     @property
     def is_uneven(self) -> bool:
@@ -169,8 +177,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "num_fenced_blocks", "num_computed_tokens", "busy_s", "num_plan_waits", "plan_wait_s",
         "max_num_seqs", "num_compilations", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
         "activity", "activity_s", "num_recoveries", "generates", "loras", "weights_version", "weights_path",
-        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use", "last_step_s",
-        "reports_changes",
+        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use",
+        "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots",
     )  # fmt: skip
 
     query_id: int

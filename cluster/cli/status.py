@@ -160,6 +160,10 @@ def _state(replica: ReplicaInfo) -> Text:
 def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     kv, queue = replica.kv, replica.queue
     fullest = f", {kv.fullest_kv_use:.0%} of the fullest rank's" if kv.is_uneven else ""
+    states = (
+        f"{kv.num_used_state_slots} of {kv.num_state_slots} used, {kv.num_snapshots} snapshots of prefixes, "
+        f"{kv.num_saved_snapshots} saved so far"
+    )
     return [
         (
             "KV blocks",
@@ -172,6 +176,7 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
             f"{kv.num_used_host_blocks} of {kv.num_host_blocks} used, {kv.num_cached_host_blocks} cached, "
             f"{kv.num_swapped_blocks} blocks swapped so far",
         ),
+        *([("state slots", states)] if kv.num_state_slots else []),
         ("KV fragmentation", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
         (
             "prefix cache",

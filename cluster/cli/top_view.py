@@ -168,6 +168,10 @@ def _replica(replica: ReplicaInfo, blocks: BlockMapInfo | None, width: int) -> l
         f"KV {kv.num_used_blocks} of {kv.num_blocks} blocks active{fullest}, {kv.num_fenced_blocks} fenced, "
         f"{kv.num_cached_blocks} cached, {num_empty} empty, prefix hits {kv.prefix_hit_rate:.0%}"
     )
+    if kv.num_state_slots:
+        used += (
+            f"; states {kv.num_used_state_slots} of {kv.num_state_slots} slots, {kv.num_snapshots} snapshots"
+        )
     ranks = "   ".join(f"rank {rank.rank} {rank.device} {rank.node} {rank.stage}" for rank in replica.ranks)
     parts: list[RenderableType] = [title, Text(figures), Text(used)]
     if blocks is not None:

@@ -181,6 +181,7 @@ def _scheduler() -> Row:
             ),
             _per_replica("Prompt tokens in the queue", of_replicas.QUEUED_TOKENS, width=6),
             _total("Blocks of host memory", of_replicas.HOST_BLOCKS, "state", width=6, stacked=True),
+            _total("Slots for states", of_replicas.STATE_SLOTS, "state", width=6, stacked=True),
             _per_replica("Swapped blocks", of_replicas.SWAPPED_BLOCKS, unit="ops", width=6),
             _per_replica("Computed tokens", of_replicas.COMPUTED_TOKENS, unit="ops", width=6),
             _per_replica("KV fragmentation", of_replicas.KV_FRAGMENTATION, width=6),

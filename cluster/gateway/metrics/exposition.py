@@ -101,6 +101,8 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
     samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
     if status.num_host_blocks:
         samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
+    if status.num_state_slots:
+        samples.add_counts(of_replicas.STATE_SLOTS, labels, _state_slot_counts(status))
     for rank in status.ranks:
         _collect_rank(samples, labels, rank)
 
@@ -131,6 +133,11 @@ def block_counts(status: ReplicaStatus) -> dict[str, int]:
 def _host_block_counts(status: ReplicaStatus) -> dict[str, int]:
     active, cached = status.num_used_host_blocks, status.num_cached_host_blocks
     return {"active": active, "cached": cached, "empty": status.num_host_blocks - active - cached}
+
+
+def _state_slot_counts(status: ReplicaStatus) -> dict[str, int]:
+    active, snapshots = status.num_used_state_slots, status.num_snapshots
+    return {"active": active, "snapshot": snapshots, "other": status.num_state_slots - active - snapshots}
 
 
 def _collect_rank(samples: Samples, labels: tuple[str, str], rank: RankStatus) -> None:
