@@ -12,6 +12,7 @@ import torch
 from model_kinds import KINDS
 from reference import Reference, prompts_of
 from safetensors.torch import load_file, save_file
+from state_kinds import STATE_KINDS
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
@@ -29,6 +30,13 @@ PUBLISHED = {
     ),
     "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", ""),
     "gemma3n_text": ("gemma3n", "Gemma3nForConditionalGeneration", "model.language_model.", ""),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", "lm_head."),
+    "qwen3_5_moe_text": (
+        "qwen3_5_moe",
+        "Qwen3_5MoeForConditionalGeneration",
+        "model.language_model.",
+        "lm_head.",
+    ),
     "gemma4_text": ("gemma4", "Gemma4ForConditionalGeneration", "model.language_model.", "lm_head."),
     "mistral": (
         "mistral3",
@@ -53,7 +61,7 @@ def publish(source: Path, folder: Path, kind: str) -> None:
     tensors = {"vision_tower.patch.weight": torch.zeros(3, 4), "multi_modal_projector.bias": torch.zeros(5)}
     for name, tensor in stored.items():
         if not name.startswith("lm_head."):
-            tensors[body + name.removeprefix("model.")] = tensor
+            tensors[body + name.removeprefix("model.").removeprefix("language_model.")] = tensor
         elif head:
             tensors[head + name.removeprefix("lm_head.")] = tensor
     (folder / "model.safetensors").unlink()
@@ -79,7 +87,7 @@ def test_text_model_of_published_checkpoint_equals_transformers(
     kind: str, make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     has_head = bool(PUBLISHED[kind][3])
-    source = make_model(kind, seed=7, tie_word_embeddings=not has_head, **KINDS[kind])
+    source = make_model(kind, seed=7, tie_word_embeddings=not has_head, **(KINDS | STATE_KINDS)[kind])
     publish(source, tmp_path / "published", kind)
     engine = make_engine(tmp_path / "published", 2)
     assert engine.config.model.architecture.endswith("ForCausalLM")
@@ -112,7 +120,7 @@ def test_published_names_of_transformers_models_are_known(
     kind: str, published: dict[str, Any], make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
     """The repositories have code of their own, which is not run, and transformers has other names."""
-    source = make_model(kind, seed=7, **KINDS[kind])
+    source = make_model(kind, seed=7, **(KINDS | STATE_KINDS)[kind])
     folder = Path(shutil.copytree(source, tmp_path / "published"))
     config = json.loads((folder / "config.json").read_text())
     code = {
