@@ -29,7 +29,7 @@ from quire.kernels.gpu import (
     process_logits,
     quantize_tokens,
     quantized_linear,
-    routing,
+    recurrence,
     sample_full,
     sample_top_k_top_p,
     sparse_latent,
@@ -40,6 +40,7 @@ from quire.kernels.logits import Biases, LogitsProcessors, Masks, Penalties
 from quire.kernels.lora import LoraGroups, make_factors
 from quire.kernels.moe import ExpertWeights
 from quire.kernels.quantized_linear import FLOAT4, QuantizedWeight
+from quire.kernels.state_runs import StateRuns
 
 
 def launch_everything(capability: int) -> None:
@@ -51,6 +52,7 @@ def launch_everything(capability: int) -> None:
     launch_experts(capability)
     launch_routing()
     launch_adapters()
+    launch_recurrences()
 
 
 def launch_all_attention() -> None:
@@ -300,3 +302,46 @@ def launch_sparse_latent_attention(
     fused_latent_norm_rope_write.fused_latent_norm_rope_write(
         queries, projected[:, 1536:], rows, sequences, angles, angles, weight, 1e-6, True, scales, keys
     )
+
+
+# Heads of values and of keys, elements of a key and of a value, a decay per channel, and the rule: Qwen3-Next, Kimi
+# Linear, Nemotron-H, Bamba, MiniMax-Text-01.
+_LINEAR_ATTENTION = (
+    (32, 16, 128, 128, False, "delta"),
+    (32, 32, 128, 128, True, "delta"),
+    (128, 8, 128, 64, False, "rates"),
+    (128, 1, 256, 64, False, "rates"),
+    (64, 64, 128, 128, False, "sum"),
+)
+
+
+def launch_recurrences() -> None:
+    """Launch the recurrences of layers that keep a state, for decode steps and for prompts."""
+    for num_tokens in (1, 100):
+        bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
+        runs = StateRuns(bounds[:1], bounds, torch.zeros(1, dtype=torch.bool), num_tokens)
+        for heads, key_heads, key_dim, value_dim, per_channel, rule in _LINEAR_ATTENTION:
+            q, k = torch.zeros(2, num_tokens, key_heads, key_dim, dtype=torch.bfloat16)
+            decay = torch.zeros(num_tokens, heads, *([key_dim] if per_channel else []))
+            recurrence.linear_attention(
+                q,
+                k,
+                torch.zeros(num_tokens, heads, value_dim, dtype=torch.bfloat16),
+                decay,
+                None if rule == "sum" else torch.zeros(num_tokens, heads),
+                torch.zeros(1, heads, key_dim, value_dim),
+                runs,
+                delta=rule == "delta",
+            )
+        for width, silu in ((3, False), (7, False), (4, True)):
+            x = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16)
+            weight, bias = x.new_zeros(2048, width), x.new_zeros(2048)
+            for own in (bias, None):
+                recurrence.causal_conv(x, weight, own, x.new_zeros(1, width - 1, 2048), runs, silu=silu)
+        for num_states, dtype in ((16, torch.bfloat16), (1, torch.float32)):
+            x, b = (
+                torch.zeros(num_tokens, 2048, dtype=dtype),
+                torch.zeros(num_tokens, num_states, dtype=dtype),
+            )
+            step, decay = torch.zeros(num_tokens, 2048), torch.zeros(num_states, 2048)
+            recurrence.selective_scan(x, step, decay, b, b, torch.zeros(1, num_states, 2048), runs)

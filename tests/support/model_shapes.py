@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from quire.cluster.config.model_config import describe_model
 from quire.proto.config import ModelConfig
-from quire.proto.model.registry import FAMILIES, kv_layers
+from quire.proto.model.registry import FAMILIES, NO_KV, kv_layers
 
 # Families that transformers has no configuration of. The attention of MiMo is Qwen2's.
 WITHOUT_CONFIGURATION = {"MiMoForCausalLM"}
@@ -39,8 +39,10 @@ def registered_models() -> tuple[ModelConfig, ...]:
     with tempfile.TemporaryDirectory() as folder:
         for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
             name = names if isinstance(names, str) else names[0]
-            if name in FAMILIES and kind != "llama4":  # of images as well; the text model is llama4_text
+            if name in FAMILIES:
                 config = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [name]}
+                if "text_config" in config:  # of images as well; the text model is listed by itself
+                    continue
                 Path(folder, "config.json").write_text(json.dumps(config))
                 models.append(describe_model(Path(folder), kind))
     assert set(FAMILIES) - {model.architecture for model in models} == WITHOUT_CONFIGURATION
@@ -52,7 +54,7 @@ def head_shapes() -> list[tuple[int, int, int]]:
     found = {
         (head_dim, model.num_heads // num_kv_heads)
         for model in registered_models()
-        if not model.latent_dim and model.architecture not in WITHOUT_HEAD_DIM
+        if not model.latent_dim and model.architecture not in WITHOUT_HEAD_DIM and model.kv_layers != NO_KV
         for num_kv_heads, head_dim in kv_layers(model) or [(model.num_kv_heads, model.head_dim)]
     }
     return [(2 * group, 2, head_dim) for head_dim, group in dict(sorted(found)).items()]
