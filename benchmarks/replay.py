@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from benchmarks.trace import Trace
 from quire.cluster.config.engine_options import EngineOptions
@@ -125,48 +123,23 @@ class Replay:
 
 
 def replay(trace: Trace, num_blocks: int, num_rows: int = 256, num_state_slots: int | None = None) -> Replay:
-    """Serve all requests of a trace, with outputs of the lengths in the trace.
+    """Serve all requests of a trace on one replica, with outputs of the lengths in the trace.
 
     Args:
         num_blocks: size of the pool, of 16 tokens each, without the scratch block.
         num_rows: most sequences that run at once.
         num_state_slots: of a model whose layers keep states; None for one without.
     """
-    config = make_config(num_blocks, 16, num_rows, trace.max_tokens)
-    if num_state_slots is not None:
-        model = replace(config.model, has_states=True)
-        config = replace(config, model=model, cache=replace(config.cache, num_state_slots=num_state_slots))
-    fitting = [request for request in trace.requests if request.num_tokens <= config.max_servable_tokens]
-    scheduler, clock = Scheduler(config), SimulatedClock()
-    elapsed: list[tuple[float, int]] = []  # seconds, and the sequences that ran during these
-    group = SimulatedGroup(num_rows, clock, lambda seconds: elapsed.append((seconds, scheduler.num_running)))
-    mailbox = TraceMailbox(clock, fitting)
-    loop = StepLoop(scheduler, group, mailbox, "replay", clock)
-    mailbox.on_done = loop.stop
-    loop.run()
-    seconds = sum(each for each, _ in elapsed)
-    mean_running = sum(each * count for each, count in elapsed) / seconds
-    stats, num_left_out = scheduler.stats, len(trace.requests) - len(fitting)
-    return Replay(
-        mailbox.finishes, seconds, mean_running, num_left_out, stats.num_steps, stats.num_preemptions
-    )
-
-
-def make_config(num_blocks: int, block_size: int, num_rows: int, max_tokens: int) -> EngineConfig:
-    """Return the configuration of a replica with a context of `max_tokens` and no real model."""
-    model = ModelConfig(
-        path="", name="none", architecture="", hf={}, dtype="bfloat16", max_model_len=max_tokens,
-        vocab_size=VOCAB_SIZE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
-    )  # fmt: skip
-    options = EngineOptions(
-        "none",
-        block_size=block_size,
-        num_kv_blocks=num_blocks + 1,
+    model = ReplicaModel(
+        num_blocks=num_blocks,
         max_num_seqs=num_rows,
         max_model_len=trace.max_tokens,
         max_queue_len=NO_LIMIT,
     )
     config = model.config()
+    if num_state_slots is not None:
+        cache = replace(config.cache, num_state_slots=num_state_slots)
+        config = replace(config, model=replace(config.model, has_states=True), cache=cache)
     fitting = [request for request in trace.requests if request.num_tokens <= config.max_servable_tokens]
     seconds = weighted = 0.0
 

@@ -81,8 +81,8 @@ GATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 # Of networks without gates.
 UNGATED_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": silu,
+    "gelu_tanh": gelu_tanh,
     "relu_squared": lambda x: F.relu(x).square_(),
 }
 

@@ -177,8 +177,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "num_fenced_blocks", "num_computed_tokens", "busy_s", "num_plan_waits", "plan_wait_s",
         "max_num_seqs", "num_compilations", "num_drafts", "num_draft_tokens", "num_accepted_tokens",
         "activity", "activity_s", "num_recoveries", "generates", "loras", "weights_version", "weights_path",
-        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use",
-        "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots",
+        "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use", "last_step_s",
+        "reports_changes", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots",
     )  # fmt: skip
 
     query_id: int

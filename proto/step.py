@@ -135,6 +135,7 @@ class NewSequence:
         constraint_row: row of the sequence from which it is forked, whose constraint it has too: `sampling` has none.
             The tokens of that row begin with all but the last of these, and the plan does not release it. None if the
             constraint is in `sampling`.
+        num_generated: the last tokens of token_ids, which were generated.
         state_slot: of its state; 0 if the model keeps none.
     """
 
@@ -147,6 +148,7 @@ class NewSequence:
     lora_slot: int = sent_if_set(NO_SLOT)
     pooling: PoolingParams | None = sent_if_set(None)
     constraint_row: int | None = sent_if_set(None)
+    num_generated: int = sent_if_set(0)
     state_slot: int = sent_if_set(0)
 
 

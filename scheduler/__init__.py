@@ -18,9 +18,10 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
     from .core.scheduler import Scheduler as Scheduler
     from .kv.kv_tiers import KvTiers as KvTiers
     from .service.actor import WATCH_GROUP as WATCH_GROUP, SchedulerActor as SchedulerActor
+    from .service.kv_events import open_sink as open_sink
     from .service.loop import StepLoop as StepLoop
     from .service.mailbox import InMemoryMailbox as InMemoryMailbox
-    from .service.worker_group import Rebuilt as Rebuilt
+    from .service.worker_group import Rebuilt as Rebuilt, WorkerGroup as WorkerGroup
 else:
     __all__, __getattr__ = lazy_names(
         __name__,
@@ -28,8 +29,9 @@ else:
             ".core.scheduler": "Scheduler",
             ".kv.kv_tiers": "KvTiers",
             ".service.actor": "WATCH_GROUP SchedulerActor",
+            ".service.kv_events": "open_sink",
             ".service.loop": "StepLoop",
             ".service.mailbox": "InMemoryMailbox",
-            ".service.worker_group": "Rebuilt",
+            ".service.worker_group": "Rebuilt WorkerGroup",
         },
     )

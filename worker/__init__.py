@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..proto.lazy_names import lazy_names
 
 if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
+    from .ahead.variants import compile_variants as compile_variants, record_variants as record_variants
     from .comm.communicator import SingleRank as SingleRank
     from .memory.host_memory import available_bytes as available_bytes
     from .memory.shared_segment import SegmentAddress as SegmentAddress, SharedSegment as SharedSegment
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
         make_meta_model as make_meta_model,
         measure_weights as measure_weights,
     )
+    from .pooling.vectors import as_tensor as as_tensor
     from .rank.actor import (
         LoadReport as LoadReport,
         RankProcess as RankProcess,
@@ -48,11 +50,13 @@ else:
     __all__, __getattr__ = lazy_names(
         __name__,
         {
+            ".ahead.variants": "compile_variants record_variants",
             ".comm.communicator": "SingleRank",
             ".memory.host_memory": "available_bytes",
             ".memory.shared_segment": "SegmentAddress SharedSegment",
             ".models.slot_size": "measure_slot",
             ".models.weight_size": "WeightSize make_meta_model measure_weights",
+            ".pooling.vectors": "as_tensor",
             ".rank.actor": "LoadReport RankProcess WorkerActor build_ops",
             ".rank.device": "compute_device cuda_device_count on_device",
             ".rank.ops_state": "LibraryState cache_directory library_state",

@@ -63,7 +63,7 @@ def compile_kernels(
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    from ...worker.ahead.variants import compile_variants, record_variants
+    from ...worker import compile_variants, record_variants
     from ..config.machine import gpu_bytes
 
     if gpu not in CAPABILITIES:

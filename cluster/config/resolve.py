@@ -31,7 +31,7 @@ from ...proto.model.registry import (
 )
 from ...proto.model.state import state_bytes
 from ...proto.options.option import declared_options
-from ...proto.options.sections import StructuredOutputsOptions
+from ...proto.options.sections import ChatOptions, StructuredOutputsOptions
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES, choose_num_slots
 from .deployment import Deployment
 from .early_checks import (

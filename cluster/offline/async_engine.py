@@ -119,7 +119,7 @@ class AsyncLLMEngine:
         self, prompt: PromptInput, pooling_params: PoolingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Yield the vector of a prompt; see `LLM.encode`."""
-        from ...worker.pooling.vectors import as_tensor  # torch
+        from ...worker import as_tensor  # torch
 
         running = await self.submit(
             prompt, SamplingParams(), request_id, priority=priority, pooling=pooling_params

@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 from ...proto.stream import GatewayMessage, ReplicaMessage, decode, encode
-from ...scheduler.service.mailbox import InMemoryMailbox
+from ...scheduler import InMemoryMailbox
 
 _GATEWAY = b"in-process"
 

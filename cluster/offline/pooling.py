@@ -76,7 +76,7 @@ class PooledRequests:
             raise InvalidRequest("pooling_task", problem)
         if task is not None:
             self._require(task, classifies=task == "classify")
-        from ...worker.pooling.vectors import as_tensor  # torch, which an LLM on several ranks does without
+        from ...worker import as_tensor  # torch, which an LLM on several ranks does without
 
         return [
             PoolingRequestOutput(

@@ -12,9 +12,7 @@ import numpy as np
 from ...proto.config import EngineConfig
 from ...proto.sampling import SamplingParams
 from ...proto.stream import GatewayMessage, ReplicaMessage, Submit, TokenBatch
-from ...scheduler.core.scheduler import Scheduler
-from ...scheduler.service.loop import StepLoop
-from ...scheduler.service.worker_group import WorkerGroup
+from ...scheduler import Scheduler, StepLoop, WorkerGroup
 from .replica import GATEWAY, MeteredRanks
 from .step_time import MeasuredStep, StepWork
 

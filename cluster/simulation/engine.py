@@ -8,7 +8,7 @@ from pathlib import Path
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.model.registry import check_supported
-from ...worker.models.weight_size import WeightSize, make_meta_model, measure_weights
+from ...worker import WeightSize, make_meta_model, measure_weights
 from ..config.capacity import Workload, capacity
 from ..config.engine_options import EngineOptions
 from ..config.machine import GIB, gpu_bytes

@@ -12,9 +12,7 @@ from ...proto.config import EngineConfig
 from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import CacheReport, GatewayMessage, ReplicaMessage, TokenBatch
-from ...scheduler.core.scheduler import Scheduler
-from ...scheduler.service.loop import StepLoop
-from ...scheduler.service.worker_group import Rebuilt, WorkerGroup
+from ...scheduler import Rebuilt, Scheduler, StepLoop, WorkerGroup
 from ..fleet.controller.fleet_state import ReplicaState
 from .step_time import StepWork, TimesSteps
 from .traces import FIRST_TOKEN, VOCAB_SIZE
@@ -118,7 +116,7 @@ class SimulatedRanks:
     def check(self) -> None:
         """Never raises."""
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
         """Never raises."""
 
     def rebuild(self, epoch: int) -> Rebuilt:
@@ -178,8 +176,8 @@ class MeteredRanks:
     def check(self) -> None:
         self._ranks.check()
 
-    def examine(self, waited_s: float, *, is_overdue: bool) -> None:
-        self._ranks.examine(waited_s, is_overdue=is_overdue)
+    def examine(self, waited_s: float, *, failed_s: float) -> None:
+        self._ranks.examine(waited_s, failed_s=failed_s)
 
     def rebuild(self, epoch: int) -> Rebuilt:
         return self._ranks.rebuild(epoch)

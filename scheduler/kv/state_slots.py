@@ -10,8 +10,8 @@ import numpy as np
 from ...proto.block_tables import BlockTables, IntArray
 from ...proto.codec import NO_PAIRS
 from .block_pool import BlockPool
+from .cache_events import CacheKey
 from .planned_moves import PendingFills
-from .prefix_cache import CacheKey
 from .snapshot_policy import snapshot_value
 
 # Snapshots of which the one with the least value is dropped: the longest unused ones.

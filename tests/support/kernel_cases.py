@@ -30,6 +30,7 @@ from quire.kernels.gpu import (
     quantize_tokens,
     quantized_linear,
     recurrence,
+    routing,
     sample_full,
     sample_top_k_top_p,
     sparse_latent,

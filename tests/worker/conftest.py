@@ -31,9 +31,9 @@ from quire.worker.rank.runner import ModelRunner
 def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     """Return an EngineConfig like that of `resolve`, for a CPU.
 
-    Settings: block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype, device, quantization,
-    cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling, enable_expert_parallel,
-    enable_dp_attention, batch_invariant, num_state_slots.
+    Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
+    device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
+    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots.
     """
     model = replace(
         describe_model(folder, folder.name),

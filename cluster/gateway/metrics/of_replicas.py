@@ -149,19 +149,16 @@ KV_BLOCKS = gauge(
     "(free, with content of the prefix cache) and empty.",
     labels=(*OF_REPLICA, "state"),
 )
-STATE_SLOTS = Metric(
-    name="quire_state_slots",
-    kind=Kind.GAUGE,
-    help="Slots for states, in models whose layers keep one of each sequence, by state: active (of sequences), "
+STATE_SLOTS = gauge(
+    "quire_state_slots",
+    "Slots for states, in models whose layers keep one of each sequence, by state: active (of sequences), "
     "snapshot (of cached prefixes) and other (fenced or empty).",
     labels=(*OF_REPLICA, "state"),
 )
-KV_TOKENS = _add(
-    OF_STATUS,
-    lambda status: status.num_used_tokens,
-    name="quire_kv_tokens",
-    kind=Kind.GAUGE,
-    help="Tokens whose KV running sequences hold; a shared block counts for each.",
+KV_TOKENS = _gauge(
+    "num_used_tokens",
+    "quire_kv_tokens",
+    "Tokens whose KV running sequences hold; a shared block counts for each.",
 )
 KV_FRAGMENTATION = _gauge(
     "mean_kv_fragmentation",

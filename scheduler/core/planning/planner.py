@@ -455,6 +455,7 @@ class Planner:
                 lora_slot=self._lora_slot(sequence),
                 pooling=sequence.pooling,
                 constraint_row=constraint_row,
+                num_generated=len(sequence.token_ids) - sequence.num_prompt_tokens,
                 state_slot=state.blocks.state_slots.slot_of(row),
             )
         )

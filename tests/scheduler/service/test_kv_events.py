@@ -40,7 +40,7 @@ def replay(context: zmq.Context[Any], publisher: KvEventPublisher, first: bytes)
         client.setsockopt(zmq.LINGER, 0)
         client.connect(publisher.replay_endpoint)
         client.send_multipart((b"", first))
-        found = []
+        found = list[tuple[bytes, Any]]()
         while True:
             _, number, payload = client.recv_multipart()
             if number == END_OF_REPLAY:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ....kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, GatedActivation
+from ....kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, GatedActivation, sigmoid
 from ....kernels.dispatch import has_kernels
 from ....kernels.linear import linear, pack
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices

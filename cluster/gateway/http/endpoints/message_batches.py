@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from .....proto.errors import InvalidRequest
-from ....client.wire.batch_input import read_batch
+from ....client.wire.batch_files import read_batch
 from ...admin.services import GatewayServices
 from ..batch_runner import WINDOW_S, BatchRunner
 from ..batch_store import Item, has_ended
