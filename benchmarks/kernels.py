@@ -168,9 +168,9 @@ def linears(repetitions: int) -> list[Case]:
         )
         codes = [torch.randint(-128, 128, weight.shape, dtype=torch.int8) for weight in plain]
         coded = [pack_int8(code, torch.ones(out_features)) for code in codes]
-        in_panels = [weight for weight in coded if weight is not None]
-        if in_panels:
-            cases += narrow_linears("int8", numbers, in_panels, plain, repetitions)
+        packed_weights = [weight for weight in coded if weight is not None]
+        if packed_weights:
+            cases += narrow_linears("int8", numbers, packed_weights, plain, repetitions)
     return cases
 
 

@@ -21,7 +21,7 @@ from .native import decode_layers as native
 from .native import lora as native_lora
 from .native import ops as cpu
 from .native.library import dtype_codes, gate_codes, head_dims, library
-from .native.panels import Panels
+from .native.packed_weights import PackedMatrix
 from .quantized_kv import LIMITS, MIN_MAGNITUDE
 
 
@@ -84,13 +84,13 @@ class DenseLayer:
         """Return why the C++ ops cannot compute their part of the layer. Returns None if they can."""
         own = self.qkv, self.output, self.gate_up, self.down
         weights = [weight for weight in own if weight is not None]
-        panels = [weight.panels for weight in weights if weight.panels is not None]
-        if len(panels) < len(weights):
-            return f"a weight of {self.qkv.weight.dtype} is not packed in panels"
+        matrix = [weight.matrix for weight in weights if weight.matrix is not None]
+        if len(matrix) < len(weights):
+            return f"a weight of {self.qkv.weight.dtype} is not packed"
         if self.head_dim not in head_dims():
             return f"there is no attention kernel for a head_dim of {self.head_dim}"
         assert self.variant.alibi_slopes is None
-        for length in (self.head_dim, *(weight.in_features for weight in panels)):
+        for length in (self.head_dim, *(weight.in_features for weight in matrix)):
             if not cpu.supports(self.before_attention, length):
                 return f"rows of {length} numbers of {self.before_attention.dtype} are not whole vectors"
         return None
@@ -227,7 +227,7 @@ def bind_adapters(
 
 def native_layer(layer: DenseLayer) -> native.Layer:
     """Return the struct of a layer, without its KV cache and its adapters."""
-    qkv, output = native_linear(layer.qkv.panels, layer.qkv_bias), native_linear(layer.output.panels)
+    qkv, output = native_linear(layer.qkv.matrix, layer.qkv_bias), native_linear(layer.output.matrix)
     num_heads = output.in_features // layer.head_dim
     return native.Layer(
         qkv=qkv,
@@ -254,20 +254,20 @@ def native_layer(layer: DenseLayer) -> native.Layer:
 
 
 def _optional_linear(weight: PackedWeight | None, bias: Tensor | None = None) -> native.Linear:
-    return native.Linear() if weight is None else native_linear(weight.panels, bias)
+    return native.Linear() if weight is None else native_linear(weight.matrix, bias)
 
 
-def native_linear(panels: Panels | None, bias: Tensor | None = None) -> native.Linear:
+def native_linear(matrix: PackedMatrix | None, bias: Tensor | None = None) -> native.Linear:
     """Return the struct of a weight; the owner of the weight keeps its memory alive."""
-    assert panels is not None
+    assert matrix is not None
     return native.Linear(
-        panels=panels.address,
-        scales=cpu.address_of(panels.scales),
+        matrix=matrix.address,
+        scales=cpu.address_of(matrix.scales),
         bias=cpu.address_of(bias),
-        dtype=dtype_codes()[panels.dtype],
-        in_features=panels.in_features,
-        out_features=panels.out_features,
-        stride=panels.stride,
+        dtype=dtype_codes()[matrix.dtype],
+        in_features=matrix.in_features,
+        out_features=matrix.out_features,
+        stride=matrix.stride,
     )
 
 

@@ -83,8 +83,8 @@ class DraftNetwork:
         weights = [self.output]
         if own is not None:
             weights += [weight for weight in (own.combination, own.projection) if weight is not None]
-        if any(weight.panels is None for weight in weights) or not self.embedding.can_embed:
-            reasons.append("a weight is not packed in panels")
+        if any(weight.matrix is None for weight in weights) or not self.embedding.can_embed:
+            reasons.append("a weight is not packed")
         if self.embedding.layout is Layout.PLAIN and self.embedding.weight.dtype != self.last_norm.dtype:
             reasons.append(f"the embedding is in {self.embedding.weight.dtype}")
         if not cpu.supports(self.last_norm, len(self.last_norm)):
@@ -236,7 +236,7 @@ def _native_network(network: DraftNetwork, layers: Any, ropes: Any) -> native.Ne
     own, embedding = network.hidden_input, network.embedding
     merge = native.Merge.EMBEDDING
     result = native.Network(
-        output=native_linear(network.output.panels),
+        output=native_linear(network.output.matrix),
         layers=ctypes.addressof(layers),
         ropes=ctypes.addressof(ropes),
         last_norm=network.last_norm.data_ptr(),
@@ -252,14 +252,14 @@ def _native_network(network: DraftNetwork, layers: Any, ropes: Any) -> native.Ne
     if embedding.layout is Layout.PLAIN:
         result.embedding_rows = embedding.weight.data_ptr()
     else:
-        result.embedding = native_linear(embedding.panels)
+        result.embedding = native_linear(embedding.matrix)
     if own is not None:
         merge = native.Merge.BESIDE if own.projection is None else native.Merge.PROJECTED
         result.embedding_norm, result.hidden_norm = own.embedding_norm.data_ptr(), own.hidden_norm.data_ptr()
         result.is_hidden_first, result.is_normed_residual = own.is_hidden_first, own.is_normed_residual
         if own.combination is not None:
-            result.combination = native_linear(own.combination.panels)
+            result.combination = native_linear(own.combination.matrix)
         if own.projection is not None:
-            result.projection = native_linear(own.projection.panels)
+            result.projection = native_linear(own.projection.matrix)
     result.merge = merge
     return result

@@ -1,6 +1,6 @@
 #include "constants.h"
 
-#include "panels.h"
+#include "packed_weights.h"
 
 namespace {
 

@@ -3,7 +3,7 @@
 // One token through a small model takes 80 ops of 2 to 150 us each, and a call from Python adds 15 us to each. The ops
 // here are the ones that Python would call, so the results are the same bit for bit.
 #include "decode_layers.h"
-#include "panels.h"
+#include "packed_weights.h"
 
 #include <algorithm>
 #include <cstring>
@@ -49,7 +49,7 @@ void copy_residual(const char* residual, char* aux, int64_t aux_stride, int64_t 
 }  // namespace
 
 void multiply(const Linear& weight, const void* x, void* y, const Step& step) {
-  quire_linear(int(weight.dtype), step.dtype, x, weight.panels, weight.scales, weight.bias, y, step.num_tokens,
+  quire_linear(int(weight.dtype), step.dtype, x, weight.matrix, weight.scales, weight.bias, y, step.num_tokens,
                weight.in_features, weight.out_features, weight.stride, step.threads);
   if (step.lora && weight.lora) quire_add_lora(step.dtype, weight.lora, step.lora, x, y, step.threads);
 }
@@ -96,7 +96,7 @@ void feed_forward(const Layer& layer, const Step& step, const void* normed, void
     quire_gate_and_mul(step.dtype, int(layer.gate), gate_up, gated, step.num_tokens, layer.down.in_features,
                        step.threads);
   } else {
-    quire_gated_linear(int(weight.dtype), step.dtype, int(layer.gate), normed, weight.panels, weight.scales,
+    quire_gated_linear(int(weight.dtype), step.dtype, int(layer.gate), normed, weight.matrix, weight.scales,
                        weight.bias, gated, step.num_tokens, weight.in_features, weight.out_features, weight.stride,
                        step.threads);
   }

@@ -7,7 +7,7 @@
 
 // The arguments of quire_linear that describe a weight, and the adapters of the layer or null.
 struct Linear {
-  const void* panels;
+  const void* matrix;
   const float* scales;
   const void* bias;
   const LoraFactors* lora;

@@ -11,7 +11,7 @@ class Linear(ctypes.Structure):
     """The arguments of quire_linear that describe a weight, and the adapters of the layer."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("panels", "scales", "bias", "lora")),
+        *((name, ctypes.c_void_p) for name in ("matrix", "scales", "bias", "lora")),
         *((name, ctypes.c_int64) for name in ("dtype", "in_features", "out_features", "stride")),
     ]
 

@@ -25,8 +25,8 @@ struct RotaryTable {
 
 // Python fills this struct: kernels/native/draft_chain.py declares the same fields in the same order.
 struct Network {
-  Linear combination;          // [E, F], of the target's hidden states; without panels these are taken as they are
-  Linear embedding;            // [V, E]; without panels it is embedding_rows
+  Linear combination;          // [E, F], of the target's hidden states; if it is not packed, these are taken as they are
+  Linear embedding;            // [V, E]; if it is not packed, it is embedding_rows
   Linear projection;           // [E, 2 E], of a PROJECTED network
   Linear output;               // [V', E]
   const char* embedding_rows;  // [V, E]
@@ -132,10 +132,10 @@ class Chain {
   void combine(const char* features, const int64_t* index, char* hidden, int64_t count) {
     Step step{};
     step.dtype = dtype_, step.num_tokens = count, step.threads = threads_;
-    const int64_t size = bytes(net_.combination.panels ? net_.combination.in_features : length_);
-    char* gathered = net_.combination.panels ? features_.resize(count * size) : hidden;
+    const int64_t size = bytes(net_.combination.matrix ? net_.combination.in_features : length_);
+    char* gathered = net_.combination.matrix ? features_.resize(count * size) : hidden;
     for (int64_t i = 0; i < count; i++) memcpy(gathered + i * size, features + index[i] * size, size);
-    if (net_.combination.panels) multiply(net_.combination, gathered, hidden, step);
+    if (net_.combination.matrix) multiply(net_.combination, gathered, hidden, step);
   }
 
   // Samples a token for each hidden state, and writes it to its row and position.
@@ -216,8 +216,8 @@ class Chain {
     ids_.resize(count);
     for (int64_t i = 0; i < count; i++)
       ids_[i] = rows_.token_ids[inputs.rows[i] * rows_.token_stride + inputs.positions[i] + rows_.token_offset];
-    if (net_.embedding.panels)
-      quire_gather_rows(int(net_.embedding.dtype), dtype_, net_.embedding.panels, net_.embedding.scales, ids_.data(),
+    if (net_.embedding.matrix)
+      quire_gather_rows(int(net_.embedding.dtype), dtype_, net_.embedding.matrix, net_.embedding.scales, ids_.data(),
                         out, count, length_, net_.embedding.stride, threads_);
     else
       for (int64_t i = 0; i < count; i++) memcpy(out + i * size, net_.embedding_rows + ids_[i] * size, size);

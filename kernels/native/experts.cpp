@@ -13,7 +13,7 @@
 
 #include "activation.h"
 #include "matrix_tiles.h"
-#include "panels.h"
+#include "packed_weights.h"
 #include "thread_pool.h"
 
 namespace {
@@ -80,7 +80,7 @@ struct Task {
 // A weight of an expert.
 struct Weight {
   const Linear& linear;
-  const QuantizedPanels* codes;
+  const PackedQuantized* codes;
 
   int64_t num_panels() const { return (linear.out_features + PANEL_LEN - 1) / PANEL_LEN; }
 };
@@ -120,7 +120,7 @@ void multiply_task(const Weight& weight, const Task& task, const T* x, T* y, int
   const Linear& linear = weight.linear;
   const int64_t panel_bytes = linear.stride * itemsize(int(linear.dtype));
   if (!weight.codes) {
-    const auto* panels = (const char*)linear.panels + task.panel * panel_bytes;
+    const auto* panels = (const char*)linear.matrix + task.panel * panel_bytes;
     return multiply_panels(linear, panels, x, y, rows, task.panel, task.num_panels);
   }
   // Tiles add in another order, so one row must not be computed without them.

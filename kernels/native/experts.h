@@ -1,12 +1,12 @@
-// The experts of a mixture, whose weights are in panels (experts.cpp).
+// The experts of a mixture, whose weights are packed (experts.cpp).
 #pragma once
 
 #include "decode_layers.h"
-#include "quantized_panels.h"
+#include "packed_quantized.h"
 
 struct Expert {
   Linear gate_up, down;  // [2 I, E], or [I, E] without gates, and [E, I]
-  const QuantizedPanels *gate_up_codes, *down_codes;  // the weights, if they are quantized; else null
+  const PackedQuantized *gate_up_codes, *down_codes;  // the weights, if they are quantized; else null
 };
 
 // Value of Experts.gate for experts without gates.

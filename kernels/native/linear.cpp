@@ -1,4 +1,4 @@
-// Linear layers: products of tokens and a packed weight (panels.h).
+// Linear layers: products of tokens and a packed weight (packed_weights.h).
 //
 // Up to MAX_TILE_TOKENS tokens are multiplied in one pass over the weight. For more tokens a block of a panel stays in
 // the cache for all of them, and a tile of tokens times outputs stays in registers, as in Goto and van de Geijn, Anatomy
@@ -16,7 +16,7 @@
 
 #include "activation.h"
 #include "ops.h"
-#include "panels.h"
+#include "packed_weights.h"
 #include "thread_pool.h"
 #include "tile_products.h"
 
@@ -127,7 +127,7 @@ struct PanelOutputs {
   int64_t begin, width;
   float scales[PANEL_LEN], offsets[PANEL_LEN];
 
-  PanelOutputs(const Panels<Format>& weight, int64_t panel, const T* bias)
+  PanelOutputs(const PackedMatrix<Format>& weight, int64_t panel, const T* bias)
       : begin(panel * PANEL_LEN), width(std::min<int64_t>(PANEL_LEN, weight.out_features - begin)) {
     for (int64_t n = 0; n < width; n++) {
       scales[n] = weight.scales ? weight.scales[begin + n] : 1.f;
@@ -145,7 +145,7 @@ template <typename Format, typename T>
 struct Outputs {
   static constexpr int PARTS = 1;
 
-  const Panels<Format>& weight;
+  const PackedMatrix<Format>& weight;
   const T* bias;
   T* y;
   int64_t y_stride;
@@ -170,7 +170,7 @@ template <typename Format, typename T>
 struct GatedOutputs {
   static constexpr int PARTS = 2;
 
-  const Panels<Format>& weight;
+  const PackedMatrix<Format>& weight;
   const T* bias;
   T* y;
   Gate gate;
@@ -199,7 +199,7 @@ struct GatedOutputs {
 
 // sums [M, TASK_PANELS PANEL_LEN] += x [M, K] times `count` panels.
 template <typename Format, int M>
-void add_panels(const typename Format::Input* x, const Panels<Format>& weight, int64_t first, int64_t count,
+void add_panels(const typename Format::Input* x, const PackedMatrix<Format>& weight, int64_t first, int64_t count,
                 float* sums) {
   constexpr int P = tile_panels(M);
   const int64_t rows = weight.in_features / ROW_INPUTS<Format>;
@@ -217,7 +217,7 @@ void add_panels(const typename Format::Input* x, const Panels<Format>& weight, i
 template <typename Format, typename T>
 void multiply_few(const Outputs<Format, T>& outputs, const typename Format::Input* x, int64_t num_tokens,
                   int threads) {
-  const Panels<Format>& weight = outputs.weight;
+  const PackedMatrix<Format>& weight = outputs.weight;
   const int64_t num_panels = weight.count(), num_tasks = (num_panels + TASK_PANELS - 1) / TASK_PANELS;
   parallel_for(num_tasks, threads, [&](auto& next) {
     for (int64_t task; (task = next()) < num_tasks;) {
@@ -314,7 +314,7 @@ void add_block(const typename Tile::Number* rows, const typename Tile::Input* to
 // adjacent panels (thread_pool.h, Interleaving). Returns null after the last panel.
 template <typename Format, typename Result>
 const typename Format::Number* next_block(const Result& outputs, int64_t panel, int part, int64_t end) {
-  const Panels<Format>& weight = outputs.weight;
+  const PackedMatrix<Format>& weight = outputs.weight;
   const int64_t num_panels = outputs.num_panels();
   if (end < weight.in_features) return weight.data + (part * num_panels + panel) * weight.stride + end * PANEL_LEN;
   if (part + 1 < Result::PARTS) return weight.data + ((part + 1) * num_panels + panel) * weight.stride;
@@ -344,7 +344,7 @@ void multiply_chunk(const Result& outputs, const T* x, int64_t num_tokens, int t
   using Input = typename Tile::Input;
   constexpr bool IS_PACKED = PACKS_TOKENS || !std::is_same_v<T, Input>;
   constexpr int64_t MAX_INPUTS = Rows::MAX_INPUTS;
-  const Panels<Format>& weight = outputs.weight;
+  const PackedMatrix<Format>& weight = outputs.weight;
   const int64_t in_features = weight.in_features, num_panels = outputs.num_panels();
   const Groups groups(num_tokens, Tile::STEPS > 1 ? MAX_WIDENING_TILE_TOKENS : MAX_TILE_TOKENS);
   const Input* tokens;
@@ -428,7 +428,7 @@ struct TileBlock<I8> {
 template <typename Format, typename Result>
 void multiply_tiled_chunk(const Result& outputs, const bf16* x, int64_t num_tokens, int threads) {
   constexpr bool IS_WIDENED = !std::is_same_v<Format, BF16>;
-  const Panels<Format>& weight = outputs.weight;
+  const PackedMatrix<Format>& weight = outputs.weight;
   const int64_t in_features = weight.in_features, num_panels = outputs.num_panels();
   const int64_t block_len = IS_WIDENED || num_tokens > GROUP_TOKENS ? TILED_INPUTS : in_features;
   parallel_for(num_panels, threads, [&](auto& next) {
@@ -489,7 +489,7 @@ void multiply_tiled(const Result&, const T*, int64_t, int) {}
 
 // y [T, N] = x [T, K] times the transpose of the weight, plus bias [N] unless that is null.
 template <typename Format, typename T>
-void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64_t y_stride, int64_t num_tokens,
+void linear(const PackedMatrix<Format>& weight, const T* x, const T* bias, T* y, int64_t y_stride, int64_t num_tokens,
             int threads) {
   const Outputs<Format, T> outputs{weight, bias, y, y_stride};
   if constexpr (USES_TILES<Format, T>) {
@@ -509,7 +509,7 @@ void linear(const Panels<Format>& weight, const T* x, const T* bias, T* y, int64
 
 // y [T, N / 2] = gated activation of the linear layer's outputs. N / 2 is a multiple of PANEL_LEN.
 template <typename Format, typename T>
-void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* bias, T* y, int64_t num_tokens,
+void gated_linear(const PackedMatrix<Format>& weight, Gate gate, const T* x, const T* bias, T* y, int64_t num_tokens,
                   int threads) {
   if constexpr (USES_TILES<Format, T>) {
     multiply_tiled<Format>(GatedOutputs<Format, T>{weight, bias, y, gate}, x, num_tokens, threads);
@@ -525,7 +525,7 @@ void gated_linear(const Panels<Format>& weight, Gate gate, const T* x, const T* 
 
 // out [T, K]: rows `ids` [T] of the weight.
 template <typename Format, typename T>
-void gather_rows(const Panels<Format>& weight, const int64_t* ids, T* out, int64_t count, int threads) {
+void gather_rows(const PackedMatrix<Format>& weight, const int64_t* ids, T* out, int64_t count, int threads) {
   constexpr int INPUTS = ROW_INPUTS<Format>;
   parallel_for(count, count * weight.in_features < 16384 ? 1 : threads, [&](auto& next) {
     for (int64_t t; (t = next()) < count;) {
@@ -554,12 +554,12 @@ void for_format(int weight_dtype, const Body& body) {
 
 // Calls body(weight, T{}) with the weight's format and the tokens' type.
 template <typename Body>
-void for_types(int weight_dtype, int dtype, const void* panels, const float* scales, int64_t in_features,
+void for_types(int weight_dtype, int dtype, const void* matrix, const float* scales, int64_t in_features,
                int64_t out_features, int64_t stride, const Body& body) {
   for_format(weight_dtype, [&](auto format) {
     using Format = decltype(format);
     using Number = typename Format::Number;
-    const Panels<Format> weight{(const Number*)panels, stride, in_features, out_features, scales};
+    const PackedMatrix<Format> weight{(const Number*)matrix, stride, in_features, out_features, scales};
     with_dtype(dtype, [&](auto t) {
       if constexpr (std::is_same_v<Number, decltype(t)> || std::is_same_v<Number, int8_t>) body(weight, t);
     });
@@ -572,15 +572,15 @@ extern "C" {
 
 // `dtype` is that of x, bias and y: that of the weight, any for a weight in int8, or float32 for one in bfloat16, which
 // rounds the tokens where the processor multiplies bfloat16 numbers.
-void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales, const void* bias,
+void quire_linear(int weight_dtype, int dtype, const void* x, const void* matrix, const float* scales, const void* bias,
                   void* y, int64_t num_tokens, int64_t in_features, int64_t out_features, int64_t panel_stride,
                   int threads) {
   if (weight_dtype == BFLOAT16 && dtype == FLOAT32) {
-    const Panels<BF16> weight{(const bf16*)panels, panel_stride, in_features, out_features, scales};
+    const PackedMatrix<BF16> weight{(const bf16*)matrix, panel_stride, in_features, out_features, scales};
     linear(weight, (const float*)x, (const float*)bias, (float*)y, out_features, num_tokens, threads);
     return;
   }
-  for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
+  for_types(weight_dtype, dtype, matrix, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
     linear(weight, (const T*)x, (const T*)bias, (T*)y, out_features, num_tokens, threads);
   });
@@ -588,10 +588,10 @@ void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels
 
 // As quire_linear on one thread, for panels of a weight: the results are `out_features` columns of y, whose rows are
 // y_stride numbers apart.
-void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales,
+void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void* matrix, const float* scales,
                           const void* bias, void* y, int64_t y_stride, int64_t num_tokens, int64_t in_features,
                           int64_t out_features, int64_t panel_stride) {
-  for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
+  for_types(weight_dtype, dtype, matrix, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
     linear(weight, (const T*)x, (const T*)bias, (T*)y, y_stride, num_tokens, 1);
   });
@@ -599,7 +599,7 @@ void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void
 
 // y [T, H, N] = x [T, H, K] times the transpose of each head's weight [N, K], in the dtype of x. Tokens of x are x_stride
 // numbers apart, and heads head_stride. Each head has whole panels.
-void quire_linear_heads(int dtype, const void* x, const void* panels, void* y, int64_t num_tokens, int64_t num_heads,
+void quire_linear_heads(int dtype, const void* x, const void* matrix, void* y, int64_t num_tokens, int64_t num_heads,
                         int64_t x_stride, int64_t head_stride, int64_t in_features, int64_t out_features,
                         int threads) {
   with_dtype(dtype, [&](auto t) {
@@ -613,8 +613,8 @@ void quire_linear_heads(int dtype, const void* x, const void* panels, void* y, i
         const T* from = (const T*)x + head * head_stride;
         for (int64_t i = 0; i < num_tokens; i++)
           memcpy(&inputs[i * in_features], from + i * x_stride, in_features * sizeof(T));
-        const auto* numbers = (const typename Format::Number*)panels + head * weight_stride;
-        const Panels<Format> weight{numbers, panel_stride, in_features, out_features, nullptr};
+        const auto* numbers = (const typename Format::Number*)matrix + head * weight_stride;
+        const PackedMatrix<Format> weight{numbers, panel_stride, in_features, out_features, nullptr};
         linear(weight, (const T*)inputs.get(), (const T*)nullptr, (T*)y + head * out_features, num_heads * out_features,
                num_tokens, 1);
       }
@@ -623,25 +623,25 @@ void quire_linear_heads(int dtype, const void* x, const void* panels, void* y, i
 }
 
 // As quire_linear, followed by quire_gate_and_mul. Half of out_features is a multiple of PANEL_LEN.
-void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* panels, const float* scales,
+void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* matrix, const float* scales,
                         const void* bias, void* y, int64_t num_tokens, int64_t in_features, int64_t out_features,
                         int64_t panel_stride, int threads) {
   if (weight_dtype == BFLOAT16 && dtype == FLOAT32) {
-    const Panels<BF16> weight{(const bf16*)panels, panel_stride, in_features, out_features, scales};
+    const PackedMatrix<BF16> weight{(const bf16*)matrix, panel_stride, in_features, out_features, scales};
     gated_linear(weight, Gate(gate), (const float*)x, (const float*)bias, (float*)y, num_tokens, threads);
     return;
   }
-  for_types(weight_dtype, dtype, panels, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
+  for_types(weight_dtype, dtype, matrix, scales, in_features, out_features, panel_stride, [&](auto& weight, auto t) {
     using T = decltype(t);
     gated_linear(weight, Gate(gate), (const T*)x, (const T*)bias, (T*)y, num_tokens, threads);
   });
 }
 
-void quire_gather_rows(int weight_dtype, int dtype, const void* panels, const float* scales, const int64_t* ids,
+void quire_gather_rows(int weight_dtype, int dtype, const void* matrix, const float* scales, const int64_t* ids,
                        void* out, int64_t count, int64_t in_features, int64_t panel_stride, int threads) {
   for_format(weight_dtype, [&](auto format) {
     using Format = decltype(format);
-    const Panels<Format> weight{(const typename Format::Number*)panels, panel_stride, in_features, 0, scales};
+    const PackedMatrix<Format> weight{(const typename Format::Number*)matrix, panel_stride, in_features, 0, scales};
     with_dtype(dtype, [&](auto t) { gather_rows(weight, ids, (decltype(t)*)out, count, threads); });
   });
 }

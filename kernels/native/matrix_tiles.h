@@ -26,7 +26,7 @@ constexpr bool HAS_TILES = false;
 
 // Sums have TILE_TOKENS rows of TILE_OUTPUTS numbers.
 constexpr int TILE_TOKENS = 16, TILE_OUTPUTS = 16;
-// Inputs of one product. Two inputs of an output are adjacent, as in a row of a panel (panels.h).
+// Inputs of one product. Two inputs of an output are adjacent, as in a row of a panel (packed_weights.h).
 constexpr int TILE_INPUTS = 32;
 constexpr int NUM_TILES = 8;
 

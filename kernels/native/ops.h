@@ -5,15 +5,15 @@
 
 extern "C" {
 
-void quire_linear(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales, const void* bias,
+void quire_linear(int weight_dtype, int dtype, const void* x, const void* matrix, const float* scales, const void* bias,
                   void* y, int64_t num_tokens, int64_t in_features, int64_t out_features, int64_t panel_stride,
                   int threads);
 
-void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void* panels, const float* scales,
+void quire_linear_columns(int weight_dtype, int dtype, const void* x, const void* matrix, const float* scales,
                           const void* bias, void* y, int64_t y_stride, int64_t num_tokens, int64_t in_features,
                           int64_t out_features, int64_t panel_stride);
 
-void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* panels, const float* scales,
+void quire_gated_linear(int weight_dtype, int dtype, int gate, const void* x, const void* matrix, const float* scales,
                         const void* bias, void* y, int64_t num_tokens, int64_t in_features, int64_t out_features,
                         int64_t panel_stride, int threads);
 
@@ -45,7 +45,7 @@ int quire_paged_decode(int dtype, int cache_dtype, const void* q, const void* kv
                        int64_t q_stride, float scale, int64_t window, int64_t chunk, float soft_cap, const float* slopes,
                        const float* sinks, int threads);
 
-void quire_gather_rows(int weight_dtype, int dtype, const void* panels, const float* scales, const int64_t* ids,
+void quire_gather_rows(int weight_dtype, int dtype, const void* matrix, const float* scales, const int64_t* ids,
                        void* out, int64_t count, int64_t in_features, int64_t panel_stride, int threads);
 
 void quire_sample_greedy(const float* logits, float* values, int32_t* token_ids, const int64_t* mask_slots,

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "matrix_tiles.h"
-#include "panels.h"
+#include "packed_weights.h"
 
 #if defined(QUIRE_HAS_TILES)
 

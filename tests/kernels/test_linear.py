@@ -47,8 +47,8 @@ def huge_page_bytes() -> int:
 @pytest.fixture(params=Layout, ids=lambda layout: layout.name)
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Layout:
     """Select the best layout that `pack` may choose."""
-    if request.param is not Layout.PANELS:
-        monkeypatch.setattr(module, "_supports_panels", lambda weight: False)
+    if request.param is not Layout.PACKED:
+        monkeypatch.setattr(module, "_supports_packing", lambda weight: False)
     if request.param is Layout.PLAIN:
         monkeypatch.setattr(module, "_supports_one_dnn", lambda weight: False)
     return Layout(request.param)
@@ -148,9 +148,9 @@ def test_int8_result_of_a_token_does_not_depend_on_batch_size() -> None:
 def test_narrowed_weight_multiplies_float32_tokens(num_tokens: int) -> None:
     weight, bias, x = torch.randn(150, 96), torch.randn(150), torch.randn(num_tokens, 96)
     narrowed = narrow(pack(weight.clone()))
-    if narrowed.panels is None:
+    if narrowed.matrix is None:
         pytest.skip("there is no C++ compiler")
-    assert narrowed.panels.dtype == torch.bfloat16
+    assert narrowed.matrix.dtype == torch.bfloat16
     exact = x.double() @ weight.bfloat16().double().t() + bias.double()
     y = linear(x, narrowed, bias)
     assert y.dtype == torch.float32
@@ -164,7 +164,7 @@ def test_narrowed_weight_multiplies_float32_tokens(num_tokens: int) -> None:
 def test_gated_narrowed_weight_has_the_bits_of_both_ops(num_tokens: int) -> None:
     bias, x = torch.randn(256), torch.randn(num_tokens, 96)
     narrowed = narrow(pack(torch.randn(256, 96)))
-    if narrowed.panels is None:
+    if narrowed.matrix is None:
         pytest.skip("there is no C++ compiler")
     expected = GATED_ACTIVATIONS["silu"](linear(x, narrowed, bias))
     assert torch.equal(gated_linear(x, narrowed, "silu", bias), expected)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.linear import PackedWeight, gated_linear, linear, pack, pack_int8
+from ...kernels.packed_quantized import PackedQuantized, dequantize_packed, pack_quantized
 from ...kernels.quantized_linear import (
     FLOAT8,
     Float8Tokens,
@@ -23,7 +24,6 @@ from ...kernels.quantized_linear import (
     quantized_linear,
     supports_float8_linear,
 )
-from ...kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
 from ...proto.model.quantization import Quantization
 from .checkpoint import Checkpoint
 from .quantized_layouts import read_quantized
@@ -31,7 +31,7 @@ from .weight_slice import WeightSlice
 
 ONLINE_TYPES = {"int8": torch.int8, "fp8": FLOAT8}
 # Dtypes that C++ ops dequantize panels to.
-PANEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+PACKED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements of a matrix that are in float32 at a time while it is quantized or dequantized.
 CHUNK_ELEMENTS = 1 << 24
 
@@ -64,31 +64,31 @@ def packed_weight(weight: LinearWeight) -> PackedWeight | None:
 
 
 @dataclass(frozen=True, slots=True)
-class PanelCodes:
-    """A quantized weight of a CPU that keeps its bits: for ops that dequantize panel by panel (PanelExperts).
+class PackedCodes:
+    """A quantized weight of a CPU that keeps its bits: for ops that dequantize panel by panel (PackedExperts).
 
     Attributes:
         dtype: of the tokens.
     """
 
-    panels: QuantizedPanels
+    matrix: PackedQuantized
     dtype: torch.dtype
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As LinearWeight; dequantizes the whole weight in each call."""
-        return linear(x, dequantize_panels(self.panels, self.dtype), bias)
+        return linear(x, dequantize_packed(self.matrix, self.dtype), bias)
 
 
 def without_codes(weight: LinearWeight) -> LinearWeight:
-    """Return a PlainWeight instead of PanelCodes, and other weights unchanged."""
-    if not isinstance(weight, PanelCodes):
+    """Return a PlainWeight instead of PackedCodes, and other weights unchanged."""
+    if not isinstance(weight, PackedCodes):
         return weight
-    return PlainWeight(dequantize_panels(weight.panels, weight.dtype))
+    return PlainWeight(dequantize_packed(weight.matrix, weight.dtype))
 
 
-def panel_weight(weight: LinearWeight) -> PackedWeight | QuantizedPanels | None:
-    """Return the matrix of a PlainWeight or PanelCodes. Returns None for other weights."""
-    return weight.panels if isinstance(weight, PanelCodes) else packed_weight(weight)
+def any_packed_weight(weight: LinearWeight) -> PackedWeight | PackedQuantized | None:
+    """Return the matrix of a PlainWeight or PackedCodes. Returns None for other weights."""
+    return weight.matrix if isinstance(weight, PackedCodes) else packed_weight(weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def read_linear(
         parts: slices whose rows are concatenated, in this order.
         quantization: of the checkpoint or online; None for full precision. Layers of a quantized checkpoint may be
             stored in full precision.
-        keep_codes: return quantized weights as PanelCodes where a CPU has ops for them.
+        keep_codes: return quantized weights as PackedCodes where a CPU has ops for them.
 
     Raises:
         ModelLoadError: a tensor is missing or has another shape.
@@ -189,10 +189,10 @@ def make_linear_weight(
         packed = pack_int8(weight.codes, weight.scales[0])
         if packed is not None:
             return PlainWeight(packed)
-    if keep_codes and dtype in PANEL_TYPES:
-        panels = pack_quantized(weight)
-        if panels is not None:
-            return PanelCodes(panels, dtype)
+    if keep_codes and dtype in PACKED_TYPES:
+        codes = pack_quantized(weight)
+        if codes is not None:
+            return PackedCodes(codes, dtype)
     matrix = torch.empty(weight.out_features, weight.in_features, dtype=dtype, device=weight.codes.device)
     step = max(1, CHUNK_ELEMENTS // weight.in_features)
     for start in range(0, weight.out_features, step):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...kernels.native.library import is_available
-from ...kernels.native.panels import panel_len
+from ...kernels.native.packed_weights import panel_len
 from ...proto.errors import in_one_line
 from ..memory.shared_segment import SegmentAddress, SharedSegment
 from .weight_segment import NoStore, SegmentReader, SegmentWriter, WeightStore

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.linear import Layout, PackedWeight
-from ...kernels.native.panels import Panels
-from ...kernels.quantized_panels import QuantizedPanels
-from .linear_weight import LinearWeight, PanelCodes, PlainWeight, StackedWeight
+from ...kernels.native.packed_weights import PackedMatrix
+from ...kernels.packed_quantized import PackedQuantized
+from .linear_weight import LinearWeight, PackedCodes, PlainWeight, StackedWeight
 
 # A record is a list of JSON values, of which the first names its type in _DECODERS.
 Record = list[Any]
@@ -99,27 +99,27 @@ def _packed_record(weight: PackedWeight, store: Store) -> Record:
         raise NoRecordError("a weight in oneDNN's own layout")
     if weight.layout is Layout.PADDED:
         raise NoRecordError("a weight with inputs of zeros")
-    matrix, panels = store(weight.weight), weight.panels
-    if panels is None:
-        return ["packed", matrix, None]
-    scales = None if panels.scales is None else store(panels.scales)
-    features = panels.in_features, panels.out_features
-    return ["packed", matrix, [panels.stride, *features, str(panels.dtype), scales]]
+    stored, matrix = store(weight.weight), weight.matrix
+    if matrix is None:
+        return ["packed", stored, None]
+    scales = None if matrix.scales is None else store(matrix.scales)
+    features = matrix.in_features, matrix.out_features
+    return ["packed", stored, [matrix.stride, *features, str(matrix.dtype), scales]]
 
 
 def _packed(record: Record, fetch: Fetch) -> PackedWeight:
-    _, matrix, described = record
-    weight = fetch(matrix)
+    _, stored, described = record
+    weight = fetch(stored)
     if described is None:
         return PackedWeight(weight)
     stride, in_features, out_features, dtype, scales = described
     scales = None if scales is None else fetch(scales)
-    panels = Panels(weight.data_ptr(), stride, in_features, out_features, _DTYPES[dtype], scales)
-    return PackedWeight(weight, Layout.PANELS, panels)
+    matrix = PackedMatrix(weight.data_ptr(), stride, in_features, out_features, _DTYPES[dtype], scales)
+    return PackedWeight(weight, Layout.PACKED, matrix)
 
 
-def _codes_record(weight: PanelCodes, store: Store) -> Record:
-    own = weight.panels
+def _codes_record(weight: PackedCodes, store: Store) -> Record:
+    own = weight.matrix
     tensors = [None if each is None else store(each) for each in (own.words, own.scales, own.zeros)]
     return [
         "codes",
@@ -128,9 +128,9 @@ def _codes_record(weight: PanelCodes, store: Store) -> Record:
     ]
 
 
-def _codes(record: Record, fetch: Fetch) -> PanelCodes:
+def _codes(record: Record, fetch: Fetch) -> PackedCodes:
     _, words, scales, zeros, (zero, dtype, in_features, out_features, of_tokens) = record
-    panels = QuantizedPanels(
+    matrix = PackedQuantized(
         fetch(words),
         fetch(scales),
         None if zeros is None else fetch(zeros),
@@ -139,12 +139,12 @@ def _codes(record: Record, fetch: Fetch) -> PanelCodes:
         in_features,
         out_features,
     )
-    return PanelCodes(panels, _DTYPES[of_tokens])
+    return PackedCodes(matrix, _DTYPES[of_tokens])
 
 
 _ENCODERS: dict[type, Callable[[Any, Store], Record]] = {
     PackedWeight: _packed_record,
-    PanelCodes: _codes_record,
+    PackedCodes: _codes_record,
     PlainWeight: lambda weight, store: ["plain", to_record(weight.packed, store)],
     StackedWeight: lambda weight, store: ["stacked", *(to_record(each, store) for each in weight.weights)],
 }

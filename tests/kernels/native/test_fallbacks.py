@@ -41,11 +41,11 @@ def test_fallback_without_the_library_is_not_logged(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_weights_of_every_width_have_panels(dtype: torch.dtype, logged: list[str]) -> None:
+def test_weights_of_every_width_are_packed(dtype: torch.dtype, logged: list[str]) -> None:
     if load_library() is None:
         pytest.skip("there is no C++ compiler")
     packed = pack(torch.zeros(16, 33, dtype=dtype))
-    assert packed.panels is not None or packed.padded is not None
+    assert packed.matrix is not None or packed.padded is not None
     assert logged == []
 
 
@@ -68,7 +68,7 @@ def test_latent_attention_without_an_op_is_logged(logged: list[str]) -> None:
 def test_ops_that_exist_are_not_logged(logged: list[str]) -> None:
     if load_library() is None:
         pytest.skip("there is no C++ compiler")
-    assert pack(torch.zeros(16, 32)).panels is not None
+    assert pack(torch.zeros(16, 32)).matrix is not None
     assert supports_attention(torch.zeros(2, 4, 32), torch.zeros(9, 2, 2, 16, 32))
     assert supports_rows(torch.zeros(2, 4, 48), torch.zeros(9, 1, 1, 16, 64)[..., :48], 32)
     assert logged == []

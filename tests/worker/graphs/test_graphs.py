@@ -97,7 +97,7 @@ _ADAPTED = on_one_launch("adapted", adapted)
 def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     """A tape that records every operation, because none runs in C++."""
     monkeypatch.setattr(cpu, "supports", lambda x, length=0: False)
-    monkeypatch.setattr(linear, "_supports_panels", lambda weight: False)
+    monkeypatch.setattr(linear, "_supports_packing", lambda weight: False)
     monkeypatch.setattr(
         attention,
         "paged_decode_attention",

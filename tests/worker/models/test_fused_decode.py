@@ -98,10 +98,10 @@ def make_caches(decoder: Decoder, dtype: torch.dtype, stored: torch.dtype) -> li
     for layer in decoder.layers:
         dense = layer.to_dense_layer(list(decoder.rotary))
         assert dense is not None
-        assert dense.qkv.panels is not None
-        assert dense.output.panels is not None
-        num_heads = dense.output.panels.in_features // dense.head_dim
-        num_kv_heads = (dense.qkv.panels.out_features // dense.head_dim - num_heads) // 2
+        assert dense.qkv.matrix is not None
+        assert dense.output.matrix is not None
+        num_heads = dense.output.matrix.in_features // dense.head_dim
+        num_kv_heads = (dense.qkv.matrix.out_features // dense.head_dim - num_heads) // 2
         slots = NUM_BLOCKS, 2, num_kv_heads, BLOCK_SIZE
         if stored == dtype:
             caches.append(LayerCache(torch.randn(*slots, dense.head_dim).to(dtype)))

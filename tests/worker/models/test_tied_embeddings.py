@@ -27,7 +27,7 @@ def test_tied_embedding_and_head_share_packed_weight(dtype: torch.dtype, make_mo
     embedding = VocabParallelEmbedding(load, "model.embed_tokens", VOCAB_SIZE, HIDDEN_SIZE, tied=True)
     head = VocabParallelHead(load, "lm_head", HIDDEN_SIZE, VOCAB_SIZE, embedding)
     assert isinstance(head.weight, PlainWeight)
-    if head.weight.packed.panels is None and head.weight.packed.layout is not Layout.PLAIN:
+    if head.weight.packed.matrix is None and head.weight.packed.layout is not Layout.PLAIN:
         pytest.skip("the packed layout of this machine does not support look-ups")
     assert embedding.weight is head.weight.packed
     assert torch.equal(embedding.forward(token_ids), before)

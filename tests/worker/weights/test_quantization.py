@@ -27,7 +27,7 @@ from quire.worker.rank.runner import ModelRunner
 from quire.worker.weights import linear_weight
 from quire.worker.weights.checkpoint import Checkpoint
 from quire.worker.weights.device_writer import DeviceWriter
-from quire.worker.weights.linear_weight import PanelCodes, PlainWeight, read_linear
+from quire.worker.weights.linear_weight import PackedCodes, PlainWeight, read_linear
 from quire.worker.weights.quantized_layouts import read_quantized
 from quire.worker.weights.weight_slice import WeightSlice
 
@@ -126,10 +126,10 @@ def test_experts_keep_their_codes(name: str, folders: Any, engine_config: Any) -
     part = WeightSlice("model.layers.0.mlp.down_proj", (64, 128), 1, 0, 128)
     arguments = Checkpoint(quantized), [part], torch.bfloat16, CPU, scheme_of(quantized, engine_config)
     kept = read_linear(*arguments, keep_codes=True)
-    assert isinstance(kept, PanelCodes)
+    assert isinstance(kept, PackedCodes)
     plain = read_linear(*arguments)
     assert isinstance(plain, PlainWeight)
-    assert kept.panels.nbytes < plain.packed.weight.nbytes * 0.7
+    assert kept.matrix.nbytes < plain.packed.weight.nbytes * 0.7
     x = torch.randn(3, 128, dtype=torch.bfloat16)
     assert torch.equal(kept.multiply(x), plain.multiply(x))
 

@@ -11,11 +11,11 @@ from ....kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, Gated
 from ....kernels.dispatch import has_kernels
 from ....kernels.linear import linear, pack
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
-from ....kernels.panel_experts import PanelExperts, supports
+from ....kernels.packed_experts import PackedExperts, supports
 from ....proto.model.experts import Experts
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.expert_weights import stack_experts
-from ...weights.linear_weight import LinearWeight, panel_weight, without_codes
+from ...weights.linear_weight import LinearWeight, any_packed_weight, without_codes
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, Projection
 from ..load_context import LoadContext
@@ -86,19 +86,19 @@ def group_experts(layers: ExpertLayers, adapters: ExpertAdapters | None = None) 
     )
 
 
-def panel_experts(layers: ExpertLayers, dtype: torch.dtype) -> PanelExperts | None:
-    """Return the layers for a CPU. Returns None if not all weights are in panels, or they differ in format.
+def packed_experts(layers: ExpertLayers, dtype: torch.dtype) -> PackedExperts | None:
+    """Return the layers for a CPU. Returns None if not all weights are packed, or they differ in format.
 
     Args:
         dtype: of the tokens.
     """
     gate_up, down = (
-        [packed for packed in map(panel_weight, weights) if packed is not None]
+        [packed for packed in map(any_packed_weight, weights) if packed is not None]
         for weights in (layers.gate_up, layers.down)
     )
     if not len(gate_up) == len(down) == len(layers.down) or not (supports(gate_up) and supports(down)):
         return None
-    return PanelExperts(
+    return PackedExperts(
         gate_up,
         down,
         layers.activation,
@@ -172,7 +172,7 @@ class TokenGate:
 class WithExperts:
     """Feed-forward network with experts."""
 
-    experts: ExpertLayers | GroupedExperts | PanelExperts | AdaptedExperts
+    experts: ExpertLayers | GroupedExperts | PackedExperts | AdaptedExperts
 
     @property
     def reads_back(self) -> bool:
@@ -234,7 +234,7 @@ class MixtureOfExperts(WithExperts):
 
 def read_experts(
     load: LoadContext, experts: Experts, hidden_size: int, gate: str, block: str
-) -> ExpertLayers | GroupedExperts | PanelExperts | AdaptedExperts:
+) -> ExpertLayers | GroupedExperts | PackedExperts | AdaptedExperts:
     """Read this rank's part of the experts; all experts are computed at once, if they are stored alike.
 
     Args:
@@ -266,5 +266,5 @@ def read_experts(
         grouped = group_experts(layers, adapters)
         if grouped is not None:
             return grouped
-    plain = panel_experts(layers, load.dtype) or dequantize_experts(layers)
+    plain = packed_experts(layers, load.dtype) or dequantize_experts(layers)
     return plain if adapters is None else AdaptedExperts(plain, adapters, layers)

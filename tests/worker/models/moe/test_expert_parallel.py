@@ -13,7 +13,7 @@ from quantized_models import Scheme, write_quantized
 from reference import Reference, prompts_of
 
 from quire.cluster.config.model_config import describe_model
-from quire.kernels.panel_experts import PanelExperts
+from quire.kernels.packed_experts import PackedExperts
 from quire.proto.errors import ConfigError
 from quire.proto.model.registry import check_supported
 from quire.proto.model.spec import DecoderSpec
@@ -90,7 +90,7 @@ def test_rank_holds_its_experts_only(make_model: Any, make_engine: Any) -> None:
         layer = engine.runners[rank].memory.loaded.model.layers[0].mlp
         assert isinstance(layer, MixtureOfExperts)
         experts = layer.experts
-        if isinstance(experts, PanelExperts):
+        if isinstance(experts, PackedExperts):
             assert (experts.first, experts.count) == (expected.start, len(expected))
         else:  # there is no C++ compiler
             assert isinstance(experts, ExpertLayers)

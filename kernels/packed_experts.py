@@ -1,4 +1,4 @@
-"""PanelExperts: the experts of a mixture on a CPU, in one call into C++ (native/experts.cpp)."""
+"""PackedExperts: the experts of a mixture on a CPU, in one call into C++ (native/experts.cpp)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .activation import GatedActivation
 from .decode_layers import native_linear
 from .linear import PackedWeight
 from .native import experts as native
-from .native import quantized_panels as native_codes
+from .native import packed_quantized as native_codes
 from .native.decode_layers import Linear
 from .native.library import dtype_codes, gate_codes, library
 from .native.ops import address_of
-from .native.panels import panel_len
-from .quantized_panels import QuantizedPanels
+from .native.packed_weights import panel_len
+from .packed_quantized import PackedQuantized
 
-PanelWeight = PackedWeight | QuantizedPanels
+AnyPackedWeight = PackedWeight | PackedQuantized
 
 
-class PanelExperts:
+class PackedExperts:
     """The experts of one layer that a rank has.
 
     Args:
@@ -38,8 +38,8 @@ class PanelExperts:
 
     def __init__(
         self,
-        gate_up: Sequence[PanelWeight],
-        down: Sequence[PanelWeight],
+        gate_up: Sequence[AnyPackedWeight],
+        down: Sequence[AnyPackedWeight],
         activation: GatedActivation,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
@@ -95,25 +95,25 @@ class PanelExperts:
         return out
 
 
-def supports(weights: Sequence[PanelWeight]) -> bool:
-    """Return whether C++ multiplies these weights of one linear layer: all are in panels, and of one format."""
+def supports(weights: Sequence[AnyPackedWeight]) -> bool:
+    """Return whether C++ multiplies these weights of one linear layer: all are packed, and in one format."""
     formats = {_format_of(weight) for weight in weights}
     return len(formats) == 1 and None not in formats
 
 
-def _format_of(weight: PanelWeight) -> tuple[object, ...] | None:
-    own = weight if isinstance(weight, QuantizedPanels) else weight.panels
+def _format_of(weight: AnyPackedWeight) -> tuple[object, ...] | None:
+    own = weight if isinstance(weight, PackedQuantized) else weight.matrix
     return None if own is None else (type(own), own.dtype, own.in_features, own.out_features)
 
 
-def _linears(weights: Sequence[PanelWeight], biases: Tensor | None, dtype: torch.dtype) -> list[Linear]:
+def _linears(weights: Sequence[AnyPackedWeight], biases: Tensor | None, dtype: torch.dtype) -> list[Linear]:
     own = [None] * len(weights) if biases is None else biases
     return [_linear(weight, bias, dtype) for weight, bias in zip(weights, own, strict=True)]
 
 
-def _linear(weight: PanelWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-    if not isinstance(weight, QuantizedPanels):
-        return native_linear(weight.panels, bias)
+def _linear(weight: AnyPackedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    if not isinstance(weight, PackedQuantized):
+        return native_linear(weight.matrix, bias)
     return Linear(
         bias=address_of(bias),
         dtype=dtype_codes()[dtype],
@@ -123,8 +123,8 @@ def _linear(weight: PanelWeight, bias: Tensor | None, dtype: torch.dtype) -> Lin
     )
 
 
-def _codes(weight: PanelWeight) -> native_codes.QuantizedPanels | None:
-    return weight.native() if isinstance(weight, QuantizedPanels) else None
+def _codes(weight: AnyPackedWeight) -> native_codes.PackedQuantized | None:
+    return weight.native() if isinstance(weight, PackedQuantized) else None
 
 
 def _address(struct: ctypes.Structure | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Weights of linear layers that are packed in panels (native/panels.h), and C++ ops on them (native/linear.cpp)."""
+"""Packed weights of linear layers (native/packed_weights.h), and C++ ops on them (native/linear.cpp)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ops import address_of
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
+class PackedMatrix:
     """The weight [N, K] of a linear layer in memory as [N / panel_len(), K / R, panel_len(), R].
 
     R is inputs_per_row(dtype). N is padded to whole panels.
@@ -44,7 +44,7 @@ def inputs_per_row(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float16 else 4 // dtype.itemsize
 
 
-def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
+def packed_linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """Compute a linear layer.
 
     Args:
@@ -55,86 +55,86 @@ def panel_linear(x: Tensor, panels: Panels, bias: Tensor | None) -> Tensor:
         [T, N], in the dtype of x.
     """
     num_tokens, in_features = x.shape
-    _check(x, panels, bias)
-    out = torch.empty((num_tokens, panels.out_features), dtype=x.dtype)
+    _check(x, matrix, bias)
+    out = torch.empty((num_tokens, matrix.out_features), dtype=x.dtype)
     codes = dtype_codes()
     library().quire_linear(
-        codes[panels.dtype], codes[x.dtype], x.data_ptr(), panels.address, address_of(panels.scales),
-        address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features, panels.stride,
+        codes[matrix.dtype], codes[x.dtype], x.data_ptr(), matrix.address, address_of(matrix.scales),
+        address_of(bias), out.data_ptr(), num_tokens, in_features, matrix.out_features, matrix.stride,
         torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def panel_linear_heads(x: Tensor, panels: Panels, num_heads: int, out_features: int) -> Tensor:
+def packed_linear_heads(x: Tensor, matrix: PackedMatrix, num_heads: int, out_features: int) -> Tensor:
     """Multiply each head by a weight of its own.
 
     Args:
         x: [T, H, K], in the weight's dtype; numbers of a head are adjacent.
-        panels: the weights [N, K] of all heads, each padded to whole panels; without scales.
+        matrix: the weights [N, K] of all heads, each padded to whole panels; without scales.
         out_features: N.
 
     Returns:
         [T, H, N].
     """
     num_tokens, _, in_features = x.shape
-    assert x.dtype == panels.dtype
+    assert x.dtype == matrix.dtype
     assert x.stride(2) == 1
-    assert in_features == panels.in_features
+    assert in_features == matrix.in_features
     out = torch.empty((num_tokens, num_heads, out_features), dtype=x.dtype)
     library().quire_linear_heads(
-        dtype_codes()[x.dtype], x.data_ptr(), panels.address, out.data_ptr(), num_tokens, num_heads, x.stride(0),
+        dtype_codes()[x.dtype], x.data_ptr(), matrix.address, out.data_ptr(), num_tokens, num_heads, x.stride(0),
         x.stride(1), in_features, out_features, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def can_gate(panels: Panels) -> bool:
-    """Return whether `gated_panel_linear` supports this weight: both halves of its outputs are whole panels."""
-    return panels.out_features % (2 * panel_len()) == 0
+def can_gate(matrix: PackedMatrix) -> bool:
+    """Return whether `gated_packed_linear` supports this weight: both halves of its outputs are whole panels."""
+    return matrix.out_features % (2 * panel_len()) == 0
 
 
-def gated_panel_linear(x: Tensor, panels: Panels, gate: str, bias: Tensor | None) -> Tensor:
+def gated_packed_linear(x: Tensor, matrix: PackedMatrix, gate: str, bias: Tensor | None) -> Tensor:
     """Compute a linear layer and the gated activation of its outputs, without storing these for many tokens.
 
     The result is bit for bit that of both ops.
 
     Args:
-        x: as for `panel_linear`.
-        panels: a weight that `can_gate`.
+        x: as for `packed_linear`.
+        matrix: a weight that `can_gate`.
         gate: name of the activation (native/constants.h).
-        bias: as for `panel_linear`.
+        bias: as for `packed_linear`.
 
     Returns:
         [T, N / 2], in the dtype of x.
     """
     num_tokens, in_features = x.shape
-    _check(x, panels, bias)
-    assert can_gate(panels)
-    out = torch.empty((num_tokens, panels.out_features // 2), dtype=x.dtype)
+    _check(x, matrix, bias)
+    assert can_gate(matrix)
+    out = torch.empty((num_tokens, matrix.out_features // 2), dtype=x.dtype)
     codes = dtype_codes()
     library().quire_gated_linear(
-        codes[panels.dtype], codes[x.dtype], gate_codes()[gate], x.data_ptr(), panels.address,
-        address_of(panels.scales), address_of(bias), out.data_ptr(), num_tokens, in_features, panels.out_features,
-        panels.stride, torch.get_num_threads(),
+        codes[matrix.dtype], codes[x.dtype], gate_codes()[gate], x.data_ptr(), matrix.address,
+        address_of(matrix.scales), address_of(bias), out.data_ptr(), num_tokens, in_features, matrix.out_features,
+        matrix.stride, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def gather_rows(panels: Panels, ids: Tensor, dtype: torch.dtype) -> Tensor:
+def gather_rows(matrix: PackedMatrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of the weight in a dtype of tokens: ids [T] int64 -> [T, K]."""
     assert ids.dtype == torch.int64
-    out = torch.empty((len(ids), panels.in_features), dtype=dtype)
+    out = torch.empty((len(ids), matrix.in_features), dtype=dtype)
     codes = dtype_codes()
     library().quire_gather_rows(
-        codes[panels.dtype], codes[dtype], panels.address, address_of(panels.scales), ids.data_ptr(),
-        out.data_ptr(), len(ids), panels.in_features, panels.stride, torch.get_num_threads(),
+        codes[matrix.dtype], codes[dtype], matrix.address, address_of(matrix.scales), ids.data_ptr(),
+        out.data_ptr(), len(ids), matrix.in_features, matrix.stride, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-def _check(x: Tensor, panels: Panels, bias: Tensor | None) -> None:
+def _check(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> None:
     assert x.is_contiguous()
-    assert x.shape[1] == panels.in_features
-    assert panels.dtype in (x.dtype, torch.int8) or (panels.dtype, x.dtype) == (torch.bfloat16, torch.float32)
+    assert x.shape[1] == matrix.in_features
+    assert matrix.dtype in (x.dtype, torch.int8) or (matrix.dtype, x.dtype) == (torch.bfloat16, torch.float32)
     assert bias is None or bias.dtype == x.dtype

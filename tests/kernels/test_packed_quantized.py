@@ -1,4 +1,4 @@
-"""Quantized weights in panels, against the same weights dequantized by PyTorch."""
+"""Packed quantized weights, against the same weights dequantized by PyTorch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 from quire.kernels.activation import GatedActivation
 from quire.kernels.linear import pack
-from quire.kernels.panel_experts import PanelExperts, supports
+from quire.kernels.packed_experts import PackedExperts, supports
+from quire.kernels.packed_quantized import PackedQuantized, dequantize_packed, pack_quantized
 from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, dequantize
-from quire.kernels.quantized_panels import QuantizedPanels, dequantize_panels, pack_quantized
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -32,20 +32,20 @@ def random_weight(form: str, rows: int, columns: int, group_len: int) -> Quantiz
     return QuantizedWeight(codes, (torch.rand(groups) / 30).half(), zeros.to(torch.int16))
 
 
-def packed(weight: QuantizedWeight) -> QuantizedPanels:
-    panels = pack_quantized(weight)
-    assert panels is not None
-    return panels
+def packed(weight: QuantizedWeight) -> PackedQuantized:
+    matrix = pack_quantized(weight)
+    assert matrix is not None
+    return matrix
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "columns", "group_len"), [(70, 96, 32), (3, 48, 16), (128, 24, 24)])
 @pytest.mark.parametrize("form", FORMATS)
-def test_dequantized_panels_are_the_packed_weight(
+def test_dequantized_codes_are_the_packed_weight(
     form: str, rows: int, columns: int, group_len: int, dtype: torch.dtype
 ) -> None:
     weight = random_weight(form, rows, columns, group_len)
-    found = dequantize_panels(packed(weight), dtype)
+    found = dequantize_packed(packed(weight), dtype)
     assert torch.equal(found.weight.flatten(), pack(dequantize(weight).to(dtype)).weight.flatten())
 
 
@@ -58,10 +58,10 @@ def test_experts_multiply_as_dequantized_ones(form: str, dtype: torch.dtype) -> 
     )
     biases = torch.randn(NUM_EXPERTS, 96).to(dtype), torch.randn(NUM_EXPERTS, 80).to(dtype)
     activation = GatedActivation("silu")
-    quantized = PanelExperts(gate_up, down, activation, *biases, dtype=dtype)
-    dequantized = PanelExperts(
-        [dequantize_panels(weight, dtype) for weight in gate_up],
-        [dequantize_panels(weight, dtype) for weight in down],
+    quantized = PackedExperts(gate_up, down, activation, *biases, dtype=dtype)
+    dequantized = PackedExperts(
+        [dequantize_packed(weight, dtype) for weight in gate_up],
+        [dequantize_packed(weight, dtype) for weight in down],
         activation,
         *biases,
     )
@@ -87,7 +87,7 @@ def test_powers_of_two_beyond_the_exponents_are_kept_as_numbers() -> None:
     scales[0, 5] = 2.0**-126
     weight = QuantizedWeight(weight.codes, scales)
     assert packed(weight).scales.dtype == torch.float32
-    found = dequantize_panels(packed(weight), torch.float32)
+    found = dequantize_packed(packed(weight), torch.float32)
     assert torch.equal(found.weight.flatten(), pack(dequantize(weight)).weight.flatten())
 
 

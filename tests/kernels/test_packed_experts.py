@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.kernels.activation import GatedActivation, clamped_silu_and_mul
 from quire.kernels.linear import PackedWeight, linear, pack, pack_int8
-from quire.kernels.panel_experts import PanelExperts, supports
+from quire.kernels.packed_experts import PackedExperts, supports
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 
@@ -48,11 +48,11 @@ class Case:
             self.down_bias = torch.randn(NUM_EXPERTS, HIDDEN).to(dtype)
         self.packed = [[pack(each) for each in weights] for weights in (self.up, self.down)]
 
-    def experts(self, own: range = range(NUM_EXPERTS)) -> PanelExperts:
+    def experts(self, own: range = range(NUM_EXPERTS)) -> PackedExperts:
         places = slice(own.start, own.stop)
         biases = [None if bias is None else bias[places] for bias in (self.up_bias, self.down_bias)]
         gate_up, down = (packed[places] for packed in self.packed)
-        return PanelExperts(
+        return PackedExperts(
             gate_up, down, self.activation, biases[0], biases[1], own.start, scaled_inputs=self.scaled_inputs
         )
 
@@ -136,7 +136,7 @@ def test_int8_weights_multiply_as_linear_layers() -> None:
         each = [pack_int8(own, torch.rand(len(own)) / 500) for own in stack]
         packed.append([weight for weight in each if weight is not None])
     x, factors, ids = random_step(13, 1, torch.float32)
-    found = PanelExperts(packed[0], packed[1], SILU).forward(x, factors, ids)
+    found = PackedExperts(packed[0], packed[1], SILU).forward(x, factors, ids)
     for token, expert in enumerate(ids[:, 0].tolist()):
         inner = SILU(linear(x[token : token + 1], packed[0][expert]))
         expected = linear(inner, packed[1][expert]) * factors[token]

@@ -1,4 +1,4 @@
-"""The struct of quire_dequantize_panels (native/quantized_panels.cpp): the same fields in the same order."""
+"""The struct of quire_dequantize (native/packed_quantized.cpp): the same fields in the same order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import ctypes
 from .library import library
 
 
-class QuantizedPanels(ctypes.Structure):
-    """A weight of 4 or 8 bits per number, in panels."""
+class PackedQuantized(ctypes.Structure):
+    """A packed weight of 4 or 8 bits per number."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros")),
@@ -20,9 +20,9 @@ class QuantizedPanels(ctypes.Structure):
 
 def check_layout() -> None:
     """Check that Python and C++ agree on the size of the struct. Raises RuntimeError if they do not."""
-    expected, size = library().quire_quantized_panels_bytes(), ctypes.sizeof(QuantizedPanels)
+    expected, size = library().quire_packed_quantized_bytes(), ctypes.sizeof(PackedQuantized)
     if size != expected:
         raise RuntimeError(
-            f"struct QuantizedPanels has {expected} bytes in native/quantized_panels.h and {size} in "
-            "native/quantized_panels.py"
+            f"struct PackedQuantized has {expected} bytes in native/packed_quantized.h and {size} in "
+            "native/packed_quantized.py"
         )

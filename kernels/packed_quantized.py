@@ -1,4 +1,4 @@
-"""QuantizedPanels: weights of 4 or 8 bits per number that C++ ops dequantize a panel at a time, in the cache.
+"""PackedQuantized: weights of 4 or 8 bits per number that C++ ops dequantize a panel at a time, in the cache.
 
 The product is that of the dequantized weight, bit for bit; only memory and the bytes that a step reads are fewer.
 """
@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .linear import Layout, PackedWeight
-from .native import quantized_panels as native
+from .native import packed_quantized as native
 from .native.library import dtype_codes, is_available, library
 from .native.memory import copy_to_huge_pages
 from .native.ops import address_of
-from .native.panels import Panels, panel_len
+from .native.packed_weights import PackedMatrix, panel_len
 from .quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, unpack_nibbles
 
 # Dtype of codes |-> inputs per word of 32 bits.
@@ -29,8 +29,8 @@ _MIN_EXPONENT, _MAX_EXPONENT = 4, 250
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedPanels:
-    """The weight [N, K] of a linear layer as ``(codes - zeros) * scales`` (native/quantized_panels.h).
+class PackedQuantized:
+    """The weight [N, K] of a linear layer as ``(codes - zeros) * scales`` (native/packed_quantized.h).
 
     Attributes:
         words: [P, K / W, panel_len()] int32, of P panels; W inputs per word.
@@ -53,11 +53,11 @@ class QuantizedPanels:
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.words.nbytes + self.scales.nbytes + zeros
 
-    def native(self) -> native.QuantizedPanels:
+    def native(self) -> native.PackedQuantized:
         """Return the weight for C++; this object keeps the memory alive."""
         native.check_layout()
         codes = dtype_codes()
-        return native.QuantizedPanels(
+        return native.PackedQuantized(
             words=self.words.data_ptr(),
             scales=self.scales.data_ptr(),
             zeros=address_of(self.zeros),
@@ -70,7 +70,7 @@ class QuantizedPanels:
         )
 
 
-def pack_quantized(weight: QuantizedWeight) -> QuantizedPanels | None:
+def pack_quantized(weight: QuantizedWeight) -> PackedQuantized | None:
     """Pack a weight for a CPU. Returns None if the ops do not support it.
 
     They support 4-bit and float8 numbers whose groups are runs of inputs that begin with a word.
@@ -83,7 +83,7 @@ def pack_quantized(weight: QuantizedWeight) -> QuantizedPanels | None:
         return None
     words = copy_to_huge_pages(_in_panels(_words(weight.codes).t()))
     zeros, zero = _split_zeros(weight.zeros)
-    return QuantizedPanels(
+    return PackedQuantized(
         words,
         _in_panels(_exponents(weight.scales.float())),
         None if zeros is None else _in_panels(zeros),
@@ -94,15 +94,15 @@ def pack_quantized(weight: QuantizedWeight) -> QuantizedPanels | None:
     )
 
 
-def dequantize_panels(weight: QuantizedPanels, dtype: torch.dtype) -> PackedWeight:
+def dequantize_packed(weight: PackedQuantized, dtype: torch.dtype) -> PackedWeight:
     """Return the weight in a dtype of tokens, rounded to nearest."""
     out, own = torch.empty(len(weight.words), weight.in_features, panel_len(), dtype=dtype), weight.native()
-    library().quire_dequantize_panels(
+    library().quire_dequantize(
         ctypes.addressof(own), dtype_codes()[dtype], out.data_ptr(), torch.get_num_threads()
     )
     stride = weight.in_features * panel_len()
-    panels = Panels(out.data_ptr(), stride, weight.in_features, weight.out_features, dtype)
-    return PackedWeight(out, Layout.PANELS, panels)
+    matrix = PackedMatrix(out.data_ptr(), stride, weight.in_features, weight.out_features, dtype)
+    return PackedWeight(out, Layout.PACKED, matrix)
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ using FormatOf = std::conditional_t<std::is_same_v<T, float>, F32, std::conditio
 
 // A packed weight.
 template <typename Format>
-struct Panels {
+struct PackedMatrix {
   const typename Format::Number* data;
   int64_t stride;       // numbers per panel
   int64_t in_features;  // a multiple of ROW_INPUTS

@@ -1,10 +1,10 @@
 // Dequantizes weights in panels, a panel at a time: it stays in the cache for the product that follows.
-#include "quantized_panels.h"
+#include "packed_quantized.h"
 
 #include <algorithm>
 #include <type_traits>
 
-#include "panels.h"
+#include "packed_weights.h"
 #include "thread_pool.h"
 
 #if defined(__AVX512F__)
@@ -118,7 +118,7 @@ struct Pair<bf16> {
 template <typename T>
 using Input = typename FormatOf<T>::Input;
 
-inline Vec load_scales(const QuantizedPanels& weight, int64_t at) {
+inline Vec load_scales(const PackedQuantized& weight, int64_t at) {
   if (weight.scale_dtype == FLOAT32) return load((const float*)weight.scales + at);
   UnsignedByteVec exponents;
   memcpy(&exponents, (const uint8_t*)weight.scales + at, sizeof exponents);
@@ -129,7 +129,7 @@ inline Vec load_scales(const QuantizedPanels& weight, int64_t at) {
 struct Group {
   Vec scales[PANEL_VECTORS], zeros[PANEL_VECTORS];
 
-  Group(const QuantizedPanels& weight, int64_t at) {
+  Group(const PackedQuantized& weight, int64_t at) {
     for (int v = 0; v < PANEL_VECTORS; v++) {
       scales[v] = load_scales(weight, at + v * LANES);
       zeros[v] = weight.zeros ? load(weight.zeros + at + v * LANES) : broadcast(weight.zero);
@@ -193,7 +193,7 @@ inline void for_mxfp4_pairs(const uint32_t* words, int64_t rows, const uint8_t* 
 
 // Calls sink(input, vector, pair) for all inputs of a panel.
 template <int DTYPE, typename T, typename Sink>
-inline void for_panel(const QuantizedPanels& weight, int64_t panel, const Sink& sink) {
+inline void for_panel(const PackedQuantized& weight, int64_t panel, const Sink& sink) {
   const int64_t num_groups = weight.in_features / weight.group_len;
   const int64_t rows = weight.group_len / WORD_INPUTS<DTYPE>;
   const uint32_t* words = weight.words + panel * num_groups * rows * PANEL_LEN;
@@ -212,7 +212,7 @@ inline void for_panel(const QuantizedPanels& weight, int64_t panel, const Sink& 
 }
 
 template <int DTYPE, typename T>
-void dequantize(const QuantizedPanels& weight, int64_t panel, T* out) {
+void dequantize(const PackedQuantized& weight, int64_t panel, T* out) {
   constexpr int64_t VECTOR = LANES * ROW_INPUTS<FormatOf<T>>;
   for_panel<DTYPE, T>(weight, panel, [&](int64_t input, int v, const Pair<T>& pair) {
     pair.store_to(out + input * PANEL_LEN + v * VECTOR);
@@ -221,7 +221,7 @@ void dequantize(const QuantizedPanels& weight, int64_t panel, T* out) {
 
 // y [M, N] gets the outputs of a panel for M tokens x [M, K].
 template <int DTYPE, typename T, int M>
-void multiply_tokens(const QuantizedPanels& weight, int64_t panel, const Input<T>* x, const T* bias, T* y) {
+void multiply_tokens(const PackedQuantized& weight, int64_t panel, const Input<T>* x, const T* bias, T* y) {
   Vec sums[M][PANEL_VECTORS] = {};
   for_panel<DTYPE, T>(weight, panel, [&](int64_t input, int v, const Pair<T>& pair) {
 #pragma GCC unroll 4
@@ -237,7 +237,7 @@ void multiply_tokens(const QuantizedPanels& weight, int64_t panel, const Input<T
 }
 
 template <int DTYPE, typename T>
-void multiply_few(const QuantizedPanels& weight, int64_t panel, const Input<T>* x, int64_t num_tokens, const T* bias,
+void multiply_few(const PackedQuantized& weight, int64_t panel, const Input<T>* x, int64_t num_tokens, const T* bias,
                   T* y) {
   switch (num_tokens) {
     case 1: return multiply_tokens<DTYPE, T, 1>(weight, panel, x, bias, y);
@@ -260,13 +260,13 @@ void with_codes(int64_t dtype, const Body& body) {
 
 }  // namespace
 
-void dequantize_panel(const QuantizedPanels& weight, int64_t panel, int dtype, void* out) {
+void dequantize_panel(const PackedQuantized& weight, int64_t panel, int dtype, void* out) {
   with_codes(weight.dtype, [&](auto codes) {
     with_dtype(dtype, [&](auto t) { dequantize<codes()>(weight, panel, (decltype(t)*)out); });
   });
 }
 
-void multiply_quantized(const QuantizedPanels& weight, int64_t panel, int dtype, const void* x, int64_t num_tokens,
+void multiply_quantized(const PackedQuantized& weight, int64_t panel, int dtype, const void* x, int64_t num_tokens,
                         const void* bias, void* y) {
   with_codes(weight.dtype, [&](auto codes) {
     with_dtype(dtype, [&](auto t) {
@@ -278,10 +278,10 @@ void multiply_quantized(const QuantizedPanels& weight, int64_t panel, int dtype,
 
 extern "C" {
 
-int64_t quire_quantized_panels_bytes() { return sizeof(QuantizedPanels); }
+int64_t quire_packed_quantized_bytes() { return sizeof(PackedQuantized); }
 
 // out [N / PANEL_LEN, K PANEL_LEN]: all panels.
-void quire_dequantize_panels(const QuantizedPanels* weight, int dtype, void* out, int threads) {
+void quire_dequantize(const PackedQuantized* weight, int dtype, void* out, int threads) {
   const int64_t num_panels = (weight->out_features + PANEL_LEN - 1) / PANEL_LEN;
   const int64_t panel_bytes = weight->in_features * PANEL_LEN * itemsize(dtype);
   parallel_for(num_panels, threads, [&](auto& next) {
