@@ -6,8 +6,8 @@ heads per KV head; the first matching entry is used. There is no autotuning at r
 The entries were chosen by the compiler's report, not yet by measurement. For compute capabilities 8.0 and 9.0 they
 fit into shared memory and, in 16-bit types, into registers, except that the large prefill tile of 9.0 spills 16 bytes
 per thread if there is a window. If the group is no power of two, it spills up to 88 bytes on 8.0, and 40 on 9.0.
-Compiled by Triton 3.6 and 3.7, one more variant of each capability spills up to 40 bytes. For 10.0 chunks of an
-8-bit cache spill up to 64.
+Compiled by Triton 3.6 and 3.7, one more variant of each capability spills up to 40 bytes, and three of 8.0 spill 48.
+For 10.0 chunks of an 8-bit cache spill up to 64.
 """
 
 from typing import NamedTuple

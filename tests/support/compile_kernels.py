@@ -31,6 +31,8 @@ DEFAULT_STACK_BYTES = 16
 # Of attention in 16-bit types: see kernels.gpu.tile_configs.
 MAX_ATTENTION_STACK_BYTES = 40 if triton.__version__ < "3.8" else 16
 MAX_BLACKWELL_STACK_BYTES = 64
+# Of chunks on compute capability 8.0, compiled by Triton 3.7: three variants of models' sizes spill 12 registers.
+MAX_AMPERE_STACK_BYTES = 48
 # Of chunks, if the number of query heads per KV head is no power of two.
 MAX_ODD_GROUP_STACK_BYTES = 88
 # Of expanded latent attention to chosen tokens on compute capability 8.0; the models that have it need newer GPUs.
@@ -126,6 +128,8 @@ def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:
         group = args[0].shape[1] // args[1].shape[2]
         if group & (group - 1):
             return MAX_ODD_GROUP_STACK_BYTES
+        if capability == 80:
+            return MAX_AMPERE_STACK_BYTES
     return MAX_ATTENTION_STACK_BYTES
 
 
