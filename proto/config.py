@@ -268,8 +268,8 @@ class EngineConfig:
         if num_blocks < 2:
             slots = f", beside {self.cache.num_state_slots:,} state slots" if self.model.has_states else ""
             raise ConfigError(
-                f"KV memory holds {num_blocks} blocks of {self.cache.block_size} tokens{slots}; at least 2 are "
-                "needed (one is scratch): give more KV memory"
+                f"KV memory holds {num_blocks} blocks of {self.cache.block_size} tokens; at least 2 are needed (one "
+                f"is scratch){slots}: give more KV memory"
             )
         return replace(self, cache=replace(self.cache, num_kv_blocks=num_blocks))
 

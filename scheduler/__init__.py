@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
     from .core.scheduler import Scheduler as Scheduler
     from .kv.kv_tiers import KvTiers as KvTiers
     from .service.actor import WATCH_GROUP as WATCH_GROUP, SchedulerActor as SchedulerActor
+    from .service.event_sink import EventSink as EventSink
     from .service.kv_events import open_sink as open_sink
     from .service.loop import StepLoop as StepLoop
     from .service.mailbox import InMemoryMailbox as InMemoryMailbox
@@ -29,6 +30,7 @@ else:
             ".core.scheduler": "Scheduler",
             ".kv.kv_tiers": "KvTiers",
             ".service.actor": "WATCH_GROUP SchedulerActor",
+            ".service.event_sink": "EventSink",
             ".service.kv_events": "open_sink",
             ".service.loop": "StepLoop",
             ".service.mailbox": "InMemoryMailbox",

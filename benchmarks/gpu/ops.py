@@ -28,6 +28,7 @@ from benchmarks.gpu.op_case import (
 )
 from benchmarks.gpu.sampler_ops import random_processors, sampler_cases
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.state_ops import state_cases
 from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
 from quire.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.block_tables import update_block_tables
@@ -55,6 +56,7 @@ def cases(sizes: Sizes) -> Iterator[OpCase]:
     for tokens in (16, 4096) if sizes.device == "cuda" else (4,):
         yield from expert_cases(sizes, tokens)
     yield from latent_cases(sizes)
+    yield from state_cases(sizes)
     yield from adapter_cases(sizes)
     yield from rarer_ops(sizes)
 

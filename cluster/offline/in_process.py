@@ -21,7 +21,7 @@ from ...proto.errors import InvalidRequest, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
-from ...scheduler import InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop, open_sink
+from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
 from ...worker import LaunchedStep, ModelRunner, SingleRank, compute_device, on_device
 from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
@@ -141,7 +141,7 @@ class InProcessEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config, self._group = load_in_process(config)
         self.scheduler = Scheduler(self.config)
-        self._events = open_sink(self.config.cache, time.time())
+        self._events = _publisher(self.config)
         self._thread = ThreadPoolExecutor(1, "steps")
         self._stepping = threading.Lock()
 
@@ -214,8 +214,18 @@ class InProcessEngine:
 
     def close(self) -> None:
         self._thread.shutdown()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
         self._group.close()
+
+
+def _publisher(config: EngineConfig) -> EventSink | None:
+    """Return the publisher of KV events, if the options ask for one; without, ZeroMQ is not needed."""
+    if config.cache.kv_events is None:
+        return None
+    from ...scheduler import open_sink
+
+    return open_sink(config.cache, time.time())
 
 
 class _Batch:

@@ -27,6 +27,7 @@ from quire.kernels import (
     paged_attention,
     paged_cache,
     quantized_linear,
+    recurrence,
     routing,
     sampling,
     sparse_latent,
@@ -60,6 +61,7 @@ OPS: dict[str, list[Callable[..., Any]]] = {
     "process_logits": [logits.process_logits],
     "fused_qk_norm_rope_kv_write": [fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write],
     "topk_tokens": [sampling.topk_tokens],
+    "recurrence": [recurrence.causal_conv, recurrence.linear_attention, recurrence.selective_scan],
 }
 
 

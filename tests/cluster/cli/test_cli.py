@@ -90,7 +90,11 @@ def test_token_prints_a_token_and_its_line(
             WRONG_USE,
             "tenant weight is 'gold', must be like gold=3",
         ),
-        (["serve", "demo", "--tenant-weight", "gold=3"], WRONG_USE, "shares of the policy fair"),
+        (
+            ["serve", "demo", "--policy", "fcfs", "--tenant-weight", "gold=3"],
+            WRONG_USE,
+            "shares of the policy fair",
+        ),
         (["serve", "demo", "--num-host-kv-blocks", "-1"], WRONG_USE, "num_host_kv_blocks is -1"),
         (["serve", "demo", "--kv-cache-dtype", "int4"], WRONG_USE, "kv_cache_dtype is 'int4'"),
         (["chaos", "eat-rank"], WRONG_USE, "'kill-rank', 'stop-rank'"),

@@ -47,6 +47,7 @@ def test_problems_of_machine_options_and_files_are_named_together(model_copy: Pa
     options: dict[str, Any] = {
         "tensor_parallel_size": 3,
         "tenant_weights": (("gold", 2.0),),
+        "policy": "fcfs",
         "device": "cuda",
     }
     found = problems_of(model_copy, Machine(2, 1), **options)

@@ -50,7 +50,7 @@ class InfillRequest(OutputFields):
     prompt: str = Field("", description="The beginning of what is filled in.")
     n_predict: int = Field(-1, ge=-1, description="Most tokens; -1 for the rest of the context.")
 
-    def sampling(self, ends: tuple[int, ...]) -> SamplingParams:
+    def sampling_until(self, ends: tuple[int, ...]) -> SamplingParams:
         """Return the settings; `ends` are tokens that end the text."""
         max_tokens = None if self.n_predict < 0 else self.n_predict
         stop_token_ids = (*ends, *(self.stop_token_ids or ()))
@@ -87,7 +87,7 @@ async def _call(services: GatewayServices, body: InfillRequest, request: Request
     if len(body.input_extra) > _MAX_FILES:
         problem = f"has {len(body.input_extra)} files, must have at most {_MAX_FILES}"
         raise InvalidRequest("input_extra", problem)
-    call = with_context(body.call("", body.sampling(tokens.ends)), request, services)
+    call = with_context(body.call("", body.sampling_until(tokens.ends)), request, services)
 
     async def encoded(text: str, *, special: bool = False) -> list[int]:
         part = replace(call, prompt=text, add_special_tokens=special)

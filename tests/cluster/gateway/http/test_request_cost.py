@@ -64,7 +64,7 @@ def sample(schema: Schema) -> Any:
         return {name: sample(schema["properties"][name]) for name in schema.get("required", ())}
     if schema.get("type") == "array":
         return [sample(schema["items"])]
-    return {"string": "x", "integer": 1, "number": 1, "boolean": True}.get(schema["type"])
+    return {"string": "x", "integer": 1, "number": 1, "boolean": True}.get(schema.get("type", ""))
 
 
 def values(schema: Schema) -> Iterator[Any]:
