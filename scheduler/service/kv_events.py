@@ -100,6 +100,8 @@ class KvEventPublisher:
         self._publisher.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
         self._replay = self._context.socket(zmq.ROUTER)
         self._replay.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        # A whole replay fits, so that a subscriber that reads slowly loses neither a batch nor the end.
+        self._replay.setsockopt(zmq.SNDHWM, 2 * MAX_KEPT_BATCHES)
         self.replay_endpoint = ""
         try:
             self.endpoint = _bind(self._publisher, "kv_events", endpoint)
@@ -113,6 +115,7 @@ class KvEventPublisher:
         self._waiting = deque[tuple[bytes, bytes]](maxlen=MAX_KEPT_BATCHES)
         self._kept = deque[tuple[bytes, bytes]](maxlen=MAX_KEPT_BATCHES)
         self._wakeup = Wakeup(self._context)
+        self._is_woken = False
         self._is_closing = threading.Event()
         # Subscribers may know blocks of an earlier process.
         self._add(KVEventBatch(started_at, [AllBlocksCleared()]))
@@ -128,7 +131,10 @@ class KvEventPublisher:
             self._add(
                 KVEventBatch(timestamp, [message_of(each, self._block_size) for each in own], partition)
             )
-        self._wakeup.wake()
+        # One wake until the thread runs: each opens a socket, and ZeroMQ closes sockets later.
+        if not self._is_woken:
+            self._is_woken = True
+            self._wakeup.wake()
 
     def close(self) -> None:
         """Send what waits, and end the thread. Safe to call twice."""
@@ -152,6 +158,7 @@ class KvEventPublisher:
             ready = dict(poller.poll())
             if self._wakeup.socket in ready:
                 self._wakeup.clear()
+                self._is_woken = False  # before the queue is emptied, so that no batch waits for another wake
             if self._replay in ready:
                 self._send_waiting()
                 self._answer_replay()

@@ -38,6 +38,8 @@ def replay(context: zmq.Context[Any], publisher: KvEventPublisher, first: bytes)
     with context.socket(zmq.DEALER) as client:
         client.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         client.setsockopt(zmq.LINGER, 0)
+        client.setsockopt(zmq.RCVHWM, 1)
+        client.setsockopt(zmq.RCVBUF, 4096)
         client.connect(publisher.replay_endpoint)
         client.send_multipart((b"", first))
         found = list[tuple[bytes, Any]]()
@@ -97,6 +99,15 @@ def test_replay_begins_at_the_number_that_is_asked_for(
     assert whole[0][1] == {"ts": 1.5, "events": [{"type": "AllBlocksCleared"}]}
     assert [batch["ts"] for _, batch in replay(context, publisher, number(2))] == [1.0, 2.0]
     assert replay(context, publisher, number(9)) == []
+
+
+def test_slow_subscriber_gets_the_whole_replay(
+    publisher: KvEventPublisher, context: zmq.Context[Any]
+) -> None:
+    count, stored = 4000, BlocksStored([bytes(32)] * 200, DEVICE_MEDIUM, 0)
+    for _ in range(count):
+        publisher.publish([stored], 2.0)
+    assert len(replay(context, publisher, number(0))) == 1 + count
 
 
 def test_events_of_partitions_are_batches_of_their_ranks(
