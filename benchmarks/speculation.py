@@ -93,7 +93,7 @@ def time_batch(llm: LLM, prompts: Prompts, temperature: float) -> tuple[float, l
 
 @dataclass(slots=True)
 class Measured:
-    """What pairs of batches have shown, over all engines.
+    """Results of the pairs of batches of all engines.
 
     Attributes:
         ratios: the time without drafts over that with drafts, of each pair, by engines.

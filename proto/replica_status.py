@@ -84,7 +84,7 @@ class KvCacheInfo:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether a partition is fuller than all blocks together; only with data-parallel attention."""
+        """Return whether a partition is fuller than all blocks together; only with data-parallel attention."""
         return bool(self.num_blocks) and self.fullest_kv_use > self.num_used_blocks / self.num_blocks + 0.005
 
     @property

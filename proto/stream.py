@@ -37,7 +37,7 @@ VERSION = 4
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """What a sequence is to be generated from and how, in a gateway's Request as in the Submit to a scheduler.
+    """Prompt and settings of a sequence, in a gateway's Request as in the Submit to a scheduler.
 
     Attributes:
         request_id: the client's name for the request, for logs and errors.

@@ -233,12 +233,12 @@ class AsyncLLMEngine:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests can be served."""
+        """Return True if requests can be served."""
         return self._close.alive and not self.errored
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has failed."""
+        """Return True if the engine has failed."""
         return self._client is not None and self._client.latest_status is not None and self._client.has_failed
 
     async def aclose(self) -> None:

@@ -30,7 +30,7 @@ class _TargetMissed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TraceSize:
-    """What a trace has in all."""
+    """Totals of a trace."""
 
     num_requests: int
     num_output_tokens: int

@@ -63,7 +63,7 @@ def find_device(name: str) -> Device:
 
 @dataclass(frozen=True, slots=True)
 class ModelCost:
-    """What one rank of a model reads, multiplies and sends.
+    """Bytes and operations of one rank of a model.
 
     Attributes:
         weight_bytes: read by every step; without the experts that a router chooses from.
@@ -88,7 +88,7 @@ class ModelCost:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes.
+    """Work of a step.
 
     Attributes:
         num_tokens: prompts' and decoded ones.

@@ -1,1 +1,1 @@
-"""What a model is: its specification, its formats and its sizes, read from a configuration. No torch."""
+"""Models: their specification, formats and sizes, read from a configuration. No torch."""

@@ -54,7 +54,7 @@ TraceFileOption = Annotated[
 
 @dataclass(frozen=True)
 class _Load:
-    """What is sent, apart from the rate."""
+    """The requests that are sent, apart from their rate."""
 
     requests: int
     warmup: int

@@ -61,7 +61,7 @@ Session = Sequence[Turn]
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a request. Times are in seconds from the start of the load.
+    """Outcome of a request. Times are in seconds from the start of the load.
 
     Attributes:
         due_s: when it was to be sent: its latencies count from here, so that a server that keeps the generator

@@ -1,4 +1,4 @@
-"""What gateways and the controller tell each other: the FleetState or its changes, and the Demand of a gateway."""
+"""Messages between gateways and the controller: the FleetState or its changes, and the Demand of a gateway."""
 
 from __future__ import annotations
 

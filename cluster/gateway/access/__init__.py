@@ -1,1 +1,1 @@
-"""Who may call: addresses, TLS, tokens, and limits per tenant."""
+"""Access to a gateway: addresses, TLS, tokens, and limits per tenant."""

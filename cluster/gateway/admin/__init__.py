@@ -1,1 +1,1 @@
-"""What operators ask of a gateway: status, engine control, faults and fleet events."""
+"""Calls of operators: status, engine control, faults and fleet events."""

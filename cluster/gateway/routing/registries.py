@@ -1,4 +1,4 @@
-"""What an operator has ordered for every replica of a model, as one gateway knows it: adapters and weights.
+"""Orders of an operator for every replica of a model, as one gateway knows them: adapters and weights.
 
 There is no central list. Each replica keeps one too and sends it with its status. Of the adapters the entry with the
 later version wins, for each name, and an unloaded adapter leaves an entry without a path; of the weights the latest

@@ -19,7 +19,7 @@ _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 
 @dataclass(frozen=True, slots=True)
 class ArgumentType:
-    """What a tool's schema tells of an argument.
+    """Types of an argument by a tool's schema.
 
     Attributes:
         types: allowed JSON types; empty for any.

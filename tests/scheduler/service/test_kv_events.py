@@ -1,4 +1,4 @@
-"""What a subscriber of KV events receives, and what the replay socket answers."""
+"""Messages that subscribers of KV events receive, and replays."""
 
 from collections.abc import Iterator
 from typing import Any
