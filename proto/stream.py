@@ -4,8 +4,9 @@ A gateway numbers its sequences with *handles*. The scheduler sends one TokenBat
 message per request.
 
     gateway -> scheduler    Submit, Abort, Stop, StatusQuery, CacheQuery, BlockMapQuery, Drain, FlushCache, LoadLora,
-                            ControlEngine, Recall
-    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded, EngineControlled, Recalled
+                            ControlEngine, Recall, MediaUpload
+    scheduler -> gateway    TokenBatch, ReplicaStatus, CacheReport, BlockMap, LoraLoaded, EngineControlled, Recalled,
+                            MediaWanted
 
 Gateways and replicas of neighboring releases work together. A field may be added at the end of a message, with a
 default for senders that do not know it. Receivers ignore later fields, except those of a Submit: what a request asks
@@ -15,7 +16,7 @@ does not know it refuses the request. Every other change needs a new VERSION.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -26,6 +27,17 @@ from .codec import NO_INTS, FrameCodec, num_always_sent, sent_if_set
 from .engine_command import EngineCommand
 from .errors import ProtocolError, QuireError, from_reason
 from .lora import LoraReference
+from .media import (
+    MEDIA_DIGEST_BYTES,
+    MEDIA_PIECE_BYTES,
+    MediaItem,
+    MediaTensors,
+    TensorLayout,
+    check_media,
+    layout_of,
+    media_pieces,
+    num_layout_bytes,
+)
 from .pooling import Pooled, PoolingParams
 from .replica_status import ReplicaStatus
 from .sampling import SamplingParams
@@ -54,6 +66,7 @@ class SequenceRequest:
         constraint: the compiled constraints of the sampling; None for an output without constraints.
         lora: the adapter; None for the model alone.
         pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
+        media: the images of the prompt, in order. Their tensors are sent when the replica asks for them.
     """
 
     request_id: str
@@ -68,6 +81,11 @@ class SequenceRequest:
     constraint: OutputConstraint | None = sent_if_set(None)
     lora: LoraReference | None = sent_if_set(None)
     pooling: PoolingParams | None = sent_if_set(None)
+    media: tuple[MediaItem, ...] = sent_if_set(())
+
+    def __post_init__(self) -> None:
+        if self.media:
+            check_media(self.media, len(self.prompt_token_ids))
 
 
 @dataclass(frozen=True)
@@ -188,6 +206,59 @@ class EngineControlled:
 
     query_id: int
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaWanted:
+    """Asks for the tensors of images of a sequence, which wait for them; a MediaUpload of each image answers.
+
+    Attributes:
+        digests: of items of the Submit, each once.
+    """
+
+    handle: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MediaUpload:
+    """A piece of the tensors of an image. The pieces of an image are sent in order, without gaps.
+
+    Any sequence may use an image's tensors once they are there: the digest names the tensors, and those who share
+    them.
+
+    Attributes:
+        digest: of the MediaItem.
+        layout: the tensors. Their bytes follow each other in this order, in C order each.
+        offset: first byte of the piece.
+        data: at most MEDIA_PIECE_BYTES.
+    """
+
+    digest: bytes
+    layout: tuple[TensorLayout, ...]
+    offset: int
+    data: bytes
+
+    def __post_init__(self) -> None:
+        num_bytes = num_layout_bytes(self.layout)
+        if type(self.digest) is not bytes or type(self.data) is not bytes:
+            raise TypeError("an image's digest and tensors are bytes")
+        if len(self.digest) != MEDIA_DIGEST_BYTES or len(self.data) > MEDIA_PIECE_BYTES:
+            raise ValueError(
+                f"a digest of {len(self.digest)} and a piece of {len(self.data)} bytes, must have "
+                f"{MEDIA_DIGEST_BYTES} and at most {MEDIA_PIECE_BYTES}"
+            )
+        if not 0 <= self.offset <= num_bytes - len(self.data):
+            raise ValueError(
+                f"a piece at {self.offset} with {len(self.data)} bytes is outside tensors of {num_bytes} bytes"
+            )
+
+
+def media_uploads(digest: bytes, tensors: MediaTensors) -> Iterator[MediaUpload]:
+    """Yield the messages that carry an image's tensors."""
+    layout = layout_of(tensors)
+    for offset, piece in media_pieces(tensors):
+        yield MediaUpload(digest, layout, offset, piece)
 
 
 class FinishReason(StrEnum):
@@ -355,9 +426,17 @@ GatewayMessage = (
     | LoadLora
     | ControlEngine
     | Recall
+    | MediaUpload
 )
 ReplicaMessage = (
-    TokenBatch | ReplicaStatus | CacheReport | BlockMap | LoraLoaded | EngineControlled | Recalled
+    TokenBatch
+    | ReplicaStatus
+    | CacheReport
+    | BlockMap
+    | LoraLoaded
+    | EngineControlled
+    | Recalled
+    | MediaWanted
 )
 
 
@@ -379,6 +458,8 @@ _codec = FrameCodec[GatewayMessage | ReplicaMessage](
         "controlled": EngineControlled,
         "recall": Recall,
         "recalled": Recalled,
+        "media": MediaUpload,
+        "media?": MediaWanted,
         "tokens": TokenBatch,
         "status": ReplicaStatus,
         "cache": CacheReport,

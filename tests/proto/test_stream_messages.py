@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from quire.proto.block_map import BlockMap, BlockState, MappedSequence
 from quire.proto.errors import ProtocolError
 from quire.proto.lora import LoraReference
+from quire.proto.media import MAX_MEDIA_BYTES, MediaAssembly, MediaItem, TensorLayout, layout_of, media_pieces
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.replica_status import RankStatus, ReplicaStatus
 from quire.proto.sampling import SamplingParams
@@ -33,6 +34,8 @@ from quire.proto.stream import (
     GatewayMessage,
     LoadLora,
     LoraLoaded,
+    MediaUpload,
+    MediaWanted,
     Recall,
     Recalled,
     RecalledOutput,
@@ -43,6 +46,7 @@ from quire.proto.stream import (
     TokenBatch,
     decode,
     encode,
+    media_uploads,
     refusal_of,
 )
 
@@ -50,6 +54,8 @@ from quire.proto.stream import (
 NUM_SAMPLING_FIELDS = 27
 
 LORA = LoraReference("sql", "/adapters/sql", "1")
+DIGEST = b"0123456789abcdef"
+PATCHES = TensorLayout("pixel_values", "<f4", (2, 3))
 STATUS = ReplicaStatus(
     query_id=4,
     replica_id="replica-1",
@@ -112,6 +118,8 @@ REPORT = CacheReport(12, 5, b"12345678abcdefgh", b"ABCDEFGH")
         LoraLoaded(3, "why"),
         Recall(3, "tenant", "r", 2**63 - 1, 2, b"digest"),
         Recalled(3),
+        MediaWanted(3, (DIGEST,)),
+        MediaUpload(DIGEST, (PATCHES,), 8, b"12345678"),
     ],
     ids=type,
 )
@@ -274,6 +282,8 @@ def with_values(message: GatewayMessage | ReplicaMessage, change: Callable[[list
         LoraLoaded(3),
         Recall(3, "", "r", 5, 1, b""),
         Recalled(3),
+        MediaWanted(3, (DIGEST,)),
+        MediaUpload(DIGEST, (PATCHES,), 0, b"1"),
     ],
     ids=type,
 )
@@ -382,3 +392,99 @@ def test_vectors_of_wrong_lengths_are_a_protocol_error() -> None:
     frame = encode(TokenBatch(3, pooled=right))
     with pytest.raises(ProtocolError, match="1 values for vectors of"):
         decode(frame.replace(one, two))
+
+
+def test_submit_with_images_round_trips_and_one_without_is_as_before() -> None:
+    prompt = np.arange(9, dtype=np.int32)
+    items = (MediaItem(DIGEST, 1, 3, 2, (1, 2, 4), 96), MediaItem(DIGEST, 4, 5, 5))
+    received = decode(encode(Submit(1, "id", prompt, SamplingParams(), media=items)))
+    assert isinstance(received, Submit)
+    assert (received.media, received.pooling) == (items, None)
+    assert len(msgpack.unpackb(encode(Submit(1, "id", prompt, SamplingParams()))[1:])) == 11
+
+
+@pytest.mark.parametrize(
+    ("items", "problem"),
+    [
+        ([[DIGEST, 7, 3, 3]], "between 0 and 9"),
+        ([[DIGEST, 2, 3, 3], [DIGEST, 4, 2, 2]], "between 5 and 9"),
+        ([[DIGEST, -1, 3, 3]], "3 embeddings for 3 tokens from -1"),
+        ([[DIGEST, 1, 2, 3]], "3 embeddings for 2 tokens"),
+        ([[DIGEST, 1, 0, 0]], "0 embeddings for 0 tokens"),
+        ([[DIGEST[1:], 1, 2, 2]], "15 bytes, must have 16"),
+        ([[DIGEST, 1, 2, 2, [1, 0, 2]]], "grid"),
+        ([[DIGEST, 1, 2, 2, [1, 2]]], "grid"),
+        ([[DIGEST, 1, 2, 2, [], MAX_MEDIA_BYTES + 1]], "bytes, must have at most"),
+        ([[DIGEST, "1", 2, 2]], "cannot be read"),
+    ],
+)
+def test_images_at_impossible_places_are_a_protocol_error(items: list[Any], problem: str) -> None:
+    submit = Submit(
+        1, "id", np.arange(9, dtype=np.int32), SamplingParams(), media=(MediaItem(DIGEST, 1, 1, 1),)
+    )
+    with pytest.raises(ProtocolError, match=problem):
+        decode(with_values(submit, lambda values: [*values[:-1], items]))
+
+
+def test_tensors_of_an_image_arrive_in_pieces() -> None:
+    rng = np.random.default_rng(1)
+    tensors = {
+        "pixel_values": rng.standard_normal((300, 1176)).astype(np.float32),
+        "grid": np.array([[1, 10, 30]]),
+        "mask": np.ones((2, 3), bool),
+    }
+    messages = [decode(encode(each)) for each in media_uploads(DIGEST, tensors)]
+    assert len(messages) == 4
+    first = messages[0]
+    assert isinstance(first, MediaUpload)
+    assembly = MediaAssembly(first.layout)
+    for message in [*messages, first]:  # a piece may come a second time
+        assert isinstance(message, MediaUpload)
+        assert message.digest == DIGEST
+        assembly.add(message.offset, message.data)
+    assert assembly.is_complete
+    received = assembly.tensors()
+    assert list(received) == list(tensors)
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(received[name], tensor)
+
+
+def test_pieces_of_an_image_with_a_gap_are_refused() -> None:
+    tensors = {"pixel_values": np.zeros((4, 2), np.float32)}
+    pieces = list(media_pieces(tensors, piece_bytes=16))
+    assembly = MediaAssembly(layout_of(tensors))
+    with pytest.raises(ValueError, match="at bytes 16 to 32; 0 of 32 have arrived"):
+        assembly.add(*pieces[1])
+    assembly.add(*pieces[0])
+    assert not assembly.is_complete
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({1: [["pixel_values", "<f8", [2, 3]]]}, "type '<f8'"),
+        ({1: [["pixel_values", "|O8", [2, 3]]]}, "type"),
+        ({1: [["pixel_values", "<f4", [2, -3]]]}, "shape"),
+        ({1: [["pixel_values", "<f4", [2, 2.5]]]}, "shape"),
+        ({1: [["pixel_values", "<f4", [1 << 40, 1 << 40]]]}, "shape"),
+        ({1: [["pixel_values", "<f4", [1] * 7]]}, "shape"),
+        ({1: [["", "<f4", [2, 3]]]}, "name"),
+        ({1: []}, "0 tensors"),
+        ({1: [["a", "<f4", [2]], ["a", "<f4", [4]]]}, "2 tensors of 1 names"),
+        ({1: [["a", "<f4", [1 << 26]], ["b", "<f4", [1 << 27]]]}, "at most 8 of different names"),
+        ({0: b"short"}, "a digest of 5"),
+        ({2: 17}, "a piece at 17 with 8 bytes is outside tensors of 24 bytes"),
+        ({2: -1}, "outside"),
+        ({3: b"x" * 25}, "outside"),
+        ({3: "text"}, "cannot be read"),
+    ],
+)
+def test_tensors_of_impossible_shapes_are_a_protocol_error(change: dict[int, Any], problem: str) -> None:
+    upload = MediaUpload(DIGEST, (PATCHES,), 16, b"12345678")
+
+    def changed(values: list[Any]) -> list[Any]:
+        return [values[0], *(change.get(index, value) for index, value in enumerate(values[1:]))]
+
+    with pytest.raises(ProtocolError, match=problem):
+        decode(with_values(upload, changed))
