@@ -1,0 +1,170 @@
+"""KvLayout: how a rank lays out its KV blocks, and the name of a block's content for whoever keeps or reads it.
+
+A block that leaves its rank is good for another one only if both lay out the same tokens of the same weights alike.
+Two parties compare their layouts before they exchange a block: `differences` names what differs. Those of different
+tensor-parallel sizes may exchange blocks, of which each rank has some of the heads. The states of recurrent layers
+are in no block and have no layout: a model with states computes them where it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from hashlib import sha256
+
+from .codec import FrameCodec
+from .config import EngineConfig, ModelConfig
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
+_QUANTIZED = frozenset({"fp8_e4m3", "int8"})
+_SCALE_BYTES = 4
+_FINGERPRINT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayerShape:
+    """How a token is cached in a layer, on all ranks together.
+
+    Attributes:
+        num_parts: 2 for keys and values, 1 for a latent.
+        num_heads: KV heads of the model; 1 for a latent, which each rank has in full.
+        head_dim: numbers of a head.
+    """
+
+    num_parts: int
+    num_heads: int
+    head_dim: int
+
+    def heads_of(self, rank: int, tensor_parallel_size: int) -> range:
+        """Return the heads that a rank has; ranks that are more than the heads share them."""
+        if self.num_heads < tensor_parallel_size:
+            first = rank * self.num_heads // tensor_parallel_size
+            return range(first, first + 1)
+        count = self.num_heads // tensor_parallel_size
+        return range(rank * count, (rank + 1) * count)
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroupLayout:
+    """One cache group.
+
+    Attributes:
+        dtype: of a cached number; one of a byte has a float32 scale for each token, part and head.
+        block_tokens: tokens of a block.
+        window: tokens that a token attends to; 0 for all.
+        layers: in the order of the model's layers.
+    """
+
+    dtype: str
+    block_tokens: int
+    window: int
+    layers: tuple[KvLayerShape, ...]
+
+    def block_bytes(self, rank: int, tensor_parallel_size: int) -> int:
+        """Return the bytes of a rank's part of a block."""
+        scale = _SCALE_BYTES if self.dtype in _QUANTIZED else 0
+        return self.block_tokens * sum(
+            each.num_parts
+            * len(each.heads_of(rank, tensor_parallel_size))
+            * (each.head_dim * _DTYPE_BYTES[self.dtype] + scale)
+            for each in self.layers
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The layout of one rank's blocks.
+
+    Attributes:
+        model: the name that the model is served under.
+        weights_version: digest of the weights; blocks of other weights are other content.
+        rank, tensor_parallel_size: which heads the rank has; 0 of 1 for all of them.
+        groups: the cache groups, those of a draft model's layers last.
+    """
+
+    model: str
+    weights_version: str
+    groups: tuple[KvGroupLayout, ...]
+    rank: int = 0
+    tensor_parallel_size: int = 1
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """The bytes of this rank's part of a block, in each group."""
+        return tuple(each.block_bytes(self.rank, self.tensor_parallel_size) for each in self.groups)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of everything: ranks with the same one may use each other's blocks as they are."""
+        return sha256(_layouts.encode(self)).digest()[:_FINGERPRINT_BYTES]
+
+    @property
+    def whole(self) -> KvLayout:
+        """The layout of all heads, which ranks of all tensor-parallel sizes share."""
+        return replace(self, rank=0, tensor_parallel_size=1)
+
+    def differences(self, other: KvLayout) -> tuple[str, ...]:
+        """Return each field that differs, with both values; none if the blocks are interchangeable as they are."""
+        found = [
+            f"{each.name} is {getattr(self, each.name)!r}, the other's {getattr(other, each.name)!r}"
+            for each in fields(self)
+            if each.name != "groups" and getattr(self, each.name) != getattr(other, each.name)
+        ]
+        if len(self.groups) != len(other.groups):
+            return *found, f"groups are {len(self.groups)}, the other's {len(other.groups)}"
+        for index, (own, others) in enumerate(zip(self.groups, other.groups, strict=True)):
+            found += [
+                f"{each.name} of group {index} is {getattr(own, each.name)}, the other's "
+                f"{getattr(others, each.name)}"
+                for each in fields(own)
+                if getattr(own, each.name) != getattr(others, each.name)
+            ]
+        return tuple(found)
+
+
+def layout_of(config: EngineConfig, rank: int, weights_version: str) -> KvLayout:
+    """Return the layout of a rank's blocks.
+
+    Args:
+        weights_version: digest of the weights that the rank has loaded.
+    """
+    model, cache = config.model, config.cache
+    dtype = model.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+    shapes = _shapes_of(model)
+    groups = [
+        KvGroupLayout(dtype, cache.block_size, group.window, tuple(shapes[layer] for layer in group.layers))
+        for group in config.cache_layout.groups
+    ]
+    if (draft := config.speculative_draft) is not None:
+        groups.append(KvGroupLayout(dtype, cache.block_size, 0, tuple(_shapes_of(draft))))
+    return KvLayout(model.name, weights_version, tuple(groups), rank, config.parallel.tensor_parallel_size)
+
+
+def block_name(digest: bytes, layout: KvLayout, group: int) -> bytes:
+    """Return the name of one rank's part of a block, unique among all models, weights, tenants and layouts.
+
+    Args:
+        digest: of the chain of tokens up to the block's end, see `digests`; its root has model, tenant or pool, salt
+            and adapter.
+        group: number of the cache group.
+    """
+    version = layout.weights_version.encode()
+    parts = (digest, version, layout.fingerprint, group.to_bytes(4, "little"))
+    return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
+
+
+def _shapes_of(model: ModelConfig) -> list[KvLayerShape]:
+    """Return how each layer with keys and values of its own caches a token on all ranks together."""
+    return [KvLayerShape(*shape) for shape in model.kv_shapes(1)]
+
+
+_layouts = FrameCodec("kv layout", 1, {"layout": KvLayout})
+
+
+def encode_layout(layout: KvLayout) -> bytes:
+    """Return the frame of a layout, for a file or another process."""
+    return _layouts.encode(layout)
+
+
+def decode_layout(frame: bytes) -> KvLayout:
+    """Return the layout of a frame. Raises ProtocolError if it has another version or shape."""
+    return _layouts.decode(frame)

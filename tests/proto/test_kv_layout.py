@@ -1,0 +1,71 @@
+"""KvLayout: equal layouts share names, and each difference is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from quire.proto.kv_layout import (
+    KvGroupLayout,
+    KvLayerShape,
+    KvLayout,
+    block_name,
+    decode_layout,
+    encode_layout,
+    layout_of,
+)
+from tests.support.fakes import small_config
+
+GROUP = KvGroupLayout("bfloat16", 16, 0, (KvLayerShape(2, 8, 64),) * 4)
+LAYOUT = KvLayout("m", "w1", (GROUP,), rank=1, tensor_parallel_size=4)
+
+
+def test_layout_names_each_field_that_differs() -> None:
+    assert LAYOUT.differences(LAYOUT) == ()
+    other = replace(LAYOUT, weights_version="w2", groups=(replace(GROUP, block_tokens=32),))
+    assert LAYOUT.differences(other) == (
+        "weights_version is 'w1', the other's 'w2'",
+        "block_tokens of group 0 is 16, the other's 32",
+    )
+    assert LAYOUT.differences(replace(LAYOUT, groups=())) == ("groups are 1, the other's 0",)
+
+
+def test_layout_of_ranks_of_other_sizes_is_whole_the_same() -> None:
+    other = replace(LAYOUT, rank=0, tensor_parallel_size=2)
+    assert other.fingerprint != LAYOUT.fingerprint
+    assert other.whole.fingerprint == LAYOUT.whole.fingerprint
+    assert LAYOUT.block_bytes == (16 * 4 * 2 * 2 * 64 * 2,)
+    assert other.block_bytes == (2 * LAYOUT.block_bytes[0],)
+
+
+@pytest.mark.parametrize(("size", "heads"), [(1, [range(4)]), (2, [range(2), range(2, 4)])])
+def test_heads_are_shared_out_among_ranks(size: int, heads: list[range]) -> None:
+    shape = KvLayerShape(2, 4, 8)
+    assert [shape.heads_of(rank, size) for rank in range(size)] == heads
+
+
+def test_heads_fewer_than_ranks_are_shared() -> None:
+    shape = KvLayerShape(2, 2, 8)
+    assert [shape.heads_of(rank, 4) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
+
+
+def test_block_of_quantized_numbers_has_scales() -> None:
+    group = KvGroupLayout("int8", 16, 0, (KvLayerShape(2, 8, 64),))
+    assert group.block_bytes(0, 1) == 16 * 2 * 8 * (64 + 4)
+
+
+def test_block_name_depends_on_all_that_determines_the_bytes() -> None:
+    names = {
+        block_name(digest, layout, group)
+        for digest in (b"a", b"b")
+        for layout in (LAYOUT, replace(LAYOUT, weights_version="w2"), replace(LAYOUT, rank=2))
+        for group in (0, 1)
+    }
+    assert len(names) == 12
+
+
+def test_layout_survives_its_frame() -> None:
+    layout = layout_of(small_config(), 0, "w")
+    assert decode_layout(encode_layout(layout)) == layout
+    assert decode_layout(encode_layout(LAYOUT)) == LAYOUT
