@@ -60,6 +60,11 @@ class KvCacheInfo:
         num_used_state_slots: those of sequences.
         num_snapshots: those with the state after a cached prefix, which a later sequence may start from.
         num_saved_snapshots: snapshots taken so far by copying a state.
+        num_kv_leases: sequences that left, whose blocks are held until another replica has read them.
+        num_kv_offers: leases so far.
+        num_kv_pulls, num_kv_pulled_tokens, num_kv_pulled_bytes: sequences that brought blocks from another replica,
+            their tokens, and the bytes of the rank that read most.
+        num_kv_failures: sequences whose blocks were computed instead, by reason, in the order of KvFailure.
     """
 
     block_size: int = 0
@@ -81,6 +86,12 @@ class KvCacheInfo:
     num_used_state_slots: int = 0
     num_snapshots: int = 0
     num_saved_snapshots: int = 0
+    num_kv_leases: int = 0
+    num_kv_offers: int = 0
+    num_kv_pulls: int = 0
+    num_kv_pulled_tokens: int = 0
+    num_kv_pulled_bytes: int = 0
+    num_kv_failures: tuple[int, ...] = ()
 
     @property
     def is_uneven(self) -> bool:
@@ -164,6 +175,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         num_retained_tokens: computed tokens of sequences whose KV survived failures of the ranks.
         last_step_s: time since the latest step whose result came through all ranks; infinite before the first.
         reports_changes: a StatusQuery's `watch_s` has an effect.
+        kv_layout: fingerprint of the layout of its blocks, which replicas with the same one may take from each other;
+            empty if it neither takes nor gives any.
     """
 
     # A later field is added at the end.
@@ -179,6 +192,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "activity", "activity_s", "num_recoveries", "generates", "loras", "weights_version", "weights_path",
         "weights_timestamp", "is_paused", "sleep_level", "num_retained_tokens", "fullest_kv_use", "last_step_s",
         "reports_changes", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots",
+        "kv_layout", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes",
+        "num_kv_failures",
     )  # fmt: skip
 
     query_id: int
@@ -200,6 +215,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
     num_retained_tokens: int = 0
     last_step_s: float = math.inf
     reports_changes: bool = False
+    kv_layout: bytes = b""
 
     @property
     def fullest_use(self) -> float:

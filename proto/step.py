@@ -4,8 +4,8 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 
 0. adapters: drop `lora_drops` from host memory, begin `lora_loads`, copy those of `lora_slots` into their slots;
 1. empty `released_rows`;
-2. put the `new` sequences into their rows, in order, with tokens, block tables and state slots in full; a fork takes
-   its first tokens and the state of its constraint from its `source_row`;
+2. put the `new` sequences into their rows, with tokens, block tables and state slots in full; a fork takes the state
+   of its constraint from its `constraint_row`;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables must then have `digest`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
@@ -45,6 +45,7 @@ from .codec import (
     unpack_ints,
 )
 from .engine_command import EngineCommand
+from .kv_transfer import KvOrders, KvReport
 from .lora import NO_SLOT, LoraLoad, LoraReport
 from .pooling import Pooled, PoolingParams
 from .structured_outputs import OutputConstraint
@@ -79,11 +80,6 @@ class RowLogitsProcessors:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Return whether the known tokens of a row matter, not only those that it samples from now on."""
-        return self.has_penalties or bool(self.extra_args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +127,17 @@ class NewSequence:
     """A sequence in full, put into a row: a new one, or one that resumes after a preemption or a failure.
 
     Attributes:
-        token_ids: the prompt, then every token generated before; of a fork those after `num_source_tokens`.
-        num_computed_tokens: leading tokens whose KV the blocks already hold (a prefix cache hit).
+        token_ids: the prompt, then every token generated before.
+        num_computed_tokens: leading tokens of token_ids whose KV the blocks already hold (a prefix cache hit).
         block_ids: its block tables so far: equally many blocks of each cache group, one group after the other. Those
             behind a group's window are 0.
         lora_slot: the slot of its adapter; NO_SLOT for none.
         pooling: the sequence is pooled, and ends with its prompt; None if it generates tokens.
-        source_row: row of the sequence from which it is forked. The tokens of that row begin with all but the last of
-            this sequence, and the plan does not release it. None for other sequences.
-        num_generated: the last tokens, which were generated.
+        constraint_row: row of the sequence from which it is forked, whose constraint it has too: `sampling` has none.
+            The tokens of that row begin with all but the last of these, and the plan does not release it. None if the
+            constraint is in `sampling`.
+        num_generated: the last tokens of token_ids, which were generated.
         state_slot: of its state; 0 if the model keeps none.
-        num_source_tokens: leading tokens that are copied from `source_row`, no more than the prompt has if there is
-            a constraint; 0 if a logits processor needs them all.
-        takes_constraint: it has the constraint of `source_row`; `sampling` has none.
     """
 
     row: int
@@ -154,16 +148,9 @@ class NewSequence:
     sampling: RowSampling
     lora_slot: int = sent_if_set(NO_SLOT)
     pooling: PoolingParams | None = sent_if_set(None)
-    source_row: int | None = sent_if_set(None)
+    constraint_row: int | None = sent_if_set(None)
     num_generated: int = sent_if_set(0)
     state_slot: int = sent_if_set(0)
-    num_source_tokens: int = sent_if_set(0)
-    takes_constraint: bool = sent_if_set(False)
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of its known tokens."""
-        return self.num_source_tokens + self.token_ids.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +171,7 @@ class StepPlan:
         swap_in: [n, 2] host block id, device block id that receives its copy.
         state_copies: [n, 2] source and destination state slots; no slot is both. Of snapshots into rows, and forks.
         state_saves: [n, 2] a row's slot, slot that receives a copy of its state after the step.
+        kv: leases and pulls of blocks that travel between replicas; applied before everything else.
         command: the ranks carry it out, and empty all rows; the plan has nothing else.
         lora_loads: adapters to read into host memory, which takes a while.
         lora_drops: [n] ids of adapters to drop from host memory.
@@ -217,6 +205,7 @@ class StepPlan:
     command: EngineCommand | None = sent_if_set(None)
     state_copies: PairArray = sent_if_set(NO_PAIRS)
     state_saves: PairArray = sent_if_set(NO_PAIRS)
+    kv: KvOrders | None = sent_if_set(None)
 
     def encode(self) -> bytes:
         return _plans.encode(self)
@@ -331,6 +320,7 @@ class StepResult:
         pooled: vectors of the pooled rows whose last token was computed in the step.
         command_error: why the step's command was not carried out, on no rank; empty if it was.
         failed_rows: rows whose structured output or custom logits processor failed.
+        kv_reports: of leases and pulls, since the rank's previous result.
     """
 
     step_id: int
@@ -347,6 +337,7 @@ class StepResult:
     pooled: Pooled | None = sent_if_set(None)
     command_error: str = sent_if_set("")
     failed_rows: tuple[FailedRow, ...] = sent_if_set(())
+    kv_reports: tuple[KvReport, ...] = sent_if_set(())
 
     def encode(self) -> bytes:
         return _replies.encode(self)

@@ -26,6 +26,7 @@ from .block_tables import IntArray
 from .codec import NO_INTS, FrameCodec, num_always_sent, sent_if_set
 from .engine_command import EngineCommand
 from .errors import ProtocolError, QuireError, from_reason
+from .kv_transfer import KvOffer
 from .lora import LoraReference
 from .media import (
     MEDIA_DIGEST_BYTES,
@@ -67,6 +68,7 @@ class SequenceRequest:
         lora: the adapter; None for the model alone.
         pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
         media: the images of the prompt, in order. Their tensors are sent when the replica asks for them.
+        kv: blocks of the prompt and the generated tokens at the replica that the sequence left; None without any.
     """
 
     request_id: str
@@ -82,6 +84,7 @@ class SequenceRequest:
     lora: LoraReference | None = sent_if_set(None)
     pooling: PoolingParams | None = sent_if_set(None)
     media: tuple[MediaItem, ...] = sent_if_set(())
+    kv: KvOffer | None = sent_if_set(None)
 
     def __post_init__(self) -> None:
         if self.media:
@@ -297,6 +300,7 @@ class Finish:
         error_reason: with reason ERROR, the error's own reason (`errors.from_reason` rebuilds the error).
         retry_after_s: with reason ERROR, the delay of the error, if it has one.
         weights_version: name of the weights that sampled the last token; empty for the weights of the start.
+        kv: with reason MOVED, the sequence's blocks, for the replica that continues it; None without any.
     """
 
     handle: int
@@ -312,6 +316,7 @@ class Finish:
     error_reason: str = ""
     retry_after_s: float | None = None
     weights_version: str = ""
+    kv: KvOffer | None = sent_if_set(None)
 
     def to_error(self) -> QuireError:
         """Return the error of an end with reason ERROR."""

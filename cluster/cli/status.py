@@ -164,6 +164,11 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
         f"{kv.num_used_state_slots} of {kv.num_state_slots} used, {kv.num_snapshots} snapshots of prefixes, "
         f"{kv.num_saved_snapshots} saved so far"
     )
+    moves = (
+        f"{kv.num_kv_offers} sequences left with their blocks, {kv.num_kv_leases} of these held; {kv.num_kv_pulls} "
+        f"came from other replicas with theirs ({kv.num_kv_pulled_tokens} tokens, {kv.num_kv_pulled_bytes} bytes), "
+        f"{sum(kv.num_kv_failures)} in vain"
+    )
     return [
         (
             "KV blocks",
@@ -177,6 +182,7 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
             f"{kv.num_swapped_blocks} blocks swapped so far",
         ),
         *([("state slots", states)] if kv.num_state_slots else []),
+        *([("KV moves", moves)] if kv.num_kv_offers or kv.num_kv_pulls or kv.num_kv_failures else []),
         ("KV fragmentation", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
         (
             "prefix cache",

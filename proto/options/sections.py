@@ -184,6 +184,11 @@ class CacheOptions:
     prefix_caching: bool = _kv_option(
         True, help="Keep computed KV blocks for later prompts with the same beginning."
     )
+    kv_transfer: bool = _kv_option(
+        False,
+        help="Let a request that moves to another replica take its KV blocks along, where reading them is faster "
+        "than computing them.",
+    )
     kv_events: str | None = _kv_option(
         None,
         help="Publish the blocks that the prefix cache stores and removes, with their tokens, for routers that read "

@@ -32,6 +32,7 @@ from .control.drain import Drainer
 from .control.engine_control import EngineControl
 from .planning.planner import Planner
 from .queue.deadlines import deadline_of
+from .queue.kv_moves import KvMoves, NoKvMoves
 from .queue.lora_adapters import LoraAdapters
 from .queue.policy import rank_of
 from .replies.outbox import Outgoing, error_finish
@@ -132,6 +133,11 @@ class Scheduler:
     def throughput(self) -> Throughput:
         """Return the tokens computed and the time that they took; read-only."""
         return self._state.throughput
+
+    @property
+    def kv_moves(self) -> KvMoves | NoKvMoves:
+        """Return the figures of KV that comes and leaves; read-only."""
+        return self._state.kv_moves
 
     @property
     def is_draining(self) -> bool:
@@ -268,6 +274,7 @@ class Scheduler:
     def wait(self, now: float) -> None:
         """End sequences whose deadline has passed, and hand off those of a draining replica, without a plan."""
         self._state.requests.forget_idle()
+        self._state.kv_moves.expire(now, self._state.in_flight.newest_id)
         self._drainer.hand_off(now)
         self._state.fail_expired(now)
 
@@ -352,6 +359,7 @@ class Scheduler:
                 repetition=_make_detector(submit),
                 lora=submit.lora,
                 pooling=submit.pooling,
+                kv=submit.kv if len(seq_ids) == 1 and params.beam_width is None else None,
                 pools_all_tokens=submit.pooling is not None and not self._pools_last_token,
             )
             for index, seq_id in enumerate(seq_ids)

@@ -22,6 +22,7 @@ from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.errors import DeadlineExpired, QuireError
 from ...proto.lora import LoraReference
+from ...proto.stream import FinishReason
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
 from ..kv.own_prefixes import OwnPrefixes
@@ -31,6 +32,7 @@ from ..sequences.sequence import Sequence
 from ..speculation.draft_switch import MOST_ROWS_ON_CPU, DraftSwitch, min_repeated_len
 from ..speculation.jump_forward import JumpForward
 from .queue.deadlines import DeadlineQueue
+from .queue.kv_moves import make_kv_moves
 from .queue.lora_adapters import LoraAdapters
 from .queue.pace import Pace
 from .queue.policy import CostModel, by_precedence
@@ -75,6 +77,7 @@ class SchedulerState:
         min_repeated_len: newest tokens of a sequence that occur before, where it may have drafts; 0 for none.
         jump_forward: of grammars, without speculative decoding; None with it, and where steps have no drafts.
         lora: None without adapters.
+        kv_moves: of sequences that come and leave.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -100,6 +103,7 @@ class SchedulerState:
         self.in_flight: Final = InFlightSteps()
         self.outbox: Final = Outbox()
         self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
+        self.kv_moves: Final = make_kv_moves(config, self.blocks, self.costs)
         self.stats: Final = SchedulerStats()
         self.throughput: Final = Throughput()
         self.own_prefixes: Final = OwnPrefixes(config.cache.block_size)
@@ -281,6 +285,28 @@ class SchedulerState:
         self._requeue(sequence)
         self.stats.count_preemption()
 
+    def hand_off(self, key: RequestKey, now: float) -> None:
+        """End a handle's sequences, and report to its gateway how many tokens they had, and where their KV is."""
+        producer = self.requests.get(key)
+        if producer is None:  # it moved with another handle of its beam search
+            return
+        offer = None
+        if isinstance(producer, BeamGroup):
+            first = self.alive[producer.members[0]]
+            num_tokens = first.num_prompt_tokens
+        else:
+            first, tokens = producer, self.known_tokens(producer)
+            num_tokens = len(tokens)
+            if first.row is not None and not first.sampling.is_ranked:
+                num_computed = int(self.rows.num_scheduled[first.row])
+                offer = self.kv_moves.offer(first, first.row, tokens, num_computed, now)
+        moved = [
+            first.finish(FinishReason.MOVED, num_tokens, now, handle=handle, kv=offer)
+            for _, handle in self.end_request(key)
+        ]
+        gateway, _ = key
+        self.outbox.finish(gateway, moved)
+
     def retract_drafts(self, rows: RowArray, counts: IntArray) -> None:
         """Take back rejected drafted tokens of distinct rows, and release the blocks that were for these only."""
         self.rows.retract(rows, counts)
@@ -332,6 +358,7 @@ class SchedulerState:
             self._requeue(sequence)
         self.abandon_steps()
         self.deltas.forget_rows()
+        self.kv_moves.forget()
         return self.blocks.forget_unconfirmed()
 
     def requests_in(self, step: InFlightStep) -> set[int]:
@@ -348,6 +375,7 @@ class SchedulerState:
     def discard(self, sequence: Sequence) -> None:
         """End a sequence, wherever it is, and free its row and blocks."""
         self.own_prefixes.add(sequence)
+        self.kv_moves.discard(sequence)
         del self._alive[sequence.seq_id]
         others = self._of_request[sequence.request_id]
         others.remove(sequence)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray, RowArray
 from ...proto.config import EngineConfig
-from ...proto.digests import DIGEST_BYTES, chain_digests, child_digest
+from ...proto.digests import child_digest
 from ..sequences.sequence import Sequence
 from .block_pool import SCRATCH_BLOCK, BlockPool, RowPartitions
 from .cache_events import DEVICE_MEDIUM, CacheEvents, CacheKey, NoCacheEvents
 from .cache_journal import CacheJournal
 from .host_tier import HostTier
 from .kv_tiers import KvTiers
+from .leases import Leases
 from .planned_moves import PendingFills, PlannedMoves
 from .prefix_cache import MIN_PARTIAL_SHARE, PrefixCache, make_caches
 from .prefix_lookup import Prefix, PrefixLookup
+from .pulls import PulledBlock, Pulls
 from .snapshot_policy import MIN_SNAPSHOT_BLOCKS, snapshot_ends
 from .state_slots import StateSlots
 
@@ -40,6 +43,8 @@ class BlockManager:
         journal: changes of the set of cached prefixes, in device or host memory.
         events: the same changes with their tokens, for routers outside of quire, if there are any.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
+        leases: blocks that left with sequences, and are held for their readers.
+        pulls: blocks that ranks read from other replicas.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -95,6 +100,8 @@ class BlockManager:
         self._pool = BlockPool(cache.num_kv_blocks, self._evict, self.num_partitions)
         self._row_partitions = RowPartitions(num_rows, self.num_groups, self._pool)
         self._moves = PlannedMoves(self._pool, self.host)
+        self.leases = Leases(self._pool)
+        self.pulls = Pulls(self._pool, self.num_groups, config.parallel.tensor_parallel_size)
         # Blocks that the next plan fills. Its own sequences may share them, since a step writes KV before it reads
         # any, but not copy them, since a step makes all copies first.
         self._filling: set[int] = set()
@@ -397,43 +404,104 @@ class BlockManager:
         self.state_slots.save(row, (digest, digest, b""), num_saved)
         sequence.num_snapshot_tokens = num_tokens
 
-    def blocks_at(self, rows: RowArray, index: IntArray) -> IntArray:
-        """Return block number `index` of each row, [groups, rows]; the scratch block for one that was released."""
+    def blocks_at(self, rows: RowArray, index: IntArray) -> list[list[int]]:
+        """Return block number `index` of each row, in each group; the scratch block for one that was released."""
         if self.num_groups == 1 and not self.layout.has_windows:
-            return self.tables.ids[rows, index][None]
-        tables = rows + np.arange(self.num_groups)[:, None] * self.tables.num_rows
-        is_live = index >= self._first_live[tables]
-        return np.where(is_live, self.tables.ids[tables, index], SCRATCH_BLOCK)
+            whole: list[list[int]] = self.tables.ids[rows, index][:, None].tolist()
+            return whole
+        tables = rows[:, None] + np.arange(self.num_groups) * self.tables.num_rows
+        is_live = index[:, None] >= self._first_live[tables]
+        found: list[list[int]] = np.where(
+            is_live, self.tables.ids[tables, index[:, None]], SCRATCH_BLOCK
+        ).tolist()
+        return found
 
-    def publish_next(self, sequences: list[Sequence], block_ids: IntArray, blocks: list[bytes]) -> None:
-        """Add the block of each sequence after those whose digests it has to the prefix cache; its KV is computed.
+    def publish_next(self, sequence: Sequence, block_ids: list[int], tokens: bytes) -> None:
+        """Add the block after those whose digests the sequence has to the prefix cache; its KV is computed.
 
         Args:
             block_ids: of each group, as `blocks_at` returns them.
-            blocks: the int32 tokens of each block.
+            tokens: the block's tokens, int32.
         """
         if not self._caches:
             return
-        chains = [sequence.block_digests for sequence in sequences]
-        parents = [
-            chain[-1] if chain else sequence.root for chain, sequence in zip(chains, sequences, strict=True)
-        ]
-        contents = [parent + tokens for parent, tokens in zip(parents, blocks, strict=True)]
-        digests = chain_digests(contents)
-        for chain, digest in zip(chains, digests, strict=True):
-            chain.append(digest)
-        for group, ids in enumerate(block_ids):
-            for partition in range(self.num_partitions):
-                is_own = (ids != SCRATCH_BLOCK) & (self._pool.partition_of(ids) == partition)
-                own = np.flatnonzero(is_own).tolist()
-                cache, own_ids = self._caches_of(partition)[group], ids[own].tolist()
-                added = cache.insert_all([digests[at] for at in own], [contents[at] for at in own], own_ids)
-                self._pool.keep_content(own_ids[index] for index in added)
-                if group == 0 and self.events.is_on:
-                    for at in (own[index] for index in added):
-                        content = contents[at]
-                        key = digests[at], content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-                        self.events.add_stored(key, sequences[at], partition)
+        digests = sequence.block_digests
+        parent = digests[-1] if digests else sequence.root
+        digest = child_digest(parent, tokens)
+        digests.append(digest)
+        key = digest, parent, tokens
+        # The greatest is no placeholder of a released block, unless all are.
+        partition = self._pool.partition_of(max(block_ids))
+        caches = self._caches_of(partition)
+        for cache, block_id in zip(caches, block_ids, strict=True):
+            if block_id != SCRATCH_BLOCK and cache.insert(key, block_id):
+                self._pool.keep_content(block_id)
+                if cache is caches[0]:
+                    self.events.add_stored(key, sequence, partition)
+
+    # Blocks that travel between replicas
+
+    def digests_of(self, sequence: Sequence, tokens: array[int], num_blocks: int) -> list[bytes]:
+        """Return the digests of a sequence's first full blocks.
+
+        Args:
+            tokens: all that are known, of which the sequence may have fewer.
+        """
+        digests = sequence.block_digests[:num_blocks]
+        self._caches[0].extend(sequence.root, digests, tokens, num_blocks)
+        return digests
+
+    def find_lendable(self, row: int, digests: list[bytes]) -> IntArray | None:
+        """Return the first full blocks of a row that another replica needs to go on after them.
+
+        Args:
+            digests: of these blocks.
+
+        Returns:
+            equally many of each group, 0 for those behind a window; None if one that is needed is gone.
+        """
+        num_blocks = len(digests)
+        found = np.zeros((self.num_groups, num_blocks), np.int32)
+        for group, first in enumerate(self._first_blocks(num_blocks * self.block_size)):
+            table = self._table(row, group)
+            live = max(first, int(self._first_live[table]))
+            found[group, live:] = self.tables.ids[table, live:num_blocks]
+            for index in range(first, min(live, num_blocks)):  # released, but perhaps cached
+                block_id = self._caches_of(self.partition_of(row))[group].find(digests[index])
+                if block_id is None:
+                    return None
+                found[group, index] = block_id
+        return found.ravel()
+
+    def find_lacking(self, sequence: Sequence, num_blocks: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Return what a sequence lacks of its first full blocks to go on after them, and the blocks that are cached.
+
+        Args:
+            sequence: has the digests of these blocks.
+
+        Returns:
+            (group, index) of each that no prefix cache of the device has, and those that it has.
+        """
+        lacking, cached = list[tuple[int, int]](), list[int]()
+        for group, first in enumerate(self._first_blocks(num_blocks * self.block_size)):
+            for index in range(first, num_blocks):
+                block_id = self._caches[group].find(sequence.block_digests[index])
+                if block_id is None:
+                    lacking.append((group, index))
+                else:
+                    cached.append(block_id)
+        return lacking, cached
+
+    def publish_pulled(self, sequence: Sequence, pulled: Iterable[PulledBlock]) -> None:
+        """Add blocks of a waiting sequence, which the ranks have read, to the prefix caches."""
+        digests = sequence.block_digests
+        for block in pulled:
+            parent = digests[block.index - 1] if block.index else sequence.root
+            start = block.index * self.block_size
+            tokens = sequence.token_ids[start : start + self.block_size].tobytes()
+            key = digests[block.index], parent, tokens
+            if self._insert(self._caches[block.group], key, block.target) and block.group == 0:
+                self.events.add_stored(key, sequence, partition=0)
 
     # Release
 
@@ -619,7 +687,9 @@ class BlockManager:
         held = np.concatenate([self.held_ids(row) for row in range(tables.num_rows)])
         for row in range(tables.num_rows):
             self._row_partitions.check_integrity(row, self.held_ids(row))
-        held = np.concatenate([held, np.array(self._moves.held, np.int32)])
+        held = np.concatenate(
+            [held, np.array((*self._moves.held, *self.leases.held, *self.pulls.held), np.int32)]
+        )
         blocks, counts = np.unique(held, return_counts=True)
         self._pool.check_integrity(dict(zip(blocks.tolist(), counts.tolist(), strict=True)))
         digests = [digest for cache in self._caches[:: self.num_groups] for digest in cache.full_digests()]
@@ -685,7 +755,7 @@ class BlockManager:
     def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> bool:
         is_new = cache.insert(key, block_id)
         if is_new:
-            self._pool.keep_content([block_id])
+            self._pool.keep_content(block_id)
         return is_new
 
     def _is_evicted(self, digest: bytes) -> bool:

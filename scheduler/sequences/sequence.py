@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ...proto.kv_transfer import KvOffer
 from ...proto.lora import LoraReference
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingDefaults, SamplingParams
@@ -56,6 +57,9 @@ class Sequence:
         weights_version: of the weights that it is computed with.
         snapshot_ends: numbers of its known tokens after which its state is saved; empty for models without states.
         num_snapshot_tokens: tokens of its newest snapshot, its own or the one from which it started.
+        kv: its blocks at the replica that it left, until they are pulled or given up; None without any.
+        num_pulled_tokens: tokens whose KV came from there.
+        moves_at_first_token: another replica is to continue it after its prompt.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
 
@@ -108,6 +112,9 @@ class Sequence:
     lora: LoraReference | None = None
     snapshot_ends: tuple[int, ...] = ()
     num_snapshot_tokens: int = 0
+    kv: KvOffer | None = None
+    num_pulled_tokens: int = 0
+    moves_at_first_token: bool = False
 
     @property
     def is_scoring(self) -> bool:
@@ -204,12 +211,14 @@ class Sequence:
         stop_token_id: int | None = None,
         score: float | None = None,
         handle: int | None = None,
+        kv: KvOffer | None = None,
     ) -> Finish:
         """Return its Finish.
 
         Args:
             num_tokens: prompt and sampled tokens.
             handle: handle of the output, if it is not the sequence's own.
+            kv: its blocks, for the replica that continues it.
         """
         return Finish(
             handle=self.handle if handle is None else handle,
@@ -221,6 +230,7 @@ class Sequence:
             timings=self._timings(now),
             score=score,
             weights_version=self.weights_version,
+            kv=kv,
         )
 
     def _timings(self, now: float) -> Timings:

@@ -427,7 +427,7 @@ class StepLoop:
             num_used_state_slots=blocks.state_slots.num_held,
             num_snapshots=blocks.state_slots.num_snapshots,
             num_saved_snapshots=blocks.state_slots.num_saved,
-            **_same_names(stats, scheduler.throughput, blocks, control),
+            **_same_names(stats, scheduler.throughput, blocks, control, scheduler.kv_moves),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fakes import small_config
 
 from quire.proto.kv_layout import (
     KvGroupLayout,
@@ -15,7 +16,6 @@ from quire.proto.kv_layout import (
     encode_layout,
     layout_of,
 )
-from tests.support.fakes import small_config
 
 GROUP = KvGroupLayout("bfloat16", 16, 0, (KvLayerShape(2, 8, 64),) * 4)
 LAYOUT = KvLayout("m", "w1", (GROUP,), rank=1, tensor_parallel_size=4)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from fake_kv_peer import FakeKvPeer
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
@@ -15,6 +16,7 @@ from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
+from quire.proto.kv_transfer import KvReport
 from quire.proto.lora import LoraReport
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.replica_status import RankStatus
@@ -102,6 +104,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
             "pooling",
             "lora",
             "constraint",
+            "kv",
         )
         if name in settings
     }
@@ -233,6 +236,7 @@ class FakeWorkerGroup:
         self.poison_is_step_error = True
         self.commands: list[EngineCommand] = []
         self.command_error = ""
+        self.kv_peer: FakeKvPeer | None = None  # of ranks whose blocks travel
         self.rng = np.random.default_rng(0)
         self._reset()
 
@@ -304,7 +308,7 @@ class FakeWorkerGroup:
         for row in plan.released_rows.tolist():
             self.planned_prompt[row] = self.planned_computed[row] = 0
         for new in plan.new:
-            self.planned_prompt[new.row] = new.num_tokens
+            self.planned_prompt[new.row] = new.token_ids.size
             self.planned_computed[new.row] = new.num_computed_tokens
         rows = self.planned_tables.lens[: self.planned_tables.num_rows].nonzero()[0].tolist()
         self.touched.append({block for row in rows for block in self._attended(row)})
@@ -351,6 +355,8 @@ class FakeWorkerGroup:
         if self.rebuild_error is not None:
             raise self.rebuild_error
         self._lose_writes()
+        if self.kv_peer is not None:
+            self.kv_peer.restart()
         self._forget(self.kept)
         self._forget_plans()
         return Rebuilt(self.has_new_ranks, self.kept)
@@ -370,7 +376,7 @@ class FakeWorkerGroup:
 
     def _fail_if_poisoned(self, plan: StepPlan) -> None:
         """Fail the step if the poisoned token is among the tokens of a row in it."""
-        tokens = {new.row: self._tokens_of(new) for new in plan.new}
+        tokens = {new.row: new.token_ids.tolist() for new in plan.new}
         held = set(plan.held_rows.tolist()) | set(plan.released_rows.tolist())
         for row, known in enumerate(self.tokens):
             if row not in tokens and row not in held:
@@ -391,6 +397,9 @@ class FakeWorkerGroup:
             self.commands.append(plan.command)
             self._forget(KvTiers.NONE)
             return StepResult(plan.step_id, plan.epoch, 0, command_error=self.command_error)
+        kv_reports: tuple[KvReport, ...] = ()
+        if self.kv_peer is not None:
+            kv_reports = self.kv_peer.apply(plan.kv)
         self._apply(plan)
         scheduled = {row: 1 for row, on in enumerate(self.decoding) if on and row not in plan.held_rows}
         scheduled |= dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
@@ -427,6 +436,7 @@ class FakeWorkerGroup:
         )
         if pooled:
             result = replace(result, pooled=_pooled(pooled))
+        result = replace(result, kv_reports=kv_reports)
         if not any(num_drafted):
             return result
         return replace(
@@ -505,7 +515,7 @@ class FakeWorkerGroup:
         for new in plan.new:
             assert not self.tokens[new.row], f"row {new.row} is taken"
             self.constraints[new.row] = self._constraint_of(new)
-            self.tokens[new.row] = self._tokens_of(new)
+            self.tokens[new.row] = new.token_ids.tolist()
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
             self.scoring[new.row] = new.sampling.scoring
@@ -528,30 +538,18 @@ class FakeWorkerGroup:
             assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
             self.tokens[row][-1] = token_id
 
-    def _tokens_of(self, new: NewSequence) -> list[int]:
-        """Return all known tokens of a new sequence, of a fork with those that its parent has."""
-        tokens: list[int] = new.token_ids.tolist()
-        if new.source_row is None:
-            assert not new.num_source_tokens, f"row {new.row} is to have tokens of no row"
-            return tokens
-        tokens = self.tokens[new.source_row][: new.num_source_tokens] + tokens
-        assert len(tokens) == new.num_tokens, f"row {new.source_row} lacks tokens for row {new.row}"
-        parent = self.tokens[new.source_row]
-        assert parent[: len(tokens) - 1] == tokens[:-1], f"row {new.row} is no fork of its parent"
-        return tokens
-
     def _constraint_of(self, new: NewSequence) -> OutputConstraint | None:
         """Return the constraint of a new sequence, its own or that of the row from which it is forked.
 
         A constraint of `constraint_for` must be that of the sequence's prompt.
         """
-        constraint, tokens = new.sampling.constraint, self._tokens_of(new)
-        if new.takes_constraint:
+        constraint, tokens = new.sampling.constraint, new.token_ids.tolist()
+        if new.constraint_row is not None:
             assert constraint is None, f"row {new.row} has two constraints"
-            assert new.source_row is not None, f"row {new.row} is to have the constraint of no row"
-            constraint = self.constraints[new.source_row]
-            assert constraint is not None, f"row {new.source_row} has no constraint for row {new.row}"
-            assert new.num_source_tokens <= constraint.num_prompt_tokens, "a constraint lacks tokens"
+            constraint = self.constraints[new.constraint_row]
+            assert constraint is not None, f"row {new.constraint_row} has no constraint for row {new.row}"
+            parent = self.tokens[new.constraint_row]
+            assert parent[: len(tokens) - 1] == tokens[:-1], f"row {new.row} is no fork of its parent"
         if constraint is not None:
             prompt = tokens[: constraint.num_prompt_tokens]
             assert constraint == constraint_for(prompt), f"row {new.row} has a constraint of another prompt"

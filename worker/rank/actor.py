@@ -28,6 +28,7 @@ from ...proto.faults import SIGNALS, Fault, FaultKind
 from ...proto.replica_status import RankStatus
 from ...proto.step import StepFailure, StepPlan, StepResult
 from ...proto.transport.channel import ChannelAddress, StepReceiver
+from ...proto.transport.network import tcp_endpoint
 from ..comm.deadline import ends_within
 from ..memory.shared_segment import SegmentAddress
 from .device import compute_device, on_device
@@ -152,6 +153,7 @@ class WorkerActor:
         self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
         self._is_loaded = False
+        self._num_runs = 0
         self._has_no_run = threading.Event()
         self._has_no_run.set()
         self._waits_for_device = False  # for the tokens of a launched step
@@ -342,14 +344,24 @@ class WorkerActor:
 
     def _run(self, address: ChannelAddress) -> None:
         receiver = self._receiver = StepReceiver(address, self._rank)
+        self._num_runs += 1
         serve = self._serve if self._device.type == "cpu" else self._serve_ahead
         try:
+            self._loaded.serve_blocks(self._kv_endpoint(address), address.keys)
             serve(receiver, self._loaded)
         finally:
             self._receiver = None
+            self._loaded.end_serving()
             receiver.close()
             self._leave_group()
             self._stage = "ended"
+
+    def _kv_endpoint(self, address: ChannelAddress) -> str:
+        """Return where this rank's blocks are read: beside the channel, or at a port that the system chooses."""
+        if address.keys is not None:
+            return tcp_endpoint(str(ray.util.get_node_ip_address()))
+        directory = os.path.dirname(address.plans.removeprefix("ipc://"))
+        return f"ipc://{directory}/{os.getpid()}-{self._num_runs}.kv"
 
     def _serve(self, receiver: StepReceiver, runner: ModelRunner) -> None:
         """Execute each plan and reply, until the channel closes or a step fails."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -14,18 +14,22 @@ from ...kernels.native.instruction_sets import instruction_set
 from ...kernels.native.memory import keep_freed_memory
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
-from ...proto.engine_command import EngineCommand
+from ...proto.engine_command import ALL_TAGS, EngineCommand
 from ...proto.errors import ConfigError, RankFailed, in_one_line
+from ...proto.kv_layout import layout_of
 from ...proto.replica_status import COMPILE_STAGE
 from ...proto.step import StepPlan, StepResult
+from ...proto.transport.network import CurveKeys
 from ..attention import log_chunk_attention
 from ..comm.communicator import Communicator
 from ..graphs.graphs import GraphBackend
 from ..memory.host_to_device import to_device
 from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
+from ..transfer.kv_blocks import KvBlocks
+from ..transfer.service import KvService, NoKvService
 from ..weights.checkpoint import ProgressCallback
-from .device import compute_device
+from .device import compute_device, on_device
 from .lost_device import step_failed
 from .rank_memory import RankMemory
 from .step_executor import IDLE, LaunchedStep, StepStages
@@ -80,6 +84,8 @@ class ModelRunner:
         )
         if self.device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
+        self._kv_address: tuple[str, CurveKeys | None] | None = None
+        self._kv: KvService | NoKvService = NoKvService()
         self._is_closed = False
         self._num_compilations = 0  # when the rank was ready
 
@@ -136,8 +142,40 @@ class ModelRunner:
         """
         self._stages.reset()
         forget_failed_compilation()
+        self._kv.close()
         self.memory.wake_for_new_group()
         self._prepare(warms_up=has_new_ranks)
+        self._open_transfers()
+
+    def serve_blocks(self, endpoint: str, keys: CurveKeys | None) -> None:
+        """Let blocks travel, if the configuration says so, until `end_serving`.
+
+        Args:
+            endpoint, keys: where readers connect; see ZmqTransport.
+        """
+        config = self._config
+        can_travel = not config.model.has_states and config.parallel.num_kv_partitions == 1
+        if config.cache.kv_transfer and can_travel:
+            self._kv_address = endpoint, keys
+            self._open_transfers()
+
+    def end_serving(self) -> None:
+        """Let no block travel any more; when this returns, no thread uses the blocks. Safe to call twice."""
+        self._kv_address = None
+        self._kv.close()
+
+    def _open_transfers(self) -> None:
+        memory = self.memory
+        if self._kv_address is None or memory.parts != ALL_TAGS:
+            return
+        weights = f"{memory.loaded.digest & (1 << 64) - 1:016x}"
+        layout = layout_of(self._config, self._comm.rank, weights)
+        blocks = KvBlocks(memory.kv.cache, self._config.cache_layout, layout, self.device)
+        self._kv = KvService(blocks, weights, *self._kv_address, run=self._run_on_device)
+
+    def _run_on_device(self, body: Callable[[], None]) -> None:
+        with on_device(self.device):
+            body()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch one step and wait for its tokens; see `launch`."""
@@ -162,11 +200,13 @@ class ModelRunner:
                 result.command_error = self._carry_out(plan.command)
                 return LaunchedStep(result)
             stages.begin("apply")
+            self._kv.apply(plan.kv)
             self._apply(plan)
             num_drafted = self._draft(plan)
             batch = gather_batch(memory.rows, plan, self._config.cache.block_size, num_drafted)
             stages.begin(IDLE)
             result.lora_reports = memory.loaded.adapters.take_reports(is_idle=batch is None)
+            result.kv_reports = self._kv.take_reports(is_idle=batch is None)
             step = LaunchedStep(result) if batch is None else memory.executor.launch(batch, result)
             if len(plan.state_saves):
                 memory.kv.cache.copy_states(to_device(plan.state_saves, self.device, torch.int64))
@@ -184,6 +224,7 @@ class ModelRunner:
 
     def close(self) -> None:
         """Leave the group, and free the weights, the KV cache and the graphs. Safe to call twice."""
+        self.end_serving()
         self._comm.close(self.drop_graphs)
         if not self._is_closed:
             self._is_closed = True
@@ -223,8 +264,10 @@ class ModelRunner:
 
     def _carry_out(self, command: EngineCommand) -> str:
         self._stages.begin("command")
+        self._kv.close()
         error = self.memory.carry_out(command)
         self._prepare()
+        self._open_transfers()
         self._stages.reset()
         return error
 

@@ -265,14 +265,14 @@ class ReplicaLifecycle:
             must_drain.cancel()
 
     async def _drain_requests(self, client: ReplicaClient) -> None:
-        """Return once the replica has no requests, or DRAIN_SLACK_S after its grace period."""
+        """Return once the replica has no requests and its KV was read, or DRAIN_SLACK_S after its grace period."""
         grace_s, clock = self.deployment.drain_grace_s, self._context.clock
         client.send(Drain(grace_s))
         deadline = clock() + grace_s + DRAIN_SLACK_S
         with suppress(ReplicaUnavailable):  # a replica that has ended has no requests either
             while clock() < deadline:
                 status = await client.status(DRAIN_SLACK_S)
-                if status.num_running + status.num_waiting == 0:
+                if status.num_running + status.num_waiting + status.num_kv_leases == 0:
                     return
                 await client.next_status(DRAIN_SLACK_S)
 

@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from ....proto.errors import RankFailed, ReplicaUnavailable
+from ....proto.kv_transfer import KvReport
 from ....proto.lora import LoraReport
 from ....proto.replica_status import RankStatus
 from ....proto.step import StepFailure, StepPlan, StepResult, decode_reply
@@ -157,6 +158,7 @@ class _Epoch:
         self._results: deque[StepResult] = deque()  # of rank 0, not gathered yet
         self._gathered_step = 0
         self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
+        self._kv_reports: list[KvReport] = []
         self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
         self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
         self._examination: Examination | None = None
@@ -197,6 +199,9 @@ class _Epoch:
         if self._lora_reports:
             reports, self._lora_reports = (*result.lora_reports, *self._lora_reports), []
             result = replace(result, lora_reports=reports)
+        if self._kv_reports:
+            kv_reports, self._kv_reports = (*result.kv_reports, *self._kv_reports), []
+            result = replace(result, kv_reports=kv_reports)
         return result
 
     def examine(self, waited_s: float, *, failed_s: float) -> None:
@@ -272,6 +277,7 @@ class _Epoch:
                 self._results.append(reply)
             else:
                 self._lora_reports += reply.lora_reports
+                self._kv_reports += reply.kv_reports
 
     def _on_rank_end(self, rank: int, end: Future[None]) -> None:
         """Record a process that died, on a thread of Ray's. A rank whose run() returned has sent its own reason."""

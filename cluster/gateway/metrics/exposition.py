@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 
 from ....proto import admin_pb2
 from ....proto.config import EngineConfig
+from ....proto.kv_transfer import KvFailure
 from ....proto.replica_status import RankStatus, ReplicaStatus
 from ...client.wire.message_fields import from_message
 from ...client.wire.status import FleetInfo
@@ -101,10 +102,21 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
     samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
     if status.num_host_blocks:
         samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
+    if status.kv_layout or status.num_kv_offers:
+        _collect_kv_moves(samples, labels, status)
     if status.num_state_slots:
         samples.add_counts(of_replicas.STATE_SLOTS, labels, _state_slot_counts(status))
     for rank in status.ranks:
         _collect_rank(samples, labels, rank)
+
+
+def _collect_kv_moves(samples: Samples, labels: tuple[str, str], status: ReplicaStatus) -> None:
+    for metric, value_of in of_replicas.OF_KV_MOVES.items():
+        samples.add(metric, labels, value_of(status))
+    failures = zip(KvFailure, status.num_kv_failures or [0] * len(KvFailure), strict=False)
+    samples.add_counts(
+        of_replicas.KV_PULL_FAILURES, labels, {str(reason): count for reason, count in failures}
+    )
 
 
 def _collect_drafts(

@@ -14,6 +14,8 @@ OF_REPLICA = (MODEL, REPLICA)
 # Metrics that are numbers of a status |-> the number; those of the second table only with speculative decoding.
 OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {}
 OF_DRAFTS: dict[Metric, Callable[[ReplicaStatus], float]] = {}
+# With KV that travels between replicas.
+OF_KV_MOVES: dict[Metric, Callable[[ReplicaStatus], float]] = {}
 
 
 def _number(
@@ -28,6 +30,11 @@ def _number(
     metric = kind(name, help, unit=unit, labels=OF_REPLICA)
     table[metric] = attrgetter(of) if isinstance(of, str) else of
     return metric
+
+
+def _moved(kind: Callable[..., Metric], of: str, name: str, help: str, unit: str = "short") -> Metric:
+    """Declare a metric of KV that travels."""
+    return _number(kind, of, name, help, unit, OF_KV_MOVES)
 
 
 _gauge, _counter = partial(_number, gauge), partial(_number, counter)
@@ -154,6 +161,36 @@ STATE_SLOTS = gauge(
     "Slots for states, in models whose layers keep one of each sequence, by state: active (of sequences), "
     "snapshot (of cached prefixes) and other (fenced or empty).",
     labels=(*OF_REPLICA, "state"),
+)
+KV_LEASES = _moved(
+    gauge,
+    "num_kv_leases",
+    "quire_kv_leases",
+    "Sequences that left, whose blocks are held for other replicas.",
+)
+KV_OFFERS = _moved(
+    counter, "num_kv_offers", "quire_kv_offers", "Sequences that left with a lease of their blocks."
+)
+KV_PULLS = _moved(
+    counter, "num_kv_pulls", "quire_kv_pulls", "Sequences that came with blocks of another replica."
+)
+KV_PULLED_TOKENS = _moved(
+    counter,
+    "num_kv_pulled_tokens",
+    "quire_kv_pulled_tokens",
+    "Tokens whose KV was read from another replica.",
+)
+KV_PULLED_BYTES = _moved(
+    counter,
+    "num_kv_pulled_bytes",
+    "quire_kv_pulled_bytes",
+    "Bytes of KV read from other replicas by the rank that read most.",
+    "bytes",
+)
+KV_PULL_FAILURES = counter(
+    "quire_kv_pull_failures",
+    "Sequences whose blocks at another replica were computed instead, some or all, by reason.",
+    labels=(*OF_REPLICA, "reason"),
 )
 KV_TOKENS = _gauge(
     "num_used_tokens",

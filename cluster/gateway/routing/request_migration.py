@@ -15,6 +15,7 @@ from operator import add, attrgetter
 from typing import Protocol
 
 from ....proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
+from ....proto.kv_transfer import KvOffer
 from ....proto.stream import Finish, FinishReason, RecalledOutput, Timings
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.event_loop import run_in_background
@@ -64,6 +65,7 @@ class _Output:
         since: when the present replica got the sequence, or when the last replica lost it.
         timings: times at earlier replicas, and of the waits between them.
         num_cached_tokens: the count of the first replica; None before it has counted them.
+        kv: its blocks at the replica that it left; None without any, and once another replica has been told.
     """
 
     since: float
@@ -73,6 +75,7 @@ class _Output:
     num_cached_tokens: int | None = None
     num_moves: int = 0
     is_stopped: bool = False
+    kv: KvOffer | None = None
 
     def place(self, attempt: _Attempt, now: float) -> None:
         """Account for the wait: queueing before the first replica, preemption after it."""
@@ -231,6 +234,7 @@ class MigratingRequest(UpdateQueue):
         if output.num_cached_tokens is None:
             output.num_cached_tokens = finish.num_cached_tokens
         output.unplace(self._clock(), finish.timings)
+        output.kv = finish.kv
         self._on_move(attempt.client.replica_id, MoveCause.DRAIN)
         self._picker.drain(attempt.client.replica_id)
         self._last_failure = ReplicaUnavailable(f"replica {attempt.client.replica_id} drains")
@@ -282,7 +286,7 @@ class MigratingRequest(UpdateQueue):
 
     def _place(self, client: ReplicaClient) -> bool:
         """Submit all unplaced outputs to the replica. Returns False if the replica has just failed."""
-        for indices, request in self._unplaced_requests():
+        for indices, request in self._unplaced_requests(client):
             try:
                 attempt = client.submit_with(request, partial(_Attempt, self, client, indices))
             except ReplicaUnavailable as error:
@@ -292,16 +296,20 @@ class MigratingRequest(UpdateQueue):
             now = self._clock()
             for index in indices:
                 self._outputs[index].place(attempt, now)
+                self._outputs[index].kv = None
         return True
 
-    def _unplaced_requests(self) -> list[tuple[tuple[int, ...], Request]]:
+    def _unplaced_requests(self, client: ReplicaClient) -> list[tuple[tuple[int, ...], Request]]:
         """Return (output indices, request) pairs to submit: the whole request if nothing of it has begun."""
         unplaced = self._unplaced()
         request = replace(self._request, timeout_s=self._time_left_s())
         has_begun = len(unplaced) < len(self._outputs) or any(output.token_ids for output in self._outputs)
         if not has_begun or self._request.sampling.beam_width is not None:
             return [(unplaced, request)] if unplaced else []
-        return [((index,), request.resumed(index, self._outputs[index].token_ids)) for index in unplaced]
+        return [
+            ((index,), replace(request.resumed(index, output.token_ids), kv=_kv_for(client, output)))
+            for index, output in ((index, self._outputs[index]) for index in unplaced)
+        ]
 
     def _unplaced(self) -> tuple[int, ...]:
         """Return the indices of open outputs that no replica runs."""
@@ -332,6 +340,13 @@ class MigratingRequest(UpdateQueue):
 
     def _merge(self, output: _Output, finish: Finish) -> Finish:
         return output.merge(finish, len(self._request.prompt_token_ids))
+
+
+def _kv_for(client: ReplicaClient, output: _Output) -> KvOffer | None:
+    """Return an output's blocks, if the replica can take them; one of an earlier release would refuse the request."""
+    status = client.latest_status
+    can_take = output.kv is not None and status is not None and status.kv_layout == output.kv.layout
+    return output.kv if can_take else None
 
 
 def _add(left: Timings, right: Timings) -> Timings:

@@ -44,7 +44,7 @@ class Drainer:
         for keys in self._groups():
             if is_late or not any(self._is_running(producer) for _, producer in keys):
                 for key, _ in keys:
-                    self._move(key, now)
+                    self._state.hand_off(key, now)
 
     def _groups(self) -> list[list[tuple[RequestKey, Producer]]]:
         """Return all handles with their producers, those that end together in one list."""
@@ -70,18 +70,3 @@ class Drainer:
             yield from (self._state.alive[seq_id] for seq_id in producer.members)
         else:
             yield producer
-
-    def _move(self, key: RequestKey, now: float) -> None:
-        """End a handle's sequences, and report to its gateway how many tokens they had."""
-        producer = self._state.requests.get(key)
-        if producer is None:  # it moved with another handle of its beam search
-            return
-        first = next(self._sequences(producer))
-        is_beam = isinstance(producer, BeamGroup)
-        num_tokens = first.num_prompt_tokens if is_beam else len(self._state.known_tokens(first))
-        moved = [
-            first.finish(FinishReason.MOVED, num_tokens, now, handle=handle)
-            for _, handle in self._state.end_request(key)
-        ]
-        gateway, _ = key
-        self._state.outbox.finish(gateway, moved)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
 from ....proto.lora import NO_SLOT
-from ....proto.step import NewSequence, RowSampling, StepPlan
+from ....proto.step import NewSequence, StepPlan
 from ...kv.prefix_lookup import Prefix
 from ...sequences.sequence import Sequence
 from ...speculation.draft_switch import ends_repeated
@@ -83,9 +83,10 @@ class Planner:
         return plan, preempted | for_admission
 
     def _must_load(self) -> bool:
-        """Return whether ranks that have nothing to compute have adapters to read, and report when they have."""
+        """Return whether ranks that have nothing to compute have something to read, and report when they have."""
         lora = self._state.lora
-        return lora is not None and lora.is_loading and not self._state.in_flight
+        is_loading = (lora is not None and lora.is_loading) or self._state.kv_moves.must_order
+        return is_loading and not self._state.in_flight
 
     # Trials: while a request is on trial, no other is in a step
 
@@ -202,6 +203,8 @@ class Planner:
             at_boundary if builder.num_drafted is None else self._growing(advancing, builder.num_drafted)
         )
         lacking = blocks.lacking_partitions(growing, needs)
+        if lacking and self._state.kv_moves.free_blocks(self._state.in_flight.newest_id):
+            lacking = blocks.lacking_partitions(growing, needs)
         if lacking and builder.num_drafted is not None:
             self._drop_drafts(builder)
             growing = at_boundary
@@ -324,6 +327,9 @@ class Planner:
                 break
             places = placement.places_for(sequence)
             if state.rows.num_free and places and places[0].has_room:
+                if state.kv_moves.begin(sequence, builder.now):
+                    state.waiting.park(sequence)
+                    continue
                 state.waiting.remove(sequence)
                 self._start(builder, sequence, places[0].prefix)
                 continue
@@ -350,7 +356,9 @@ class Planner:
         return len(at_work) == self._state.blocks.num_partitions
 
     def _unpark(self) -> None:
-        """Let sequences whose adapter is ready wait in order again."""
+        """Let sequences whose adapter or whose blocks are ready wait in order again."""
+        for sequence in self._state.kv_moves.take_ready():
+            self._state.waiting.unpark(sequence)
         if self._state.lora is not None:
             for sequence in self._state.lora.unpark():
                 self._state.waiting.unpark(sequence)
@@ -414,6 +422,7 @@ class Planner:
             num_cached_tokens = blocks.swap_in(row, sequence)
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
+        state.kv_moves.on_start(sequence)
         sequence.snapshot_ends = blocks.snapshot_ends(sequence, prefix, num_cached_tokens)
         sequence.num_snapshot_tokens = num_cached_tokens
         if not sequence.has_run:
@@ -440,27 +449,23 @@ class Planner:
         num_tokens = self._chunk_len(builder, sequence, len(sequence.token_ids) - num_cached_tokens)
         builder.num_tokens_left -= num_tokens
         state.blocks.grow(row, num_cached_tokens + num_tokens)
-        sampling, num_source_tokens = sequence.row_sampling(), 0
-        takes_constraint = parent_row is not None and sampling.constraint is not None
-        if parent_row is not None:
-            builder.source_rows.append(parent_row)
-            num_source_tokens = _num_source_tokens(sequence, sampling)
-            sampling = replace(sampling, constraint=None)  # whose grammar the ranks know
+        sampling, constraint_row = sequence.row_sampling(), None
+        if parent_row is not None and sampling.constraint is not None:  # whose grammar the ranks know
+            sampling, constraint_row = replace(sampling, constraint=None), parent_row
+            builder.constraint_rows.append(parent_row)
         builder.new.append(
             NewSequence(
                 row=row,
                 seq_id=sequence.seq_id,
-                token_ids=np.frombuffer(sequence.token_ids[num_source_tokens:].tobytes(), np.int32),
+                token_ids=np.frombuffer(sequence.token_ids.tobytes(), np.int32),
                 num_computed_tokens=num_cached_tokens,
                 block_ids=state.blocks.tables.ids_of_row(row),
                 sampling=sampling,
                 lora_slot=self._lora_slot(sequence),
                 pooling=sequence.pooling,
-                source_row=parent_row,
+                constraint_row=constraint_row,
                 num_generated=len(sequence.token_ids) - sequence.num_prompt_tokens,
                 state_slot=state.blocks.state_slots.slot_of(row),
-                num_source_tokens=num_source_tokens,
-                takes_constraint=takes_constraint,
             )
         )
         self._plan_chunk(builder, sequence, num_tokens)
@@ -468,11 +473,3 @@ class Planner:
     def _lora_slot(self, sequence: Sequence) -> int:
         slot = None if self._state.lora is None else self._state.lora.slot_of(sequence)
         return NO_SLOT if slot is None else slot
-
-
-def _num_source_tokens(fork: Sequence, sampling: RowSampling) -> int:
-    """Return the leading tokens of a fork that a rank takes from the row of its parent, see NewSequence."""
-    if sampling.logits_processors is not None and sampling.logits_processors.needs_tokens:
-        return 0
-    most = len(fork.token_ids) - 1
-    return most if sampling.constraint is None else min(most, fork.num_prompt_tokens)

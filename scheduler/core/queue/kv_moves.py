@@ -1,0 +1,343 @@
+"""KvMoves: sequences that take their KV along when they leave a replica, or bring it when they come.
+
+A sequence that leaves has its blocks lent (`offer`). One that comes waits, parked, while the ranks pull its blocks
+into the prefix cache; then it starts like any other with a cached prefix. Whatever fails, it starts without what is
+missing, which is computed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from typing import Protocol
+
+from ....proto.config import EngineConfig
+from ....proto.kv_layout import KvLayout, layout_of
+from ....proto.kv_transfer import KvFailure, KvOffer, KvOrders, KvReport, KvReportKind
+from ...kv.block_manager import BlockManager
+from ...kv.leases import LEASE_S
+from ...kv.pulls import Pull
+from ...sequences.sequence import Sequence
+from .policy import CostModel
+
+# A rank gives up a pull after this time and what its bytes take at the slowest rate that is worth a pull,
+MIN_PULL_TIMEOUT_S = 5.0
+SLOWEST_BYTES_PER_S = 50e6
+# and the scheduler does so later, if a rank does not report even that.
+REPORT_SLACK_S = 2.0
+# Until a pull has been measured: what a busy host copies.
+FIRST_BYTES_PER_S = 500e6
+# Cost of a pull whatever its length: two plans, and the messages between the ranks.
+PULL_OVERHEAD_S = 0.02
+
+
+class KvTraffic(Protocol):
+    """What SchedulerState and the planner need of KV that travels."""
+
+    @property
+    def must_order(self) -> bool:
+        """Return whether the ranks are to get a plan, though there may be nothing to compute."""
+        ...
+
+    def offer(
+        self, sequence: Sequence, row: int, tokens: array[int], num_computed: int, now: float
+    ) -> KvOffer | None:
+        """Lend the full blocks of a running sequence that leaves; None if nobody could use them.
+
+        Args:
+            tokens: all known ones.
+            num_computed: of these, by the steps so far.
+        """
+        ...
+
+    def begin(self, sequence: Sequence, now: float) -> bool:
+        """Begin to pull the blocks of a sequence that is about to start; return whether it has to wait for them."""
+        ...
+
+    def take_ready(self) -> list[Sequence]:
+        """Return the sequences that need not wait any more."""
+        ...
+
+    def on_start(self, sequence: Sequence) -> None:
+        """Note that a sequence has its row, with its own references to the blocks."""
+        ...
+
+    def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        ...
+
+    def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
+        """Apply what the ranks report."""
+        ...
+
+    def expire(self, now: float, fence_step: int | None) -> None:
+        """End leases and pulls whose deadline has passed."""
+        ...
+
+    def free_blocks(self, fence_step: int | None) -> bool:
+        """End all leases, since running sequences lack blocks; return whether there were any."""
+        ...
+
+    def forget(self) -> None:
+        """End all leases and pulls: the ranks have forgotten them, or the KV is void. No step is in flight."""
+        ...
+
+    def take_orders(self) -> KvOrders | None:
+        """Return what the next plan orders the ranks to do."""
+        ...
+
+
+class NoKvMoves:
+    """KV that stays where it is."""
+
+    kv_layout = b""
+    num_kv_leases = num_kv_offers = num_kv_pulls = num_kv_pulled_tokens = num_kv_pulled_bytes = 0
+    num_kv_failures: tuple[int, ...] = ()
+    must_order = False
+
+    def offer(
+        self, sequence: Sequence, row: int, tokens: array[int], num_computed: int, now: float
+    ) -> KvOffer | None:
+        return None
+
+    def begin(self, sequence: Sequence, now: float) -> bool:
+        return False
+
+    def take_ready(self) -> list[Sequence]:
+        return []
+
+    def on_start(self, sequence: Sequence) -> None:
+        pass
+
+    def discard(self, sequence: Sequence) -> None:
+        pass
+
+    def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
+        pass
+
+    def expire(self, now: float, fence_step: int | None) -> None:
+        pass
+
+    def free_blocks(self, fence_step: int | None) -> bool:
+        return False
+
+    def forget(self) -> None:
+        pass
+
+    def take_orders(self) -> KvOrders | None:
+        return None
+
+
+class KvMoves:
+    """The leases and pulls of one replica.
+
+    Attributes:
+        num_kv_pulls, num_kv_pulled_tokens, num_kv_pulled_bytes: of pulls that brought blocks; the bytes are those of
+            the rank that read most.
+    """
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, costs: CostModel) -> None:
+        self._config, self._blocks, self._costs = config, blocks, costs
+        self._block_bytes = layout_of(config, 0, "").block_bytes
+        self._serving: dict[int, KvReport] = {}  # rank |-> its latest SERVES
+        self._layout: KvLayout | None = None  # of all heads; None until all ranks serve
+        self._pull_of: dict[
+            int, Pull
+        ] = {}  # seq_id |-> the pull whose blocks it waits for, or is to start with
+        self._parked: set[int] = set()  # seq_ids of those that wait
+        self._ready: list[Sequence] = []
+        self._bytes_per_s = FIRST_BYTES_PER_S
+        self.num_kv_pulls = self.num_kv_pulled_tokens = self.num_kv_pulled_bytes = 0
+        self._failures: Counter[KvFailure] = Counter()
+
+    @property
+    def kv_layout(self) -> bytes:
+        """Fingerprint of the layout of all heads; empty while the ranks cannot serve."""
+        return b"" if self._layout is None else self._layout.fingerprint
+
+    @property
+    def num_kv_leases(self) -> int:
+        return len(self._blocks.leases)
+
+    @property
+    def num_kv_offers(self) -> int:
+        return self._blocks.leases.num_granted
+
+    @property
+    def num_kv_failures(self) -> tuple[int, ...]:
+        """Pulls that lacked some or all of their blocks, by reason, in the order of KvFailure."""
+        return tuple(self._failures[reason] for reason in KvFailure) if self._failures else ()
+
+    @property
+    def must_order(self) -> bool:
+        # Also while reports are due, which come with results: ranks without anything to compute wait for them.
+        leases, pulls = self._blocks.leases, self._blocks.pulls
+        return bool(leases) or leases.has_orders or pulls.has_orders or pulls.are_read
+
+    # The replica that a sequence leaves
+
+    def offer(
+        self, sequence: Sequence, row: int, tokens: array[int], num_computed: int, now: float
+    ) -> KvOffer | None:
+        # The last token is computed again by the next replica, which needs its logits.
+        num_blocks = min(num_computed, len(tokens) - 1) // self._blocks.block_size
+        if self._layout is None or num_blocks < 1 or sequence.pooling is not None:
+            return None
+        digests = self._blocks.digests_of(sequence, tokens, num_blocks)
+        table = self._blocks.find_lendable(row, digests)
+        if table is None:
+            return None
+        generation = self._blocks.leases.grant(sequence.request_id, table[table != 0].tolist(), now)
+        endpoints = tuple(self._serving[rank].name for rank in range(len(self._serving)))
+        return KvOffer(
+            generation, self._layout.fingerprint, endpoints, digests[-1], num_blocks, table, LEASE_S
+        )
+
+    def free_blocks(self, fence_step: int | None) -> bool:
+        leases = self._blocks.leases
+        had_some = bool(leases)
+        while leases.end_oldest(fence_step):
+            pass
+        return had_some
+
+    # The replica that a sequence comes to
+
+    def begin(self, sequence: Sequence, now: float) -> bool:
+        offer, sequence.kv = sequence.kv, None
+        if offer is None or not self._fits(sequence, offer):
+            return False
+        lacking, cached = self._blocks.find_lacking(sequence, offer.num_blocks)
+        wanted = [
+            (group, index, int(offer.block_ids[group * offer.num_blocks + index])) for group, index in lacking
+        ]
+        if not wanted or any(not source for _, _, source in wanted) or not self._pays(wanted):
+            return False
+        if len(wanted) + len(cached) > self._blocks.num_free_in(0):
+            return False
+        timeout_s = MIN_PULL_TIMEOUT_S + self._num_bytes(wanted) / SLOWEST_BYTES_PER_S
+        pull = self._blocks.pulls.begin(
+            sequence, offer, wanted, cached, now + timeout_s + REPORT_SLACK_S, timeout_s
+        )
+        self._pull_of[sequence.seq_id] = pull
+        self._parked.add(sequence.seq_id)
+        return True
+
+    def _fits(self, sequence: Sequence, offer: KvOffer) -> bool:
+        """Return whether the blocks are those of the sequence's tokens, by layout, weights and digest."""
+        num_blocks = offer.num_blocks
+        if (
+            offer.layout != self.kv_layout
+            or not 0 < num_blocks <= sequence.num_reusable_tokens // self._blocks.block_size
+        ):
+            return False
+        if offer.block_ids.size != num_blocks * self._blocks.num_groups or not offer.endpoints:
+            return False
+        sequence.block_digests = self._blocks.digests_of(sequence, sequence.token_ids, num_blocks)
+        return sequence.block_digests[-1] == offer.digest
+
+    def _pays(self, wanted: list[tuple[int, int, int]]) -> bool:
+        """Return whether reading the blocks is expected to be faster than computing their tokens."""
+        rate = self._costs.prefill_tokens_per_s
+        if rate <= 0:
+            return True
+        num_tokens = len({index for _, index, _ in wanted}) * self._blocks.block_size
+        return PULL_OVERHEAD_S + self._num_bytes(wanted) / self._bytes_per_s < num_tokens / rate
+
+    def _num_bytes(self, wanted: list[tuple[int, int, int]]) -> int:
+        """Return the bytes that each rank reads."""
+        return sum(self._block_bytes[group] for group, _, _ in wanted)
+
+    def take_ready(self) -> list[Sequence]:
+        ready, self._ready = self._ready, []
+        self._parked.difference_update(sequence.seq_id for sequence in ready)
+        return ready
+
+    def on_start(self, sequence: Sequence) -> None:
+        pull = self._pull_of.pop(sequence.seq_id, None)
+        if pull is not None:
+            self._blocks.pulls.cancel(pull)
+
+    def discard(self, sequence: Sequence) -> None:
+        self._ready = [each for each in self._ready if each is not sequence]
+        self._parked.discard(sequence.seq_id)
+        self.on_start(sequence)
+
+    def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
+        for report in reports:
+            match report.kind:
+                case KvReportKind.SERVES:
+                    self._on_serving(report)
+                case KvReportKind.PULLED:
+                    self._on_pulled(report)
+                case KvReportKind.RENEWED:
+                    self._blocks.leases.renew(report.number, now)
+                case KvReportKind.RELEASED:
+                    self._blocks.leases.end(report.number, fence_step)
+
+    def _on_serving(self, report: KvReport) -> None:
+        self._serving[report.rank] = report
+        if len(self._serving) == self._config.parallel.tensor_parallel_size:
+            self._layout = layout_of(self._config, 0, self._serving[0].weights).whole
+
+    def _on_pulled(self, report: KvReport) -> None:
+        pulls = self._blocks.pulls
+        pull = pulls.get(report.number)
+        if pull is None or report.rank not in pull.reading:
+            return
+        pull.failed.update(report.failed.tolist())
+        pull.problem = pull.problem or report.name
+        pull.num_bytes, pull.seconds = max((pull.num_bytes, pull.seconds), (report.num_bytes, report.seconds))
+        if not pulls.note_read(pull, report.rank):
+            return
+        self._count(pull)
+        sequence = pull.sequence
+        if sequence is None:
+            pulls.release(pull)
+            return
+        self._blocks.publish_pulled(sequence, pull.complete)
+        sequence.num_pulled_tokens = self._blocks.block_size * len({each.index for each in pull.complete})
+        self.num_kv_pulled_tokens += sequence.num_pulled_tokens
+        self._ready.append(sequence)
+
+    def _count(self, pull: Pull) -> None:
+        if pull.complete:
+            self.num_kv_pulls += 1
+            self.num_kv_pulled_bytes += pull.num_bytes
+        if pull.failed:
+            self._failures[KvFailure(pull.problem.partition(":")[0])] += 1
+        if pull.seconds > 0 and pull.num_bytes > 0:
+            self._bytes_per_s += 0.5 * (pull.num_bytes / pull.seconds - self._bytes_per_s)
+
+    def expire(self, now: float, fence_step: int | None) -> None:
+        self._blocks.leases.expire(now, fence_step)
+        for pull in self._blocks.pulls:
+            if pull.sequence is not None and pull.reading and now >= pull.deadline:
+                self._failures[KvFailure.TIMEOUT] += 1
+                self._ready.append(pull.sequence)
+                self.on_start(pull.sequence)
+
+    # Both
+
+    def forget(self) -> None:
+        self._blocks.leases.forget()
+        waiting = [each for each in self._blocks.pulls.forget() if each.seq_id in self._parked]
+        self._ready += [each for each in waiting if each not in self._ready]
+        self._pull_of.clear()
+        self._serving.clear()
+        self._layout = None
+
+    def take_orders(self) -> KvOrders | None:
+        leases, pulls = self._blocks.leases, self._blocks.pulls
+        if not (leases.has_orders or pulls.has_orders):
+            return None
+        grants, revoked = leases.take()
+        orders, ended = pulls.take()
+        return KvOrders(revoked, grants, orders, ended)
+
+
+def make_kv_moves(config: EngineConfig, blocks: BlockManager, costs: CostModel) -> KvMoves | NoKvMoves:
+    """Return the moves of a replica, if its blocks can leave it: they have names, and each rank has its heads."""
+    cache = config.cache
+    can_move = cache.prefix_caching and not config.model.has_states and config.parallel.num_kv_partitions == 1
+    return KvMoves(config, blocks, costs) if cache.kv_transfer and can_move else NoKvMoves()

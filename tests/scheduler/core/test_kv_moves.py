@@ -1,0 +1,380 @@
+"""Sequences that take their KV along: two replicas under random orders of events, with planted faults.
+
+The fake ranks check each read of the KV cache, so that a block with the KV of other tokens is found at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from driver import GATEWAY, Driver
+from fake_kv_peer import FakeKvNetwork, FakeKvPeer
+from fakes import VOCAB_SIZE, oracle, random_prompt, small_config
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from quire.proto.kv_transfer import KvFailure, KvReport, KvReportKind
+from quire.proto.stream import FinishReason
+from quire.scheduler.kv.kv_tiers import KvTiers
+from quire.scheduler.kv.leases import LEASE_S, Leases
+from quire.scheduler.kv.pulls import Pull, Pulls
+
+PROMPT = random_prompt(13)
+
+
+def make_replica(network: FakeKvNetwork, name: str, weights: str = "w", **config: Any) -> Driver:
+    """Return a replica whose ranks serve their blocks; a first token has proved it."""
+    driver = Driver(small_config(kv_transfer=True, **config))
+    driver.group.kv_peer = FakeKvPeer(network, name, lambda: driver.group.kv, weights)
+    driver.add(10_000, [2, 3], max_tokens=1)
+    driver.run()
+    driver.outputs.clear()
+    driver.finishes.clear()
+    driver.scheduler.blocks.flush_cache()
+    return driver
+
+
+def peer_of(driver: Driver) -> FakeKvPeer:
+    assert driver.group.kv_peer is not None
+    return driver.group.kv_peer
+
+
+def hand_off(driver: Driver, handle: int) -> None:
+    """Let a sequence leave a replica as a drain does."""
+    driver.scheduler._state.hand_off((GATEWAY, handle), driver.now)
+    driver.record(driver.scheduler.take_outgoing())
+    driver.scheduler.check_integrity()
+
+
+def pair(**config: Any) -> tuple[FakeKvNetwork, Driver, Driver]:
+    network = FakeKvNetwork()
+    return network, make_replica(network, "a", **config), make_replica(network, "b", **config)
+
+
+def leave_after(source: Driver, num_tokens: int, handle: int = 1) -> None:
+    """Run a request on a replica until it has tokens, then let it leave."""
+    source.add(handle, PROMPT, max_tokens=20)
+    while len(source.outputs[handle]) < num_tokens:
+        source.step()
+    hand_off(source, handle)
+
+
+def arrive(source: Driver, target: Driver, handle: int = 1) -> None:
+    """Submit a sequence that has left a replica to the other one, with its KV."""
+    target.outputs[handle] = []
+    target.add(handle, PROMPT, max_tokens=20, generated=source.outputs[handle], kv=source.moved[handle].kv)
+
+
+def test_sequence_continues_on_the_blocks_that_it_brings() -> None:
+    _, source, target = pair()
+    leave_after(source, 6)
+    offer = source.moved[1].kv
+    assert offer is not None
+    assert offer.num_blocks == (13 + 6 - 1) // 4
+    source.step()  # the ranks learn of the lease
+    arrive(source, target)
+    before = target.group.num_executed_tokens
+    target.step()
+    assert target.scheduler.num_waiting == 1, "it does not wait for its blocks"
+    peer_of(target).read(1)
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    total = len(PROMPT) + len(oracle(PROMPT, 20)) - 1
+    assert target.group.num_executed_tokens - before == total - 4 * offer.num_blocks
+    status = target.scheduler.kv_moves
+    assert (status.num_kv_pulls, status.num_kv_pulled_tokens) == (1, 4 * offer.num_blocks)
+    assert target.finishes[1].timings.recomputed_tokens == 18 - 4 * offer.num_blocks
+    source.run()
+    assert source.scheduler.kv_moves.num_kv_leases == 0, "the reader does not release the lease"
+    assert source.scheduler.blocks.num_held_blocks == 0
+
+
+def test_lease_that_nobody_renews_ends() -> None:
+    _, source, target = pair()
+    leave_after(source, 6)
+    source.step()
+    held = source.scheduler.blocks.num_held_blocks
+    assert held == 4
+    source.now += LEASE_S
+    source.run()
+    assert source.scheduler.blocks.num_held_blocks == 0
+    arrive(source, target)
+    target.step()
+    peer_of(target).read(1)
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    assert target.scheduler.kv_moves.num_kv_failures[list(KvFailure).index(KvFailure.STALE)] == 1
+
+
+def test_lease_lasts_as_long_as_it_is_renewed() -> None:
+    _, source, _ = pair()
+    leave_after(source, 6)
+    for _ in range(4):
+        source.now += LEASE_S / 2
+        source.step()
+        generation = source.moved[1].kv.generation if source.moved[1].kv else 0
+        peer_of(source).reports.append(KvReport(0, KvReportKind.RENEWED, generation))
+        source.step()
+        assert source.scheduler.kv_moves.num_kv_leases == 1
+
+
+def test_pull_without_an_answer_ends_at_its_deadline_and_keeps_its_blocks() -> None:
+    _, source, target = pair()
+    leave_after(source, 6)
+    source.step()
+    arrive(source, target)
+    target.step()
+    (pull,) = target.scheduler.blocks.pulls
+    target.now = pull.deadline
+    while not target.finishes:
+        target.step()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    target.run()  # the rank reports that it has stopped
+    assert target.scheduler.blocks.num_held_blocks == 0
+
+
+def test_blocks_of_other_weights_are_not_taken() -> None:
+    network = FakeKvNetwork()
+    source, target = make_replica(network, "a"), make_replica(network, "b", weights="other")
+    leave_after(source, 6)
+    arrive(source, target)
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    assert not len(target.scheduler.blocks.pulls)
+
+
+def test_blocks_are_read_only_if_that_is_faster() -> None:
+    _, source, target = pair()
+    leave_after(source, 6)
+    arrive(source, target)
+    target.scheduler._state.costs.prefill_tokens_per_s = 1e6  # 16 tokens in 16 us
+    target.step()
+    assert not len(target.scheduler.blocks.pulls)
+
+
+def test_running_sequences_come_before_leases() -> None:
+    _, source, _ = pair(num_blocks=8)
+    leave_after(source, 6)
+    prompt = next(each for each in map(random_prompt, [8] * 50, range(50)) if len(oracle(each, 16)) == 16)
+    source.add(2, prompt, max_tokens=16)
+    while 2 not in source.finishes:
+        source.step()
+    assert source.outputs[2] == oracle(prompt, 16)
+    assert source.scheduler.kv_moves.num_kv_leases == 0
+
+
+def test_replica_without_states_or_caches_lends_nothing() -> None:
+    network = FakeKvNetwork()
+    for config in ({"num_state_slots": 4}, {"prefix_caching": False}):
+        source = make_replica(network, "a", **config)
+        leave_after(source, 6)
+        assert source.moved[1].kv is None
+
+
+class TwoReplicas(RuleBasedStateMachine):
+    """Requests that wander between two replicas with their KV, while ranks fail and messages are lost."""
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        layer_windows=st.sampled_from([(0,), (0,), (6,), (0, 5), (0, 9, 9)]),
+        max_num_seqs=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(1, 24),
+        num_host_blocks=st.sampled_from([0, 8]),
+        num_speculative_tokens=st.sampled_from([0, 3]),
+    )
+    def start(self, **config: Any) -> None:
+        self.network = FakeKvNetwork()
+        names = ("a", "b")
+        self.replicas = [make_replica(self.network, name, max_model_len=40, **config) for name in names]
+        self.requests: dict[
+            int, tuple[list[int], int, list[int]]
+        ] = {}  # handle |-> prompt, length, tokens before
+        self.place: dict[int, int] = {}  # handle |-> its replica
+        self.num_made = 0
+
+    @rule(
+        where=st.integers(0, 1),
+        shared=st.integers(0, 16),
+        own=st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=6),
+        max_tokens=st.integers(1, 16),
+    )
+    def arrives(self, where: int, shared: int, own: list[int], max_tokens: int) -> None:
+        prompt, handle, driver = (
+            random_prompt(20)[:shared] + own,
+            len(self.requests) + 1,
+            self.replicas[where],
+        )
+        if driver.config.max_servable_tokens - len(prompt) < max_tokens:
+            return
+        self.num_made += 1
+        handle = self.num_made
+        self.requests[handle], self.place[handle] = (prompt, max_tokens, []), where
+        assert driver.add(handle, prompt, max_tokens=max_tokens) is None
+
+    @rule(where=st.integers(0, 1), depth=st.integers(1, 3), steps=st.integers(1, 12))
+    def run_on(self, where: int, depth: int, steps: int) -> None:
+        for _ in range(steps):
+            self.replicas[where].step(depth)
+
+    @rule(where=st.integers(0, 1))
+    def plan(self, where: int) -> None:
+        if self.replicas[where].scheduler.num_in_flight < 3:
+            self.replicas[where].plan()
+
+    @rule(data=st.data(), brings_kv=st.sampled_from([True, True, True, False]))
+    def moves(self, data: st.DataObject, brings_kv: bool) -> None:
+        alive = [h for h in self.requests if h not in self.replicas[self.place[h]].finishes]
+        if not alive:
+            return
+        handle = data.draw(st.sampled_from(alive))
+        source, target = (self.replicas[place] for place in (self.place[handle], 1 - self.place[handle]))
+        hand_off(source, handle)
+        finish, tokens = source.moved.pop(handle), source.outputs.pop(handle)
+        assert finish.reason is FinishReason.MOVED
+        prompt, max_tokens, before = self.requests[handle]
+        self.requests[handle], self.place[handle] = (
+            (prompt, max_tokens, before + tokens),
+            1 - self.place[handle],
+        )
+        kv = finish.kv if brings_kv else None
+        assert target.add(handle, prompt, max_tokens=max_tokens, generated=before + tokens, kv=kv) is None
+
+    @rule(data=st.data(), where=st.integers(0, 1), tears=st.sampled_from([False, False, True]))
+    def reads(self, data: st.DataObject, where: int, tears: bool) -> None:
+        peer = peer_of(self.replicas[where])
+        if peer.pulls:
+            self.network.tears = tears
+            peer.read(data.draw(st.sampled_from(sorted(peer.pulls))))
+
+    @rule(where=st.integers(0, 1), is_reversed=st.booleans(), num_lost=st.integers(0, 2))
+    def reports_come_late(self, where: int, is_reversed: bool, num_lost: int) -> None:
+        """Reorder the reports of a rank, and lose some that only renew or release a lease."""
+        peer = peer_of(self.replicas[where])
+        may_be_lost = {KvReportKind.RENEWED, KvReportKind.RELEASED}
+        lost = [each for each in peer.reports if each.kind in may_be_lost][:num_lost]
+        peer.reports = [each for each in peer.reports if each not in lost]
+        if is_reversed:
+            peer.reports.reverse()
+
+    @rule(where=st.integers(0, 1), seconds=st.sampled_from([0.1, 4.0, 11.0]))
+    def time_passes(self, where: int, seconds: float) -> None:
+        self.replicas[where].now += seconds
+
+    @rule(where=st.integers(0, 1), kept=st.sampled_from([KvTiers.NONE, KvTiers.ALL]))
+    def ranks_fail(self, where: int, kept: KvTiers) -> None:
+        self.replicas[where].lose_ranks(kept=kept)
+
+    @rule(data=st.data())
+    def aborts(self, data: st.DataObject) -> None:
+        if self.requests:
+            handle = data.draw(st.sampled_from(sorted(self.requests)))
+            driver = self.replicas[self.place[handle]]
+            if handle not in driver.finishes:
+                driver.abort(handle)
+                del self.requests[handle], self.place[handle]
+                driver.outputs.pop(handle, None)
+
+    @invariant()
+    def outputs_are_prefixes_of_the_expected_ones(self) -> None:
+        for handle, (prompt, max_tokens, before) in getattr(self, "requests", {}).items():
+            output = before + self.replicas[self.place[handle]].outputs.get(handle, [])
+            assert output == oracle(prompt, max_tokens)[: len(output)]
+
+    def teardown(self) -> None:
+        for driver in getattr(self, "replicas", []):
+            for _ in range(3000):
+                for pull_id in list(peer_of(driver).pulls):
+                    peer_of(driver).read(pull_id)
+                if not driver.step(2):
+                    break
+                driver.now += 0.05
+            assert not driver.scheduler.has_work
+        for driver in getattr(self, "replicas", []):
+            for _ in range(3000):  # releases of the other one's leases
+                if not driver.step(2):
+                    break
+                driver.now += 0.05
+            assert driver.scheduler.blocks.num_held_blocks == 0, "blocks are held for nobody"
+        for handle, (prompt, max_tokens, before) in getattr(self, "requests", {}).items():
+            assert before + self.replicas[self.place[handle]].outputs[handle] == oracle(prompt, max_tokens)
+
+
+def machine_settings(max_examples: int) -> settings:
+    return settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def test_wandering_requests_get_the_tokens_that_they_would_have_had() -> None:
+    run_state_machine_as_test(TwoReplicas, settings=machine_settings(60))
+
+
+def read_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeKvNetwork, "__init__", lambda self: self.__dict__.update(
+        peers={}, verifies=False, tears=False
+    ))  # fmt: skip
+
+
+def end_leases_unannounced(monkeypatch: pytest.MonkeyPatch) -> None:
+    end = Leases.end
+
+    def end_silently(leases: Leases, generation: int, fence_step: int | None) -> None:
+        end(leases, generation, fence_step)
+        leases._revoked.clear()
+
+    monkeypatch.setattr(Leases, "end", end_silently)
+
+
+def lend_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    grant = Leases.grant
+
+    def grant_only(leases: Leases, request_id: str, block_ids: list[int], now: float) -> int:
+        generation = grant(leases, request_id, block_ids, now)
+        leases._pool.release(block_ids, None)
+        return generation
+
+    monkeypatch.setattr(Leases, "grant", grant_only)
+
+
+def release_targets_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cancel(pulls: Pulls, pull: Pull) -> None:
+        pull.sequence = None
+        pulls._end(pull)
+        pull.reading.clear()
+        pulls.release(pull)
+
+    monkeypatch.setattr(Pulls, "cancel", cancel)
+
+
+def use_failed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pull, "complete", property(lambda pull: pull.targets))
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        read_unverified,
+        end_leases_unannounced,
+        lend_without_a_reference,
+        release_targets_that_are_written,
+        use_failed_blocks,
+    ],
+)
+def test_planted_faults_are_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(TwoReplicas, settings=machine_settings(200))

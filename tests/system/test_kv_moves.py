@@ -1,0 +1,126 @@
+"""Requests that take their KV along between two replicas of real processes, of which each side is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deadlines import READY_TIMEOUT_S
+from fleet_load import Load, ready, wait_for
+from ray_nodes import RayNodes
+from reference import Reference
+
+from quire import Client, FleetInfo, SamplingParams
+from quire.cluster.cli.demo.server import ServerProcess
+
+pytestmark = pytest.mark.cluster
+
+# Long enough that reading the blocks is faster than computing them.
+TEXT = " ".join(
+    f"The {number}th traveler came to the inn in the evening, and asked for a room." for number in range(12)
+)
+# Each is asked for once, so that no replica has its prefix.
+PROMPTS = [f"{number} chapters. {TEXT} It was a dark evening, and" for number in range(2000)]
+PARAMS = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+OPTIONS = (
+    "--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "512", "--drain-grace-s", "0.2",
+    "--kv-transfer", "--audit",
+)  # fmt: skip
+
+RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with RayNodes({"CPU": 8}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(nodes: RayNodes) -> Iterator[ServerProcess]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in nodes.environment.items():
+            patch.setenv(name, value)
+        server = ServerProcess("demo", "--address", nodes.address, *OPTIONS)
+    try:
+        server.wait_ready(READY_TIMEOUT_S)
+        yield server
+        assert server.stop(60.0) == 0, server.log
+    finally:
+        server.close()
+
+
+def num_pulls(status: FleetInfo) -> int:
+    return sum(replica.kv.num_kv_pulls for replica in status.replicas)
+
+
+def drain_one(client: Client, server: ServerProcess, run_quire: RunQuire) -> str:
+    drained = ready(wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S))[0].replica_id
+    done = run_quire("drain", drained, "--target", server.address)
+    assert done.returncode == 0, done.stderr
+    return drained
+
+
+def await_successor(client: Client, drained: str) -> FleetInfo:
+    return wait_for(
+        client,
+        lambda s: len(ready(s)) == 2 and drained not in [r.replica_id for r in ready(s)],
+        READY_TIMEOUT_S,
+    )
+
+
+def check(load: Load, reference: Reference) -> None:
+    assert len(load.outputs) >= 2
+    for prompt, answer in set(load.outputs):
+        assert len(answer) == PARAMS.max_tokens
+        reference.check_greedy_text(prompt, answer)
+
+
+def test_requests_of_a_drained_replica_bring_their_blocks(
+    server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path
+) -> None:
+    with Client(server.address) as client:
+        wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
+        pulled = threading.Event()
+        with Load(client, PROMPTS, PARAMS, num_threads=4) as load:
+            time.sleep(1.0)
+            drained = drain_one(client, server, run_quire)
+            status = wait_for(client, lambda s: num_pulls(s) > 0, 60.0)
+            pulled.set()
+            await_successor(client, drained)
+        check(load, Reference(demo_model_dir))
+        shown = run_quire("status", "--target", server.address)
+        assert "from other replicas" in shown.stdout, shown.stdout
+        (reader,) = [replica for replica in status.replicas if replica.kv.num_kv_pulls]
+        assert reader.kv.num_kv_pulled_tokens > 0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize("side", ["lender", "reader"])
+def test_killed_side_costs_time_and_no_token(
+    server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path, side: str, delay_s: float
+) -> None:
+    """Kill a rank of either side about when its sequences move: before, during and after the reads."""
+    with Client(server.address) as client:
+        before = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
+        with Load(client, PROMPTS, PARAMS, num_threads=4) as load:
+            time.sleep(1.0)
+            drained = drain_one(client, server, run_quire)
+            (victim,) = [
+                replica.ranks[0].pid
+                for replica in ready(before)
+                if (replica.replica_id == drained) == (side == "lender")
+            ]
+            time.sleep(delay_s)
+            try:
+                os.kill(victim, signal.SIGKILL)
+            except ProcessLookupError:
+                assert side == "lender"  # it has drained and ended
+            await_successor(client, drained)
+        check(load, Reference(demo_model_dir))

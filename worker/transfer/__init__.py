@@ -1,0 +1,1 @@
+"""KV that travels: a rank serves leased blocks to ranks of other replicas, and reads theirs."""

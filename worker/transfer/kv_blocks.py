@@ -1,0 +1,186 @@
+"""KvBlocks: the blocks of one rank as bytes, all heads of them or some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ...proto.block_tables import IntArray
+from ...proto.cache_groups import CacheLayout
+from ...proto.kv_layout import KvLayout
+from ..attention import LayerCache
+from ..memory.cache_engine import CacheEngine
+
+ByteArray = npt.NDArray[np.uint8]
+# (first, count) of each layer of a group, by the numbers of the model's heads; a count of 0 for none.
+Heads = tuple[tuple[int, int], ...]
+
+_ROW_WORDS = 512
+# Types that blocks are copied as: of 8 bytes 9 GB/s, of one byte 0.3.
+_WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer of a cache group.
+
+    Attributes:
+        parts: [N, P, H, words of all tokens of a head], of numbers and of their scales if there are any.
+        first_head: number of this rank's first head.
+        split, place: block b of the group is sub-block ``b * split + place`` of the tensors.
+    """
+
+    parts: tuple[Tensor, ...]
+    first_head: int
+    split: int
+    place: int
+
+
+class KvBlocks:
+    """The blocks of one rank, by cache group; those of a draft model's layers are the last group of the layout."""
+
+    def __init__(
+        self, cache: CacheEngine, groups: CacheLayout, layout: KvLayout, device: torch.device
+    ) -> None:
+        self.layout, self.num_groups = layout, len(groups.groups)
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_written: torch.cuda.Event | None = None
+        rank, size = layout.rank, layout.tensor_parallel_size
+        layers = [*cache.layers, *cache.draft_layers]
+        self._word = next(
+            word for word in _WORDS if all(_head_bytes(each) % word.itemsize == 0 for each in layers)
+        )
+        self._groups = [
+            [
+                _Layer(
+                    self._parts(cache.layers[layer]),
+                    shape.heads_of(rank, size).start,
+                    group.split,
+                    number % group.split,
+                )
+                for number, (layer, shape) in enumerate(zip(group.layers, own.layers, strict=True))
+            ]
+            for group, own in zip(groups.groups, layout.groups, strict=False)
+        ]
+        if cache.draft_layers:
+            shapes = layout.groups[-1].layers
+            self._groups.append(
+                [
+                    _Layer(self._parts(each), shape.heads_of(rank, size).start, 1, 0)
+                    for each, shape in zip(cache.draft_layers, shapes, strict=True)
+                ]
+            )
+
+    def block_bytes(self, group: int, heads: Heads) -> int:
+        """Return the bytes of some heads of a block."""
+        return sum(
+            part.shape[1] * count * part.shape[3] * self._word.itemsize
+            for layer, (_, count) in zip(self._groups[group], heads, strict=True)
+            for part in layer.parts
+        )
+
+    def mark_written(self) -> None:
+        """Note that everything launched so far is to be read by `gather`; on a CPU it is done."""
+        if self._stream is not None:
+            self._is_written = torch.cuda.Event()
+            self._is_written.record(torch.cuda.current_stream(self._device))
+
+    def gather(self, group: int, block_ids: IntArray, heads: Heads, into: ByteArray) -> None:
+        """Copy some heads of blocks into host memory of `block_bytes` each, layer by layer."""
+        with self._on_stream():
+            for layer, part, first, view in self._views(group, block_ids, heads, into):
+                own, index = part.narrow(2, first, view.shape[2]), self._index(layer, block_ids)
+                if self._stream is None:
+                    torch.index_select(own, 0, index, out=view)
+                else:
+                    view.copy_(own.index_select(0, index))
+
+    def scatter(self, group: int, block_ids: IntArray, heads: Heads, content: ByteArray) -> None:
+        """Copy what `gather` returned, on this or another rank, into blocks."""
+        with self._on_stream():
+            for layer, part, first, view in self._views(group, block_ids, heads, content):
+                own = part.narrow(2, first, view.shape[2])
+                own.index_copy_(0, self._index(layer, block_ids), view.to(self._device))
+
+    def _views(
+        self, group: int, block_ids: IntArray, heads: Heads, content: ByteArray
+    ) -> Iterator[tuple[_Layer, Tensor, int, Tensor]]:
+        """Return each layer's part, the index of its first head, and the bytes of these heads of all blocks."""
+        start, whole = 0, torch.from_numpy(content).view(self._word)
+        for layer, (first, count) in zip(self._groups[group], heads, strict=True):
+            for part in layer.parts if count else ():
+                shape = len(block_ids), part.shape[1], count, part.shape[3]
+                end = start + shape[0] * shape[1] * shape[2] * shape[3]
+                yield layer, part, first - layer.first_head, whole[start:end].view(shape)
+                start = end
+
+    def _parts(self, layer: LayerCache) -> tuple[Tensor, ...]:
+        """Return views [N, P, H, words] of a layer's blocks [N, P, H, B, D] and their scales [N, P, H, B]."""
+        tensors = [layer.blocks.flatten(3), *([] if layer.scales is None else [layer.scales])]
+        return tuple(each.view(torch.uint8).view(self._word) for each in tensors)
+
+    def _index(self, layer: _Layer, block_ids: IntArray) -> Tensor:
+        index = torch.from_numpy(block_ids.astype(np.int64) * layer.split + layer.place)
+        return index.to(self._device)
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run the body on a stream of its own, after what was marked as written, and wait for it."""
+        if self._stream is None:
+            with torch.inference_mode():
+                yield
+            return
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if self._is_written is not None:
+                self._stream.wait_event(self._is_written)
+            yield
+            self._stream.synchronize()
+
+
+def checksum(content: ByteArray) -> int:
+    """Return a checksum of bytes at the speed of memory: 25 GB/s, where CRC-32 reaches 1.7.
+
+    It is the sum of the 64-bit words of each 4 KiB, and these sums weighted by their place: it detects parts of
+    another content and parts in another place. It is no defense against somebody who constructs a content.
+    """
+    words = content[: content.size // 8 * 8].view(np.uint64)
+    num_rows = words.size // _ROW_WORDS
+    rows = words[: num_rows * _ROW_WORDS].reshape(num_rows, _ROW_WORDS).sum(axis=1, dtype=np.uint64)
+    weights = 2 * np.arange(num_rows, dtype=np.uint64) + np.uint64(1)
+    rest = words[num_rows * _ROW_WORDS :].sum(dtype=np.uint64) + content[words.size * 8 :].sum(
+        dtype=np.uint64
+    )
+    return (int((rows * weights).sum(dtype=np.uint64)) + 0x9E3779B97F4A7C15 * int(rest) + content.size) % (
+        1 << 64
+    )
+
+
+def heads_to_read(own: KvLayout, other: KvLayout, group: int, taken: Sequence[set[int]]) -> Heads:
+    """Return the heads of each layer that a rank needs, another one has, and nobody was asked for yet.
+
+    Args:
+        taken: of each layer, the heads that others are asked for; changed in place.
+    """
+    heads = []
+    for shape, others in zip(own.groups[group].layers, taken, strict=True):
+        wanted = set(shape.heads_of(own.rank, own.tensor_parallel_size)) - others
+        found = sorted(wanted & set(shape.heads_of(other.rank, other.tensor_parallel_size)))
+        others.update(found)
+        heads.append((found[0], len(found)) if found else (0, 0))
+    return tuple(heads)
+
+
+def _head_bytes(layer: LayerCache) -> int:
+    """Return a number that divides the bytes of a head's tokens in a block, of numbers and of scales."""
+    numbers = math.prod(layer.blocks.shape[3:]) * layer.blocks.itemsize
+    return (
+        numbers if layer.scales is None else math.gcd(numbers, layer.scales.shape[3] * layer.scales.itemsize)
+    )

@@ -1,0 +1,322 @@
+"""KvService: one rank's part in KV that travels. It carries out the orders of plans, and reports.
+
+The step thread applies orders and takes reports. The transport's thread serves leases, and another one pulls: neither
+delays a step.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from queue import SimpleQueue
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from ...proto.errors import in_one_line
+from ...proto.kv_transfer import KvFailure, KvOrders, KvPull, KvReport, KvReportKind
+from ...proto.transport.network import CurveKeys
+from .kv_blocks import ByteArray, Heads, KvBlocks, heads_to_read
+from .transport import READ_BYTES, READS_AT_ONCE, KvPeer, KvReadError, ZmqTransport
+
+# A step without anything to compute waits this long for something to report: the scheduler plans such steps, one
+# after the other, while leases or pulls are open.
+IDLE_WAIT_S = 0.05
+# A peer that does not answer for this long is given up.
+SILENCE_S = 2.0
+# Longest wait between two looks at whether a pull was canceled.
+_LOOK_S = 0.1
+# A lease that is read is renewed as often.
+_RENEWAL_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _OpenPull:
+    """A pull whose end was not ordered yet."""
+
+    order: KvPull
+    canceled: threading.Event = field(default_factory=threading.Event)
+
+
+class NoKvService:
+    """Blocks that stay where they are."""
+
+    def apply(self, orders: KvOrders | None) -> None:
+        pass
+
+    def take_reports(self, *, is_idle: bool) -> tuple[KvReport, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass
+
+
+class KvService:
+    """Leases that a rank serves, and pulls that it makes.
+
+    Args:
+        weights: digest of the weights.
+        endpoint, keys: as for ZmqTransport.
+        run: runs the body of a thread, with the rank's device current.
+
+    Raises:
+        zmq.ZMQError: the endpoint cannot be bound.
+    """
+
+    def __init__(
+        self,
+        blocks: KvBlocks,
+        weights: str,
+        endpoint: str,
+        keys: CurveKeys | None,
+        run: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._blocks, self._rank = blocks, blocks.layout.rank
+        self._leases: dict[int, frozenset[int]] = {}  # generation |-> blocks
+        self._renewed: dict[int, float] = {}  # generation |-> when that was last reported
+        self._changed = threading.Condition()  # of leases
+        self._reports = SimpleQueue[KvReport]()
+        self._has_news = threading.Event()
+        self._pulls: dict[int, _OpenPull] = {}
+        self._orders = SimpleQueue[_OpenPull | tuple[str, int] | None]()
+        self._closing = False
+        self._transport = ZmqTransport(endpoint, keys, self, run)
+        self._transport.register(blocks)
+        self._report(KvReportKind.SERVES, name=self._transport.describe(), weights=weights)
+        self._puller = threading.Thread(target=run, args=(self._pull_all,), name="kv-puller", daemon=True)
+        self._puller.start()
+
+    # The step thread
+
+    def apply(self, orders: KvOrders | None) -> None:
+        """Carry out a plan's orders, before anything of the plan is written."""
+        if orders is None:
+            return
+        with self._changed:
+            for generation in orders.revoked.tolist():
+                self._leases.pop(generation, None)
+                self._renewed.pop(generation, None)
+            if orders.grants:
+                self._blocks.mark_written()
+            for grant in orders.grants:
+                self._leases[grant.generation] = frozenset(grant.block_ids.tolist())
+            self._changed.notify_all()
+        for order in orders.pulls:
+            pull = self._pulls[order.pull_id] = _OpenPull(order)
+            self._orders.put(pull)
+        for pull_id in orders.ended.tolist():
+            ended = self._pulls.pop(pull_id, None)
+            if ended is not None:
+                ended.canceled.set()
+                if self._rank == 0:
+                    self._orders.put((ended.order.endpoints[0], ended.order.generation))
+
+    def take_reports(self, *, is_idle: bool) -> tuple[KvReport, ...]:
+        """Return what happened since the last call.
+
+        Args:
+            is_idle: the step computes nothing on any rank, so it waits a moment for a lease or a pull to end.
+        """
+        if is_idle and (self._leases or self._pulls):
+            self._has_news.wait(IDLE_WAIT_S)
+        self._has_news.clear()
+        reports = []
+        while not self._reports.empty():
+            reports.append(self._reports.get())
+        return tuple(reports)
+
+    def close(self) -> None:
+        """Serve and pull no more; when this returns, no thread uses the blocks. Safe to call twice."""
+        if self._closing:
+            return
+        self._closing = True
+        with self._changed:
+            self._leases.clear()
+            self._changed.notify_all()
+        for pull in self._pulls.values():
+            pull.canceled.set()
+        self._pulls.clear()
+        self._orders.put(None)
+        self._puller.join()
+        self._transport.close()
+
+    # The transport's thread: LeaseTable
+
+    def covers(self, generation: int, block_ids: IntArray, patience_s: float) -> bool:
+        wanted = frozenset(block_ids.tolist())
+        with self._changed:
+            if patience_s:
+                self._changed.wait_for(lambda: generation in self._leases or self._closing, patience_s)
+            return wanted <= self._leases.get(generation, frozenset())
+
+    def on_read(self, generation: int) -> None:
+        now = time.monotonic()
+        with self._changed:
+            if generation in self._leases and now - self._renewed.get(generation, 0.0) >= _RENEWAL_S:
+                self._renewed[generation] = now
+                self._report(KvReportKind.RENEWED, generation)
+
+    def on_release(self, generation: int) -> None:
+        self._report(KvReportKind.RELEASED, generation)
+        self._has_news.set()
+
+    # The puller's thread
+
+    def _pull_all(self) -> None:
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, _OpenPull):
+                self._pull(order)
+            elif not self._closing:
+                self._release(*order)
+
+    def _pull(self, pull: _OpenPull) -> None:
+        reader = _Reader(self._blocks, self._transport.connect, pull)
+        try:
+            problem = reader.read_all()
+        except Exception as error:  # the sequence waits for a report
+            _log.exception("rank %d could not pull blocks", self._rank)
+            problem = f"{KvFailure.UNREACHABLE}: {in_one_line(error)}"
+        failed, num_blocks = reader.failed, pull.order.targets.size
+        if failed.size:
+            _log.warning(
+                "rank %d has not got %d of %d blocks: %s", self._rank, failed.size, num_blocks, problem
+            )
+        self._report(
+            KvReportKind.PULLED,
+            pull.order.pull_id,
+            name=problem if failed.size else "",
+            failed=failed,
+            num_bytes=reader.num_bytes,
+            seconds=reader.seconds,
+        )
+        self._has_news.set()
+
+    def _release(self, endpoint: str, generation: int) -> None:
+        peer = self._transport.connect(endpoint)
+        peer.release(generation)
+        peer.close()
+
+    def _report(self, kind: KvReportKind, number: int = 0, **values: object) -> None:
+        self._reports.put(KvReport(self._rank, kind, number, **values))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Heads of some blocks of a group, which one peer has.
+
+    Attributes:
+        places: of the blocks in the pull.
+    """
+
+    group: int
+    places: IntArray
+    heads: Heads
+    num_bytes: int
+
+
+class _Reader:
+    """One pull of one rank: from each peer that has some of its heads, chunk by chunk.
+
+    Attributes:
+        num_bytes, seconds: read so far, and the time that it took.
+    """
+
+    def __init__(self, blocks: KvBlocks, open_peer: Callable[[str], KvPeer], pull: _OpenPull) -> None:
+        self._blocks, self._open_peer, self._pull = blocks, open_peer, pull
+        self._deadline = time.monotonic() + pull.order.timeout_s
+        self.num_bytes, self.seconds = 0, 0.0
+        self._chunks = self._split()
+        self._num_missing = np.zeros(pull.order.targets.size, np.int64)
+        for chunk in chain(*self._chunks.values()):
+            self._num_missing[chunk.places] += 1
+
+    @property
+    def failed(self) -> IntArray:
+        """Places of the blocks of which not all heads are there."""
+        return np.flatnonzero(self._num_missing).astype(np.int32)
+
+    def read_all(self) -> str:
+        """Read all blocks; return why some are missing, empty if none is."""
+        started = time.monotonic()
+        try:
+            for endpoint, chunks in self._chunks.items():
+                self._read_from(endpoint, chunks)
+        except KvReadError as error:
+            return str(error)
+        finally:
+            self.seconds = time.monotonic() - started
+        return ""
+
+    def _split(self) -> dict[str, list[_Chunk]]:
+        """Return endpoint |-> what to read there: each of this rank's heads once."""
+        own, endpoints, found = self._blocks.layout, self._pull.order.endpoints, dict[str, list[_Chunk]]()
+        taken = [[set[int]() for _ in group.layers] for group in own.groups]
+        # Of equally many ranks the one with this rank's number has the same heads.
+        ranks = sorted(range(len(endpoints)), key=lambda rank: rank != own.rank)
+        for rank in ranks:
+            peer = replace(own, rank=rank, tensor_parallel_size=len(endpoints))
+            chunks = [
+                chunk
+                for group in range(len(own.groups))
+                for chunk in self._chunks_of(group, heads_to_read(own, peer, group, taken[group]))
+            ]
+            if chunks:
+                found[endpoints[rank]] = chunks
+        return found
+
+    def _chunks_of(self, group: int, heads: Heads) -> list[_Chunk]:
+        # The layers of a draft model are in the blocks of the first group.
+        lens, own = self._pull.order.group_lens.tolist(), group if group < self._blocks.num_groups else 0
+        start, width = sum(lens[:own]), self._blocks.block_bytes(group, heads)
+        places = np.arange(start, start + lens[own], dtype=np.int32)
+        if not width or not places.size:
+            return []
+        step = max(1, READ_BYTES // width)
+        parts = [places[at : at + step] for at in range(0, places.size, step)]
+        return [_Chunk(group, part, heads, part.size * width) for part in parts]
+
+    def _read_from(self, endpoint: str, chunks: list[_Chunk]) -> None:
+        peer = self._open_peer(endpoint)
+        try:
+            peer.hello(self._blocks.layout, min(SILENCE_S, self._time_left_s(endpoint)))
+            order, waiting, reading = self._pull.order, deque(chunks), dict[int, _Chunk]()
+            while waiting or reading:
+                while waiting and len(reading) < READS_AT_ONCE:
+                    chunk = waiting.popleft()
+                    sources = order.sources[chunk.places]
+                    number = peer.read(order.generation, chunk.group, sources, chunk.heads, chunk.num_bytes)
+                    reading[number] = chunk
+                number, content = self._await_read(peer, endpoint)
+                self._store(reading.pop(number), content)
+        finally:
+            peer.close()
+
+    def _await_read(self, peer: KvPeer, endpoint: str) -> tuple[int, ByteArray]:
+        """Return the next read that is done. Raises KvReadError if none is in time, or nobody waits any more."""
+        silent_at = time.monotonic() + SILENCE_S
+        while time.monotonic() < silent_at:
+            done = peer.poll(min(_LOOK_S, self._time_left_s(endpoint)))
+            if self._pull.canceled.is_set():
+                raise KvReadError(KvFailure.CANCELED, "nobody waits for the blocks any more")
+            if done is not None:
+                return done
+        raise KvReadError(KvFailure.TIMEOUT, f"{endpoint} has not answered for {SILENCE_S:g} s")
+
+    def _store(self, chunk: _Chunk, content: ByteArray) -> None:
+        self._blocks.scatter(chunk.group, self._pull.order.targets[chunk.places], chunk.heads, content)
+        self._num_missing[chunk.places] -= 1
+        self.num_bytes += chunk.num_bytes
+
+    def _time_left_s(self, endpoint: str) -> float:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            timeout_s = self._pull.order.timeout_s
+            raise KvReadError(KvFailure.TIMEOUT, f"{endpoint} has not sent all blocks in {timeout_s:g} s")
+        return left_s
