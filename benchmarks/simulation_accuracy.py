@@ -2,15 +2,16 @@
 
     python -m benchmarks.simulation_accuracy [--requests N] --json benchmarks/results/simulation_accuracy.json
 
-All times are processor time of one thread, so that other processes disturb little: where the engine would wait for a
-request, its clock moves there. The steps of an engine are measured and fitted as `quire calibrate` does, with one
-configuration. Then each workload runs twice with the same scheduler: on real ranks, and on ranks that take the fitted
-time. No workload is in the fit: lengths, arrivals and limits are others.
+All times are processor time of one thread: where the engine would wait for a request, its clock moves there. The
+steps of an engine are measured and fitted as `quire calibrate` does, with one configuration, anew before each
+workload, since a shared machine's speed changes. Then the workload runs twice with the same scheduler: on real ranks,
+and on ranks that take the fitted time. No workload is in the fit: lengths, arrivals and limits are others.
 
-- ``simulation.fit.error.p50`` and ``.p90``: of single steps;
-- ``simulation.<workload>.<figure>``: the simulated figure over the real one, less 1, with the real one as a note.
+- ``simulation.<workload>.fit.p50`` and ``.p90``: errors of single steps of the calibration;
+- ``simulation.<workload>.<figure>``: the simulated figure over the real one, less 1, with the real one as a note. The
+  throughput is that of all requests at once, the latencies are those at ``LOAD`` of it.
 
-The workloads: ``chat`` has lognormal lengths and Poisson arrivals at about 60 % of the engine's throughput;
+The workloads: ``chat`` has lognormal lengths and Poisson arrivals;
 ``prefixes`` also shares 8 beginnings; ``chunks`` has long prompts in small chunks; ``preemptions`` has too few blocks
 for the sequences that it admits.
 """
@@ -18,7 +19,7 @@ for the sequences that it admits.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -95,6 +96,17 @@ def with_arrivals(requests: Sequence[TracedRequest], rate: float) -> list[Traced
     return [replace(each, arrival_s=at) for each, at in zip(requests, times.tolist(), strict=True)]
 
 
+# Name of a figure |-> its value in a run of so many seconds.
+THROUGHPUT = {"output_tokens_per_s": lambda summary, seconds: summary.num_output_tokens / seconds}
+LATENCIES = {
+    f"{latency}.{column}": lambda summary, _, latency=latency, share=share: getattr(
+        summary, latency
+    ).quantile(share)
+    for latency in ("ttft", "itl")
+    for column, share in (("p50", 0.5), ("p99", 0.99))
+}
+
+
 class ProcessorClock:
     """Processor time of this process, and what was skipped."""
 
@@ -112,8 +124,8 @@ class ProcessorClock:
 class RealGateway:
     """The mailbox of a step loop on real ranks, which sends requests when they are due."""
 
-    def __init__(self, requests: Sequence[TracedRequest], summary: Summary, vocab_size: int) -> None:
-        self._pending = list(reversed(requests))
+    def __init__(self, summary: Summary, vocab_size: int) -> None:
+        self._pending: list[TracedRequest] = []
         self._running: dict[int, SimulatedRequest] = {}
         self._summary, self._vocab_size = summary, vocab_size
         self.now = ProcessorClock()
@@ -121,6 +133,13 @@ class RealGateway:
     @property
     def is_done(self) -> bool:
         return not self._pending and not self._running
+
+    def begin(self, requests: Sequence[TracedRequest], summary: Summary) -> float:
+        """Send other requests from now on, for another summary; return the time."""
+        now = self.now()
+        self._pending = [replace(each, arrival_s=now + each.arrival_s) for each in reversed(requests)]
+        self._summary = summary
+        return now
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
         if timeout_s > 0 and self._pending:
@@ -164,13 +183,17 @@ def serve_real(
     config: EngineConfig, ranks: WorkerGroup, requests: Sequence[TracedRequest]
 ) -> tuple[Summary, float]:
     """Serve requests on real ranks; return the summary and the seconds."""
-    ranks.rebuild(1)  # empties the rows that an earlier scheduler left
-    summary = Summary()
-    gateway = RealGateway(requests, summary, config.model.vocab_size)
+    ranks.rebuild(
+        1
+    )  # empties the rows that an earlier scheduler left, and collects garbage in the first step
+    gateway = RealGateway(Summary(), config.model.vocab_size)
     loop = StepLoop(Scheduler(config), ranks, gateway, "real", gateway.now)
-    while not gateway.is_done:
-        loop.turn()
-    return summary, gateway.now()
+    summary, began_at = Summary(), 0.0
+    for phase in (requests[:1], requests):
+        began_at = gateway.begin(phase, summary := Summary())
+        while not gateway.is_done:
+            loop.turn()
+    return summary, gateway.now() - began_at
 
 
 def serve_simulated(
@@ -183,25 +206,26 @@ def serve_simulated(
     return summary, cost.end_s
 
 
-def compare(name: str, real: tuple[Summary, float], simulated: tuple[Summary, float]) -> dict[str, Figure]:
+def compare(
+    workload: str,
+    measures: Mapping[str, Callable[[Summary, float], float]],
+    real: tuple[Summary, float],
+    simulated: tuple[Summary, float],
+) -> dict[str, Figure]:
     """Return the relative errors of a workload."""
-    pairs = {
-        "output_tokens_per_s": tuple(one.num_output_tokens / seconds for one, seconds in (real, simulated))
-    }
-    for latency in ("ttft", "itl"):
-        for column, share in (("p50", 0.5), ("p99", 0.99)):
-            values = tuple(getattr(one, latency).quantile(share) for one, _ in (real, simulated))
-            pairs[f"{latency}.{column}"] = values
-    return {
-        f"simulation.{name}.{figure}": Figure(guess / known - 1, "share", f"{known:.4g} in reality")
-        for figure, (known, guess) in pairs.items()
-    }
+    figures = {}
+    for name, measure in measures.items():
+        known, guess = measure(*real), measure(*simulated)
+        figures[f"simulation.{workload}.{name}"] = Figure(
+            guess / known - 1, "share", f"{known:.4g} in reality"
+        )
+    return figures
 
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--requests", type=int, default=200, help="of each workload")
-    parser.add_argument("--repeats", type=int, default=3, help="of each probe of the calibration")
+    parser.add_argument("--requests", type=int, default=400, help="of each workload")
+    parser.add_argument("--repeats", type=int, default=2, help="of the probes of each calibration")
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
     arguments = parser.parse_args()
     name = DEMO_MODEL if arguments.model is None else str(arguments.model)
@@ -210,24 +234,27 @@ def main() -> None:
     )
     config, ranks = load_in_process(resolve(options, Machine(num_cores=1, num_gpus=0)))
     assumed = make_engine(options, "cpu").step_time
-    steps = measure_steps(config, ranks, arguments.repeats, ProcessorClock())
-    step_time = replace(assumed, coefficients=fit_coefficients(assumed, steps))
-    errors = np.abs(relative_errors(step_time, steps))
-    figures = {
-        f"simulation.fit.error.{column}": Figure(
-            float(np.quantile(errors, share)), "share", f"{len(steps)} steps"
-        )
-        for column, share in (("p50", 0.5), ("p90", 0.9))
-    }
+    figures: dict[str, Figure] = {}
     for workload_name, workload in WORKLOADS.items():
+        ranks.rebuild(1)
+        steps = measure_steps(config, ranks, arguments.repeats, ProcessorClock())
+        step_time = replace(assumed, coefficients=fit_coefficients(assumed, steps))
+        errors = np.abs(relative_errors(step_time, steps))
+        for column, share in (("p50", 0.5), ("p90", 0.9)):
+            error = float(np.quantile(errors, share))
+            figures[f"simulation.{workload_name}.fit.{column}"] = Figure(
+                error, "share", f"{len(steps)} steps"
+            )
         limits = replace(config.scheduler, max_num_batched_tokens=workload.chunk)
         cache = replace(config.cache, num_kv_blocks=workload.num_blocks + 1)
         own = replace(config, scheduler=limits, cache=cache)
         requests = make_requests(workload, arguments.requests, own.max_servable_tokens, seed=7)
-        at_once, seconds = serve_simulated(own, step_time, requests)
+        simulated = serve_simulated(own, step_time, requests)
+        figures |= compare(workload_name, THROUGHPUT, serve_real(own, ranks, requests), simulated)
+        at_once, seconds = simulated
         requests = with_arrivals(requests, LOAD * at_once.num_ended / seconds)
         real = serve_real(own, ranks, requests)
-        figures |= compare(workload_name, real, serve_simulated(own, step_time, requests))
+        figures |= compare(workload_name, LATENCIES, real, serve_simulated(own, step_time, requests))
     ranks.close()
     report(figures, arguments.json)
 

@@ -20,6 +20,8 @@ from .block_tables import IntArray
 from .lora import LoraReference
 from .sampling import SamplingParams
 
+# Bytes of the digest of a block, and of a chain's root.
+DIGEST_BYTES = 32
 # Bytes of a block's digest in a CacheReport: enough to route by, too few to share a block by.
 CACHE_HASH_BYTES = 8
 
@@ -48,6 +50,11 @@ def prefix_hashes(token_ids: Sequence[int] | IntArray, block_size: int, root: by
 def child_digest(parent: bytes, tokens: bytes | memoryview) -> bytes:
     """Return the digest of a block of int32 tokens after the chain `parent`."""
     return sha256(parent + tokens).digest()
+
+
+def chain_digests(contents: list[bytes]) -> list[bytes]:
+    """Return the digest of each block, whose content is its chain's digest before it followed by its tokens."""
+    return [sha256(content).digest() for content in contents]
 
 
 def content_digest(prompt: IntArray, sampling: SamplingParams, lora: LoraReference | None) -> bytes:

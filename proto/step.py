@@ -4,8 +4,8 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 
 0. adapters: drop `lora_drops` from host memory, begin `lora_loads`, copy those of `lora_slots` into their slots;
 1. empty `released_rows`;
-2. put the `new` sequences into their rows, with tokens, block tables and state slots in full; a fork takes the state
-   of its constraint from its `constraint_row`;
+2. put the `new` sequences into their rows, in order, with tokens, block tables and state slots in full; a fork takes
+   its first tokens and the state of its constraint from its `source_row`;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables must then have `digest`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
@@ -81,6 +81,11 @@ class RowLogitsProcessors:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Return whether the known tokens of a row matter, not only those that it samples from now on."""
+        return self.has_penalties or bool(self.extra_args)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptScoring:
@@ -127,17 +132,19 @@ class NewSequence:
     """A sequence in full, put into a row: a new one, or one that resumes after a preemption or a failure.
 
     Attributes:
-        token_ids: the prompt, then every token generated before.
-        num_computed_tokens: leading tokens of token_ids whose KV the blocks already hold (a prefix cache hit).
+        token_ids: the prompt, then every token generated before; of a fork those after `num_source_tokens`.
+        num_computed_tokens: leading tokens whose KV the blocks already hold (a prefix cache hit).
         block_ids: its block tables so far: equally many blocks of each cache group, one group after the other. Those
             behind a group's window are 0.
         lora_slot: the slot of its adapter; NO_SLOT for none.
         pooling: the sequence is pooled, and ends with its prompt; None if it generates tokens.
-        constraint_row: row of the sequence from which it is forked, whose constraint it has too: `sampling` has none.
-            The tokens of that row begin with all but the last of these, and the plan does not release it. None if the
-            constraint is in `sampling`.
-        num_generated: the last tokens of token_ids, which were generated.
+        source_row: row of the sequence from which it is forked. The tokens of that row begin with all but the last of
+            this sequence, and the plan does not release it. None for other sequences.
+        num_generated: the last tokens, which were generated.
         state_slot: of its state; 0 if the model keeps none.
+        num_source_tokens: leading tokens that are copied from `source_row`, no more than the prompt has if there is
+            a constraint; 0 if a logits processor needs them all.
+        takes_constraint: it has the constraint of `source_row`; `sampling` has none.
     """
 
     row: int
@@ -148,9 +155,16 @@ class NewSequence:
     sampling: RowSampling
     lora_slot: int = sent_if_set(NO_SLOT)
     pooling: PoolingParams | None = sent_if_set(None)
-    constraint_row: int | None = sent_if_set(None)
+    source_row: int | None = sent_if_set(None)
     num_generated: int = sent_if_set(0)
     state_slot: int = sent_if_set(0)
+    num_source_tokens: int = sent_if_set(0)
+    takes_constraint: bool = sent_if_set(False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of its known tokens."""
+        return self.num_source_tokens + self.token_ids.size
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ def calibrate(
     gpu: Annotated[
         str, typer.Option(help="The device of this machine: h200, h100, b200, a100, l4 or cpu.")
     ] = "cpu",
-    repeats: Annotated[int, typer.Option(help="Runs of each probe; the fastest counts.", min=1)] = 2,
+    repeats: Annotated[int, typer.Option(help="Runs of all probes.", min=1)] = 2,
 ) -> None:
     """Measure the steps of an engine in this process, for `quire simulate --coefficients`.
 
-    The engine runs prompts and outputs of many lengths and numbers. The time of a step is fitted to what it reads,
-    multiplies and sends. Takes a minute or more; nothing else should run meanwhile.
+    The engine runs prompts and outputs of many lengths, alone and mixed. The time of a step is fitted to what it
+    reads, multiplies and sends. Takes a minute or more; nothing else should run meanwhile.
 
     Example: `quire calibrate demo --gpu cpu --output cpu.json`
     """

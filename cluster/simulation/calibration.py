@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import count, islice
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from .step_time import MeasuredStep, StepWork
 _FIRST_TOKEN = 300
 # Steps of a new process are slow: memory is touched for the first time, and kernels are compiled.
 _NUM_COLD_STEPS = 32
+# Sequences of the mixture that begin among as many others.
+_CONSTANT_LOAD = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +62,50 @@ def probes(config: EngineConfig, num_output_tokens: int = 12) -> Iterator[Probe]
         chunk *= 2
 
 
+def mixture(config: EngineConfig, num_sequences: int = 160) -> Iterator[tuple[int, Probe]]:
+    """Yield single sequences of many lengths, each with the number of sequences among which it begins to run.
+
+    Probes repeat equal steps, which find their memory in the cache and their rows unchanged. Traffic does not.
+    """
+    rng = np.random.default_rng(1)
+    assert config.cache.num_kv_blocks is not None
+    most = config.scheduler.max_num_seqs
+    longest = min(
+        config.max_servable_tokens // 2, (config.cache.num_kv_blocks - 1) * config.cache.block_size // most
+    )
+    wanted = 1
+    for number in range(num_sequences):
+        if number % _CONSTANT_LOAD == 0:
+            wanted = int(rng.integers(1, most + 1))
+        num_prompt, num_output = (
+            np.exp(rng.uniform(np.log(8), np.log((max(9, longest), 64)))).astype(int).tolist()
+        )
+        yield wanted, Probe(1, num_prompt, num_output)
+
+
 class _Prober:
-    """The mailbox of a step loop that runs one probe after another."""
+    """The mailbox of a step loop that runs one probe after another.
+
+    Attributes:
+        num_running: sequences that have not ended.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self._rng = np.random.default_rng(0)
         self._vocab_size = vocab_size
         self._inbox: deque[tuple[bytes, GatewayMessage]] = deque()
+        self._handles = count()
         self.num_running = 0
 
     def submit(self, probe: Probe) -> None:
         low = min(_FIRST_TOKEN, self._vocab_size // 2)
-        for handle in range(probe.num_sequences):
+        for handle in islice(self._handles, probe.num_sequences):
             prompt = self._rng.integers(low, self._vocab_size, probe.num_prompt_tokens).astype(np.int32)
             sampling = SamplingParams(
                 max_tokens=probe.num_output_tokens, temperature=0.0, seed=0, ignore_eos=True
             )
             self._inbox.append((GATEWAY, Submit(handle, f"probe-{handle}", prompt, sampling=sampling)))
-        self.num_running = probe.num_sequences
+        self.num_running += probe.num_sequences
 
     def receive(self, timeout_s: float) -> list[tuple[bytes, GatewayMessage]]:
         messages = list(self._inbox)
@@ -101,31 +130,37 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
     on_probe: Callable[[Probe], None] = lambda probe: None,
 ) -> list[MeasuredStep]:
-    """Run probes on an engine's ranks, with the scheduler that serves; return its steps without the first ones.
+    """Run probes and a mixture of sequences on an engine's ranks, with the scheduler that serves; return the steps.
 
-    Equal steps of the repeats are merged: the fastest counts, since whatever else a machine does only adds time.
+    The first steps are left out.
     """
     # With one step in flight, nothing hides the scheduler's time when the engine serves either.
     is_serial = config.scheduler.max_steps_in_flight == 1
     # One step at a time: of two in flight, a CPU computes the second before the first one's result is read.
     config = replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=1))
-    best: dict[StepWork, float] = {}
-    num_steps = 0
+    steps: list[MeasuredStep] = []
 
     def on_step(work: StepWork, seconds: float) -> None:
-        nonlocal num_steps
-        num_steps += 1
-        if num_steps > _NUM_COLD_STEPS and work.num_tokens:
-            best[work] = min(seconds, best.get(work, seconds))
+        steps.append(MeasuredStep(work, seconds))
 
     prober = _Prober(config.model.vocab_size)
     metered = MeteredRanks(ranks, config.scheduler.max_num_seqs, clock, on_step, is_serial=is_serial)
     loop = StepLoop(Scheduler(config), metered, prober, "calibration", time.monotonic)
+
+    def run_until(num_running: int) -> None:
+        while prober.num_running > num_running:
+            loop.turn()
+
     for _ in range(repeats):
         for probe in probes(config):
             on_probe(probe)
-            prober.submit(probe)
             metered.rest()
-            while prober.num_running:
-                loop.turn()
-    return [MeasuredStep(work, seconds) for work, seconds in best.items()]
+            prober.submit(probe)
+            run_until(0)
+        metered.rest()
+        for num_running, probe in mixture(config):
+            run_until(num_running - 1)
+            on_probe(probe)
+            prober.submit(probe)
+        run_until(0)
+    return [step for step in steps[_NUM_COLD_STEPS:] if step.work.num_tokens]

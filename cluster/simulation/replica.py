@@ -57,7 +57,7 @@ class PlanMeter:
         num_computed[active] += 1
         num_decoded, num_read = active.size, int(num_computed[active].sum())
         if not plan.chunk_rows.size:
-            return StepWork(num_decoded, num_decoded, num_read), active
+            return StepWork(num_decoded, num_decoded, num_read, num_new=len(plan.new)), active
         rows, lens = plan.chunk_rows, plan.chunk_lens.astype(np.int64)
         before = num_computed[rows]
         after = before + lens
@@ -65,9 +65,8 @@ class PlanMeter:
         complete = rows[after == self._num_known[rows]]
         decoding[complete] = True
         num_pairs = int((lens * before + lens * (lens + 1) // 2).sum())
-        work = StepWork(
-            num_decoded + int(lens.sum()), num_decoded + rows.size, num_read + int(after.sum()), num_pairs
-        )
+        num_tokens, num_read = num_decoded + int(lens.sum()), num_read + int(after.sum())
+        work = StepWork(num_tokens, num_decoded + rows.size, num_read, num_pairs, len(plan.new))
         return work, np.sort(np.concatenate([active, complete]))
 
 

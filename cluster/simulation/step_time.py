@@ -95,12 +95,14 @@ class StepWork:
         num_sequences: rows in the step.
         num_read_tokens: tokens whose KV is read: for each row the length of its sequence.
         num_pairs: (computed token of a prompt, token that it attends to).
+        num_new: sequences that begin in the step.
     """
 
     num_tokens: int
     num_sequences: int
     num_read_tokens: int
     num_pairs: int = 0
+    num_new: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,14 @@ class Coefficients:
     Attributes:
         fixed_s: of any step.
         sequence_s: for each row.
+        prompt_step_s: more, of a step with prompts: no recorded graph or fused call runs it.
+        new_s: for each sequence that begins.
     """
 
     fixed_s: float = 0.0
     sequence_s: float = 0.0
+    prompt_step_s: float = 0.0
+    new_s: float = 0.0
     weights: float = 1.0
     flops: float = 1.0
     kv: float = 1.0
@@ -122,8 +128,12 @@ class Coefficients:
 
 
 # Nobody has measured them: what well-made kernels reach, and a launch of a recorded graph with a sampler.
-ASSUMED = Coefficients(1.5e-3, 3e-6, weights=1.25, flops=1.6, kv=1.4, attention=2.5, all_reduce=1.5)
-ASSUMED_ON_CPU = Coefficients(1.5e-3, 2e-5, weights=1.25, flops=1.5, kv=1.5, attention=2.0, all_reduce=1.5)
+ASSUMED = Coefficients(
+    1.5e-3, 3e-6, 5e-4, 1e-4, weights=1.25, flops=1.6, kv=1.4, attention=2.5, all_reduce=1.5
+)
+ASSUMED_ON_CPU = Coefficients(
+    1.5e-3, 2e-5, 1e-3, 2e-4, weights=1.25, flops=1.5, kv=1.5, attention=2.0, all_reduce=1.5
+)
 
 
 class TimesSteps(Protocol):
@@ -153,6 +163,8 @@ class StepTime:
         return (
             c.fixed_s
             + c.sequence_s * work.num_sequences
+            + c.prompt_step_s * (work.num_pairs > 0)
+            + c.new_s * work.num_new
             + max(c.weights * weights, c.flops * flops)
             + c.kv * kv
             + c.attention * attention
@@ -198,20 +210,16 @@ def fit_coefficients(step_time: StepTime, steps: Sequence[MeasuredStep]) -> Coef
         raise ConfigError(f"{len(steps)} measured steps, must be at least {len(names)}")
     terms = np.array([step_time.terms(step.work) for step in steps])
     seconds = np.array([step.seconds for step in steps])
-    ones, sequences = np.ones(len(steps)), np.array([float(step.work.num_sequences) for step in steps])
+    counts = np.array(
+        [(1.0, step.work.num_sequences, step.work.num_pairs > 0, step.work.num_new) for step in steps]
+    )
     found = np.array([getattr(step_time.coefficients, name) for name in names])
+    of_weights, of_flops = names.index("weights"), names.index("flops")
     weights = np.ones(len(steps))
     for _ in range(_FIT_ROUNDS):
-        is_limited_by_weights = found[2] * terms[:, 0] >= found[3] * terms[:, 1]
-        columns = np.stack(
-            [
-                ones,
-                sequences,
-                terms[:, 0] * is_limited_by_weights,
-                terms[:, 1] * ~is_limited_by_weights,
-                *terms[:, 2:].T,
-            ],
-            axis=1,
+        is_limited_by_weights = found[of_weights] * terms[:, 0] >= found[of_flops] * terms[:, 1]
+        columns = np.column_stack(
+            [counts, terms[:, 0] * is_limited_by_weights, terms[:, 1] * ~is_limited_by_weights, terms[:, 2:]]
         )
         scaled = columns / seconds[:, None]
         before = found

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray, RowArray
 from ...proto.config import EngineConfig
-from ...proto.digests import child_digest
+from ...proto.digests import DIGEST_BYTES, chain_digests, child_digest
 from ..sequences.sequence import Sequence
 from .block_pool import SCRATCH_BLOCK, BlockPool, RowPartitions
 from .cache_events import DEVICE_MEDIUM, CacheEvents, CacheKey, NoCacheEvents
@@ -404,40 +404,43 @@ class BlockManager:
         self.state_slots.save(row, (digest, digest, b""), num_saved)
         sequence.num_snapshot_tokens = num_tokens
 
-    def blocks_at(self, rows: RowArray, index: IntArray) -> list[list[int]]:
-        """Return block number `index` of each row, in each group; the scratch block for one that was released."""
+    def blocks_at(self, rows: RowArray, index: IntArray) -> IntArray:
+        """Return block number `index` of each row, [groups, rows]; the scratch block for one that was released."""
         if self.num_groups == 1 and not self.layout.has_windows:
-            whole: list[list[int]] = self.tables.ids[rows, index][:, None].tolist()
-            return whole
-        tables = rows[:, None] + np.arange(self.num_groups) * self.tables.num_rows
-        is_live = index[:, None] >= self._first_live[tables]
-        found: list[list[int]] = np.where(
-            is_live, self.tables.ids[tables, index[:, None]], SCRATCH_BLOCK
-        ).tolist()
-        return found
+            return self.tables.ids[rows, index][None]
+        tables = rows + np.arange(self.num_groups)[:, None] * self.tables.num_rows
+        is_live = index >= self._first_live[tables]
+        return np.where(is_live, self.tables.ids[tables, index], SCRATCH_BLOCK)
 
-    def publish_next(self, sequence: Sequence, block_ids: list[int], tokens: bytes) -> None:
-        """Add the block after those whose digests the sequence has to the prefix cache; its KV is computed.
+    def publish_next(self, sequences: list[Sequence], block_ids: IntArray, blocks: list[bytes]) -> None:
+        """Add the block of each sequence after those whose digests it has to the prefix cache; its KV is computed.
 
         Args:
             block_ids: of each group, as `blocks_at` returns them.
-            tokens: the block's tokens, int32.
+            blocks: the int32 tokens of each block.
         """
         if not self._caches:
             return
-        digests = sequence.block_digests
-        parent = digests[-1] if digests else sequence.root
-        digest = child_digest(parent, tokens)
-        digests.append(digest)
-        key = digest, parent, tokens
-        # The greatest is no placeholder of a released block, unless all are.
-        partition = self._pool.partition_of(max(block_ids))
-        caches = self._caches_of(partition)
-        for cache, block_id in zip(caches, block_ids, strict=True):
-            if block_id != SCRATCH_BLOCK and cache.insert(key, block_id):
-                self._pool.keep_content(block_id)
-                if cache is caches[0]:
-                    self.events.add_stored(key, sequence, partition)
+        chains = [sequence.block_digests for sequence in sequences]
+        parents = [
+            chain[-1] if chain else sequence.root for chain, sequence in zip(chains, sequences, strict=True)
+        ]
+        contents = [parent + tokens for parent, tokens in zip(parents, blocks, strict=True)]
+        digests = chain_digests(contents)
+        for chain, digest in zip(chains, digests, strict=True):
+            chain.append(digest)
+        for group, ids in enumerate(block_ids):
+            for partition in range(self.num_partitions):
+                is_own = (ids != SCRATCH_BLOCK) & (self._pool.partition_of(ids) == partition)
+                own = np.flatnonzero(is_own).tolist()
+                cache, own_ids = self._caches_of(partition)[group], ids[own].tolist()
+                added = cache.insert_all([digests[at] for at in own], [contents[at] for at in own], own_ids)
+                self._pool.keep_content(own_ids[index] for index in added)
+                if group == 0 and self.events.is_on:
+                    for at in (own[index] for index in added):
+                        content = contents[at]
+                        key = digests[at], content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+                        self.events.add_stored(key, sequences[at], partition)
 
     # Blocks that travel between replicas
 
@@ -755,7 +758,7 @@ class BlockManager:
     def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> bool:
         is_new = cache.insert(key, block_id)
         if is_new:
-            self._pool.keep_content(block_id)
+            self._pool.keep_content([block_id])
         return is_new
 
     def _is_evicted(self, digest: bytes) -> bool:

@@ -7,6 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from ...proto.block_tables import IntArray, RowArray
 SCRATCH_BLOCK = 0
 # States of blocks with no, one and more references.
 _STATE_BY_REFERENCES = np.array([BlockState.EMPTY, BlockState.HELD, BlockState.SHARED], np.uint8)
+
+# One block, or an array of them.
+Block = TypeVar("Block", int, IntArray)
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class BlockPool:
         self._num_ids = partition_blocks * num_partitions
         self._on_evict = on_evict
         self._ref_counts = array("i", bytes(4 * self._num_ids))
-        self._cacheable: set[int] = set()
+        self._cacheable = bytearray(self._num_ids)  # 1 for blocks whose content is kept after their release
         starts = range(0, self._num_ids, partition_blocks)
         self._queues = [_FreeQueue(start + 1, start + partition_blocks) for start in starts]
         self._fenced: deque[tuple[int, int]] = deque()  # (step, block), by step
@@ -109,7 +113,7 @@ class BlockPool:
         """Return the blocks of a partition with a reference."""
         return self._partition_blocks - 1 - self.num_unheld_in(partition)
 
-    def partition_of(self, block_id: int) -> int:
+    def partition_of(self, block_id: Block) -> Block:
         return block_id // self._partition_blocks
 
     def is_cached(self, block_id: int) -> bool:
@@ -200,13 +204,14 @@ class BlockPool:
                 self._queue_of(block_id).num_fenced -= 1
                 self._make_free(block_id)
 
-    def keep_content(self, block_id: int) -> None:
-        """Keep a block's content after its release: it is in the prefix cache."""
-        self._cacheable.add(block_id)
+    def keep_content(self, block_ids: Iterable[int]) -> None:
+        """Keep the blocks' content after their release: they are in the prefix cache."""
+        for block_id in block_ids:
+            self._cacheable[block_id] = 1
 
     def forget_content(self) -> None:
         """Keep no block's content after its release: the prefix cache was emptied."""
-        self._cacheable.clear()
+        self._cacheable = bytearray(self._num_ids)
         for queue in self._queues:
             queue.empty |= queue.cached
             queue.cached.clear()
@@ -214,7 +219,7 @@ class BlockPool:
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
         """Keep these blocks' content no longer than they are held."""
         for block_id in block_ids:
-            self._cacheable.discard(block_id)
+            self._cacheable[block_id] = 0
             queue = self._queue_of(block_id)
             if block_id in queue.cached:
                 del queue.cached[block_id]
@@ -234,7 +239,8 @@ class BlockPool:
     ) -> None:
         own = range(scratch_block + 1, scratch_block + self._partition_blocks)
         empty, cached, fenced = set(queue.empty), set(queue.cached), self._fence_of.keys() & set(own)
-        assert cached <= self._cacheable, f"cached without content: {cached - self._cacheable}"
+        without = [block_id for block_id in cached if not self._cacheable[block_id]]
+        assert not without, f"cached without content: {without}"
         assert len(fenced) == queue.num_fenced, f"{len(fenced)} blocks are fenced, not {queue.num_fenced}"
         for block_id in own:
             count = self._ref_counts[block_id]
@@ -258,13 +264,13 @@ class BlockPool:
     def _evict_oldest(self, queue: _FreeQueue) -> int:
         """Evict the cached block that was released first; return it."""
         block_id, _ = queue.cached.popitem(last=False)
-        self._cacheable.discard(block_id)
+        self._cacheable[block_id] = 0
         self._on_evict(block_id)
         return block_id
 
     def _make_free(self, block_id: int) -> None:
         queue = self._queue_of(block_id)
-        if block_id in self._cacheable:
+        if self._cacheable[block_id]:
             queue.cached[block_id] = None
         else:
             queue.empty[block_id] = None

@@ -128,10 +128,11 @@ class TierLog:
         self._journal, self._events = journal, events
         self._medium, self._partition = medium, partition
 
-    def add(self, digest: bytes) -> None:
-        self._journal.add(digest)
+    def add(self, digests: list[bytes]) -> None:
+        self._journal.add(digests)
         if self._medium == HOST_MEDIUM:
-            self._events.add_stored_on_host(digest, self._partition)
+            for digest in digests:
+                self._events.add_stored_on_host(digest, self._partition)
 
     def remove(self, digest: bytes) -> None:
         self._journal.remove(digest)

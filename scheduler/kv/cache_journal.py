@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from ...proto.digests import CACHE_HASH_BYTES
@@ -40,14 +41,18 @@ class CacheJournal:
         self._places: dict[bytes, int] = {}  # hash |-> number of places, the newest hash last
         self._changes: deque[bytes] = deque(maxlen=max_changes)
 
-    def add(self, digest: bytes) -> None:
-        """Record that a block is cached in one more place."""
-        name = digest[:CACHE_HASH_BYTES]
-        count = self._places.get(name, 0)
-        self._places[name] = count + 1
-        if count == 0:  # inline: every block that fills is added
-            self.version += 1
-            self._changes.append(name)
+    def add(self, digests: Iterable[bytes]) -> None:
+        """Record that blocks are cached in one more place."""
+        places, fresh = self._places, list[bytes]()
+        for digest in digests:
+            name = digest[:CACHE_HASH_BYTES]
+            if name in places:
+                places[name] += 1
+            else:
+                places[name] = 1
+                fresh.append(name)
+        self.version += len(fresh)
+        self._changes += fresh
 
     def remove(self, digest: bytes) -> None:
         """Record that a block is no longer cached in one place."""
@@ -56,7 +61,8 @@ class CacheJournal:
         if count > 1:
             self._places[name] = count - 1
         else:
-            self._record_change(name)
+            self.version += 1
+            self._changes.append(name)
 
     def report(self, since: int) -> CacheReport:
         """Return the changes since a version, or the whole set if these are no longer known or would be larger."""
@@ -76,7 +82,3 @@ class CacheJournal:
             name = digest[:CACHE_HASH_BYTES]
             expected[name] = expected.get(name, 0) + 1
         assert expected == self._places, "the cache journal disagrees with the caches"
-
-    def _record_change(self, name: bytes) -> None:
-        self.version += 1
-        self._changes.append(name)

@@ -65,7 +65,7 @@ class HostTier:
             return None
         (block_id,) = self._pool.allocate(1, partition)
         self._caches[cache].insert(key, block_id)
-        self._pool.keep_content(block_id)
+        self._pool.keep_content([block_id])
         return block_id
 
     def reserve(self, num_blocks: int, partition: int = 0) -> list[int] | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 from math import ceil
 
-from ...proto.digests import child_digest
+from ...proto.digests import DIGEST_BYTES, child_digest
 from .cache_events import CacheEvents, CacheKey, TierLog, tier_log
 from .cache_journal import CacheJournal
 
@@ -33,19 +33,20 @@ class PrefixCache:
 
     def __init__(self, block_size: int, journal: CacheJournal | TierLog | None = None) -> None:
         self.block_size = block_size
-        self._full_width = 4 * block_size
+        self._full_width = DIGEST_BYTES + 4 * block_size
         self._journal = journal
         self._block_of: dict[bytes, int] = {}
-        # The content of each cached block. Three dicts of bytes, which the garbage collector never visits: it visits
-        # a dict whole in the collection, of any generation, after a tuple was put into it.
+        # The content of each cached block: its digest, and its parent's digest followed by its tokens. Two dicts of
+        # bytes, which the garbage collector never visits: it visits a dict whole in the collection, of any
+        # generation, after a tuple was put into it.
         self._digest_of: dict[int, bytes] = {}
-        self._parent_of: dict[int, bytes] = {}
-        self._tokens_of: dict[int, bytes] = {}
+        self._content_of: dict[int, bytes] = {}
         # parent digest + the fewest tokens of a partial match |-> its block, or its blocks, the oldest first. All
         # prompts of a model begin with the same token, and all with one system prompt continue the same block: the
         # blocks of an OrderedDict are added, removed and read from its start in O(1).
         self._children: dict[bytes, int | OrderedDict[int, None]] = {}
         self._min_common = ceil(MIN_PARTIAL_SHARE * block_size)
+        self._child_width = DIGEST_BYTES + 4 * self._min_common
 
     def __len__(self) -> int:
         return len(self._digest_of)
@@ -74,11 +75,11 @@ class PrefixCache:
         blocks with so many common tokens, the oldest are compared.
         """
         raw = tokens.tobytes()
-        found = self._children.get(self._child_key(parent, raw), ())
+        found = self._children.get((parent + raw)[: self._child_width], ())
         children = (found,) if isinstance(found, int) else found
         best: tuple[int, int] | None = None
         for block_id in islice(children, MAX_CHILDREN_COMPARED):
-            count = _common_tokens(raw, self._tokens_of[block_id])
+            count = _common_tokens(raw, self._content_of[block_id][DIGEST_BYTES:])
             if count >= self._min_common and (best is None or count > best[1]):
                 best = block_id, count
         return best
@@ -86,38 +87,53 @@ class PrefixCache:
     def insert(self, key: CacheKey, block_id: int) -> bool:
         """Add a block. Returns False if a block with the same content is cached already."""
         digest, parent, tokens = key
-        if digest in self._block_of or block_id in self._digest_of:
-            return False
-        self._block_of[digest] = block_id
-        self._digest_of[block_id], self._parent_of[block_id], self._tokens_of[block_id] = key
-        child = self._child_key(parent, tokens)
-        others = self._children.get(child)
-        if others is None:
-            self._children[child] = block_id
-        elif isinstance(others, int):
-            self._children[child] = OrderedDict.fromkeys((others, block_id))
-        else:
-            others[block_id] = None
-        if self._journal is not None and len(tokens) == self._full_width:
-            self._journal.add(digest)
-        return True
+        return bool(self.insert_all([digest], [parent + tokens], [block_id]))
+
+    def insert_all(self, digests: list[bytes], contents: list[bytes], block_ids: list[int]) -> list[int]:
+        """Add distinct blocks; return the positions of those whose content was not cached already.
+
+        Args:
+            contents: of each block, the digest of its parent and its tokens.
+        """
+        # A step of 4,096 rows adds 256 blocks, and a loop over them would run more instructions.
+        block_of, cached, children, width = self._block_of, self._digest_of, self._children, self._child_width
+        is_new = [digest not in block_of for digest in digests]
+        added = {
+            digest: at for at, digest in enumerate(digests) if is_new[at] and block_ids[at] not in cached
+        }
+        places = list(added.values())
+        block_ids, contents = [block_ids[at] for at in places], [contents[at] for at in places]
+        block_of.update(zip(added, block_ids, strict=True))
+        cached.update(zip(block_ids, added, strict=True))
+        self._content_of.update(zip(block_ids, contents, strict=True))
+        for block_id, child in zip(block_ids, [content[:width] for content in contents], strict=True):
+            others = children.setdefault(child, block_id)
+            if isinstance(others, OrderedDict):
+                others[block_id] = None
+            elif others != block_id:
+                children[child] = OrderedDict.fromkeys((others, block_id))
+        if self._journal is not None:
+            full_width, filled = self._full_width, zip(added, contents, strict=True)
+            self._journal.add([digest for digest, content in filled if len(content) == full_width])
+        return places
 
     def key_of(self, block_id: int) -> CacheKey:
         """Return the content of a cached block."""
-        return self._digest_of[block_id], self._parent_of[block_id], self._tokens_of[block_id]
+        content = self._content_of[block_id]
+        return self._digest_of[block_id], content[:DIGEST_BYTES], content[DIGEST_BYTES:]
 
     def forget(self, block_id: int) -> None:
         """Remove a block: its content is evicted."""
         digest = self._digest_of.pop(block_id)
-        parent, tokens = self._parent_of.pop(block_id), self._tokens_of.pop(block_id)
+        content = self._content_of.pop(block_id)
         del self._block_of[digest]
-        child = self._child_key(parent, tokens)
+        child = content[: self._child_width]
         others = self._children[child]
         if not isinstance(others, int):
             del others[block_id]
         if isinstance(others, int) or not others:
             del self._children[child]
-        if self._journal is not None and len(tokens) == self._full_width:
+        if self._journal is not None and len(content) == self._full_width:
             self._journal.remove(digest)
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
@@ -133,8 +149,8 @@ class PrefixCache:
 
     def full_digests(self) -> list[bytes]:
         """Return the digests of all cached full blocks."""
-        tokens_of, full_width = self._tokens_of, self._full_width
-        return [digest for block, digest in self._digest_of.items() if len(tokens_of[block]) == full_width]
+        content_of, full_width = self._content_of, self._full_width
+        return [digest for block, digest in self._digest_of.items() if len(content_of[block]) == full_width]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all maps agree."""
@@ -143,16 +159,13 @@ class PrefixCache:
             digest, parent, tokens = self.key_of(block_id)
             assert digest == child_digest(parent, tokens), "a cached block has another block's digest"
             blocks[digest] = block_id
-            children.setdefault(self._child_key(parent, tokens), []).append(block_id)
+            children.setdefault((parent + tokens)[: self._child_width], []).append(block_id)
         assert blocks == self._block_of, "the prefix cache's digests disagree with its blocks"
         listed = {
             child: [blocks] if isinstance(blocks, int) else list(blocks)
             for child, blocks in self._children.items()
         }
         assert listed == children, "the prefix cache's children disagree with its blocks"
-
-    def _child_key(self, parent: bytes, tokens: bytes) -> bytes:
-        return parent + tokens[: 4 * self._min_common]
 
 
 def make_caches(

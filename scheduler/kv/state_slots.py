@@ -278,7 +278,7 @@ class StateSlots:
             self._tails.setdefault(key[1], []).append(slot)
         else:
             self._slot_of[key[0]] = slot
-        self._pool.keep_content(slot)
+        self._pool.keep_content([slot])
 
     def _find(self, key: CacheKey) -> int | None:
         if not key[2]:

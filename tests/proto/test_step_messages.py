@@ -63,7 +63,9 @@ sequences = st.builds(
     num_computed_tokens=st.integers(0, 2**31 - 1),
     block_ids=int_arrays,
     sampling=samplings,
-    constraint_row=st.none() | st.integers(0, 1024),
+    source_row=st.none() | st.integers(0, 1024),
+    num_source_tokens=sizes,
+    takes_constraint=st.booleans(),
 )
 plans = st.builds(
     StepPlan,

@@ -308,7 +308,7 @@ class FakeWorkerGroup:
         for row in plan.released_rows.tolist():
             self.planned_prompt[row] = self.planned_computed[row] = 0
         for new in plan.new:
-            self.planned_prompt[new.row] = new.token_ids.size
+            self.planned_prompt[new.row] = new.num_tokens
             self.planned_computed[new.row] = new.num_computed_tokens
         rows = self.planned_tables.lens[: self.planned_tables.num_rows].nonzero()[0].tolist()
         self.touched.append({block for row in rows for block in self._attended(row)})
@@ -376,7 +376,7 @@ class FakeWorkerGroup:
 
     def _fail_if_poisoned(self, plan: StepPlan) -> None:
         """Fail the step if the poisoned token is among the tokens of a row in it."""
-        tokens = {new.row: new.token_ids.tolist() for new in plan.new}
+        tokens = {new.row: self._tokens_of(new) for new in plan.new}
         held = set(plan.held_rows.tolist()) | set(plan.released_rows.tolist())
         for row, known in enumerate(self.tokens):
             if row not in tokens and row not in held:
@@ -515,7 +515,7 @@ class FakeWorkerGroup:
         for new in plan.new:
             assert not self.tokens[new.row], f"row {new.row} is taken"
             self.constraints[new.row] = self._constraint_of(new)
-            self.tokens[new.row] = new.token_ids.tolist()
+            self.tokens[new.row] = self._tokens_of(new)
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
             self.scoring[new.row] = new.sampling.scoring
@@ -538,18 +538,30 @@ class FakeWorkerGroup:
             assert self.num_computed[row] == len(self.tokens[row]) - 1, f"row {row} is past its newest token"
             self.tokens[row][-1] = token_id
 
+    def _tokens_of(self, new: NewSequence) -> list[int]:
+        """Return all known tokens of a new sequence, of a fork with those that its parent has."""
+        tokens: list[int] = new.token_ids.tolist()
+        if new.source_row is None:
+            assert not new.num_source_tokens, f"row {new.row} is to have tokens of no row"
+            return tokens
+        tokens = self.tokens[new.source_row][: new.num_source_tokens] + tokens
+        assert len(tokens) == new.num_tokens, f"row {new.source_row} lacks tokens for row {new.row}"
+        parent = self.tokens[new.source_row]
+        assert parent[: len(tokens) - 1] == tokens[:-1], f"row {new.row} is no fork of its parent"
+        return tokens
+
     def _constraint_of(self, new: NewSequence) -> OutputConstraint | None:
         """Return the constraint of a new sequence, its own or that of the row from which it is forked.
 
         A constraint of `constraint_for` must be that of the sequence's prompt.
         """
-        constraint, tokens = new.sampling.constraint, new.token_ids.tolist()
-        if new.constraint_row is not None:
+        constraint, tokens = new.sampling.constraint, self._tokens_of(new)
+        if new.takes_constraint:
             assert constraint is None, f"row {new.row} has two constraints"
-            constraint = self.constraints[new.constraint_row]
-            assert constraint is not None, f"row {new.constraint_row} has no constraint for row {new.row}"
-            parent = self.tokens[new.constraint_row]
-            assert parent[: len(tokens) - 1] == tokens[:-1], f"row {new.row} is no fork of its parent"
+            assert new.source_row is not None, f"row {new.row} is to have the constraint of no row"
+            constraint = self.constraints[new.source_row]
+            assert constraint is not None, f"row {new.source_row} has no constraint for row {new.row}"
+            assert new.num_source_tokens <= constraint.num_prompt_tokens, "a constraint lacks tokens"
         if constraint is not None:
             prompt = tokens[: constraint.num_prompt_tokens]
             assert constraint == constraint_for(prompt), f"row {new.row} has a constraint of another prompt"

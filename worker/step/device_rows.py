@@ -181,8 +181,11 @@ class DeviceRows:
         self.token_ids[tuple(to_device_together(index, self.token_ids.device))] = token_ids
 
     def _put(self, sequence: NewSequence) -> None:
-        row, length = sequence.row, len(sequence.token_ids)
-        self.token_ids[row, :length] = to_device(sequence.token_ids, self.token_ids.device, torch.int32)
+        row, length, start = sequence.row, sequence.num_tokens, sequence.num_source_tokens
+        self.token_ids[row, start:length] = to_device(sequence.token_ids, self.token_ids.device, torch.int32)
+        if start:
+            assert sequence.source_row is not None, f"row {row} is to have tokens of no row"
+            self.token_ids[row, :start] = self.token_ids[sequence.source_row, :start]
         self.lens[row] = length
         self.prompt_lens[row] = length - sequence.num_generated
         self.num_computed[row] = sequence.num_computed_tokens

@@ -122,7 +122,8 @@ class ConstraintState:
         Raises:
             ValueError: the sequence is forked from a row without a constraint.
         """
-        source, constraint = sequence.constraint_row, sequence.sampling.constraint
+        source = sequence.source_row if sequence.takes_constraint else None
+        constraint = sequence.sampling.constraint
         if source is not None:
             constraint = self._requested[source]
             if constraint is None:
@@ -131,7 +132,7 @@ class ConstraintState:
                 )
         if constraint is None:
             return
-        output = sequence.token_ids[constraint.num_prompt_tokens :].tolist()
+        output = sequence.token_ids[constraint.num_prompt_tokens - sequence.num_source_tokens :].tolist()
         forked = None if source is None else self._fork(source, output)
         self._layout = None
         self._rows[sequence.row] = forked or self._replay(constraint, output)

@@ -27,7 +27,7 @@ class PlanBuilder:
         appended_rows, appended_ids: tables that grow, and their blocks.
         first_rows: rows that will sample their first token after a prefill.
         pooled_rows: pooled rows whose last token is in the step.
-        constraint_rows: rows whose constraints forks take over in the step.
+        source_rows: rows from which sequences are forked in the step.
         num_drafted: drafted tokens that the step may compute after the newest token of each row that decodes; None
             if there are none.
     """
@@ -45,13 +45,13 @@ class PlanBuilder:
     chunk_lens: list[int] = field(default_factory=list)
     first_rows: list[int] = field(default_factory=list)
     pooled_rows: list[int] = field(default_factory=list)
-    constraint_rows: list[int] = field(default_factory=list)
+    source_rows: list[int] = field(default_factory=list)
     num_drafted: IntArray | None = None
 
     def rows(self, num_rows: int) -> set[int]:
         """Return the rows that this plan needs; table t is of row ``t % num_rows``."""
         tables = (*self.grown_rows.tolist(), *self.appended_rows)
-        return {*(table % num_rows for table in tables), *self.chunk_rows, *self.constraint_rows}
+        return {*(table % num_rows for table in tables), *self.chunk_rows, *self.source_rows}
 
     def commit(self, state: SchedulerState, advancing: RowArray, epoch: int) -> StepPlan:
         """Advance the state past the step, and return the plan.

@@ -9,7 +9,7 @@ import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
 from ....proto.lora import NO_SLOT
-from ....proto.step import NewSequence, StepPlan
+from ....proto.step import NewSequence, RowSampling, StepPlan
 from ...kv.prefix_lookup import Prefix
 from ...sequences.sequence import Sequence
 from ...speculation.draft_switch import ends_repeated
@@ -449,23 +449,27 @@ class Planner:
         num_tokens = self._chunk_len(builder, sequence, len(sequence.token_ids) - num_cached_tokens)
         builder.num_tokens_left -= num_tokens
         state.blocks.grow(row, num_cached_tokens + num_tokens)
-        sampling, constraint_row = sequence.row_sampling(), None
-        if parent_row is not None and sampling.constraint is not None:  # whose grammar the ranks know
-            sampling, constraint_row = replace(sampling, constraint=None), parent_row
-            builder.constraint_rows.append(parent_row)
+        sampling, num_source_tokens = sequence.row_sampling(), 0
+        takes_constraint = parent_row is not None and sampling.constraint is not None
+        if parent_row is not None:
+            builder.source_rows.append(parent_row)
+            num_source_tokens = _num_source_tokens(sequence, sampling)
+            sampling = replace(sampling, constraint=None)  # whose grammar the ranks know
         builder.new.append(
             NewSequence(
                 row=row,
                 seq_id=sequence.seq_id,
-                token_ids=np.frombuffer(sequence.token_ids.tobytes(), np.int32),
+                token_ids=np.frombuffer(sequence.token_ids[num_source_tokens:].tobytes(), np.int32),
                 num_computed_tokens=num_cached_tokens,
                 block_ids=state.blocks.tables.ids_of_row(row),
                 sampling=sampling,
                 lora_slot=self._lora_slot(sequence),
                 pooling=sequence.pooling,
-                constraint_row=constraint_row,
+                source_row=parent_row,
                 num_generated=len(sequence.token_ids) - sequence.num_prompt_tokens,
                 state_slot=state.blocks.state_slots.slot_of(row),
+                num_source_tokens=num_source_tokens,
+                takes_constraint=takes_constraint,
             )
         )
         self._plan_chunk(builder, sequence, num_tokens)
@@ -473,3 +477,11 @@ class Planner:
     def _lora_slot(self, sequence: Sequence) -> int:
         slot = None if self._state.lora is None else self._state.lora.slot_of(sequence)
         return NO_SLOT if slot is None else slot
+
+
+def _num_source_tokens(fork: Sequence, sampling: RowSampling) -> int:
+    """Return the leading tokens of a fork that a rank takes from the row of its parent, see NewSequence."""
+    if sampling.logits_processors is not None and sampling.logits_processors.needs_tokens:
+        return 0
+    most = len(fork.token_ids) - 1
+    return most if sampling.constraint is None else min(most, fork.num_prompt_tokens)

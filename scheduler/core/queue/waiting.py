@@ -340,3 +340,15 @@ class WaitingQueue:
         """Charge a sequence's computed tokens to its tenant and its adapter, under the fair policy."""
         if self._fair is not None:
             self._fair.charge(sequence, num_prompt_tokens, num_output_tokens)
+
+    def charge_outputs(self, sequences: list[Sequence], nums_tokens: list[int]) -> None:
+        """Charge so many sampled tokens of each sequence as `charge` does, the sequences of an adapter at once."""
+        if self._fair is None:
+            return
+        sharers = list(map(attrgetter("tenant", "lora"), sequences))
+        num_tokens_of = dict.fromkeys(sharers, 0)
+        for sharer, num_tokens in zip(sharers, nums_tokens, strict=True):
+            num_tokens_of[sharer] += num_tokens
+        any_of = dict(zip(sharers, sequences, strict=True))
+        for sharer, num_tokens in num_tokens_of.items():
+            self._fair.charge(any_of[sharer], 0, num_tokens)

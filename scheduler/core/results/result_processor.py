@@ -35,7 +35,6 @@ class ResultProcessor:
         self._state = state
         self.epoch = epoch
         self._observers = tuple(observers)
-        self._is_fair = state.config.scheduler.policy == "fair"
         self._eos = [np.int32(token_id) for token_id in state.config.model.eos_token_ids]
 
     def apply(self, step: InFlightStep, result: StepResult, now: float) -> Outgoing:
@@ -221,16 +220,14 @@ class ResultProcessor:
         """Move a full block of tokens out of each row and publish the block; its KV has been computed."""
         state, block_size = self._state, self._state.blocks.block_size
         raw, starts = state.rows.flush(rows)
-        block_ids = state.blocks.blocks_at(rows, starts // block_size)
-        running, publish_next, width, end = state.running, state.blocks.publish_next, 4 * block_size, 0
-        for row, start, of_groups in zip(rows.tolist(), starts.tolist(), block_ids, strict=True):
-            sequence, tokens = running[row], raw[end : end + width]
-            end += width
+        sequences = [state.running[row] for row in rows.tolist()]
+        blocks = [raw[at : at + 4 * block_size] for at in range(0, len(raw), 4 * block_size)]
+        for sequence, start, tokens in zip(sequences, starts.tolist(), blocks, strict=True):
             del sequence.token_ids[start:]
             sequence.token_ids.frombytes(tokens)
-            publish_next(sequence, of_groups, tokens)
-            if self._is_fair:
-                self._charge(sequence, start, start + block_size)
+        state.blocks.publish_next(sequences, state.blocks.blocks_at(rows, starts // block_size), blocks)
+        num_output_tokens = np.clip(starts + block_size - state.rows.num_prompt_tokens[rows], 0, block_size)
+        state.waiting.charge_outputs(sequences, num_output_tokens.tolist())
 
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:
         """Charge the sampled tokens among tokens `start` to `end` under the fair policy."""

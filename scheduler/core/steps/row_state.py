@@ -23,6 +23,7 @@ class RowState:
         num_scheduled: tokens whose KV is cached, computed or planned. While a sampled token is in flight this is
             one more than num_tokens. Drafted tokens in flight count as accepted.
         num_flushed: tokens in the Sequence; the rest, less than two blocks, is in `tail`.
+        num_prompt_tokens: known tokens that the request came with.
         max_len: number of tokens at which the sequence ends by length.
         decoding: every known token has been planned (see proto.step).
         entered_at_step: first step of the row's present sequence; NEVER if the row is free.
@@ -45,6 +46,7 @@ class RowState:
         self._num_tokens, self.num_tokens = _array(num_rows, np.int32)
         self._num_scheduled, self.num_scheduled = _array(num_rows, np.int32)
         self._num_flushed, self.num_flushed = _array(num_rows, np.int32)
+        self._num_prompt_tokens, self.num_prompt_tokens = _array(num_rows, np.int32)
         self._max_len, self.max_len = _array(num_rows, np.int32)
         self._decoding, self.decoding = _array(num_rows, np.bool_)
         self._entered_at_step, self.entered_at_step = _array(num_rows, np.int64)
@@ -80,6 +82,7 @@ class RowState:
         rest = num_tokens % self.block_size
         self._num_tokens[row] = num_tokens
         self._num_flushed[row] = num_tokens - rest
+        self._num_prompt_tokens[row] = sequence.num_prompt_tokens
         self._max_len[row] = sequence.max_len
         self._entered_at_step[row] = step_id
         self._is_beam[row] = sequence.beams is not None

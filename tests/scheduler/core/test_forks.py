@@ -116,18 +116,40 @@ def test_constraint_is_sent_once_and_forks_refer_to_their_parents(
     driver.run(depth)
     first, *forks = started(driver)
     assert first.sampling.constraint == constraint_for(prompt)
-    assert first.constraint_row is None
+    assert not first.takes_constraint
     assert len(forks) >= 3
     for fork in forks:
         assert fork.sampling.constraint is None
-        assert fork.constraint_row is not None
+        assert fork.takes_constraint
 
 
-def test_forks_without_a_constraint_refer_to_no_row() -> None:
+@pytest.mark.parametrize("settings", [{"n": 4}, {"n": 2, "beam_width": 4}, {"n": 2, "best_of": 4}])
+def test_forks_send_only_their_last_token(settings: dict[str, Any]) -> None:
     driver = Driver(small_config(num_blocks=64))
-    driver.add(0, random_prompt(9), max_tokens=4, n=3, ignore_eos=True)
+    driver.add(0, random_prompt(9), max_tokens=6, **settings)
+    driver.run(depth=2)
+    first, *forks = started(driver)
+    assert (first.token_ids.size, first.source_row, first.takes_constraint) == (9, None, False)
+    assert len(forks) >= 3
+    assert {fork.token_ids.size for fork in forks} == {1}
+    assert not any(fork.takes_constraint for fork in forks)
+
+
+def test_forks_whose_penalties_count_tokens_send_them_all() -> None:
+    driver = Driver(small_config(num_blocks=64))
+    driver.add(0, random_prompt(9), max_tokens=4, n=3, presence_penalty=0.5, ignore_eos=True)
     driver.run()
-    assert [new.constraint_row for new in started(driver)] == [None] * 3
+    assert [(new.token_ids.size, new.num_source_tokens) for new in started(driver)] == [(9, 0)] * 3
+
+
+def test_plan_of_eight_outputs_of_a_long_prompt_has_its_tokens_once() -> None:
+    driver = Driver(
+        small_config(num_blocks=1100, max_num_seqs=8, max_num_batched_tokens=4096, max_model_len=4100)
+    )
+    driver.add(0, random_prompt(4000), max_tokens=2, n=8, ignore_eos=True)
+    driver.run()
+    sizes = [len(plan.encode()) for plan in driver.plans if plan.new]
+    assert sum(sizes) < 4 * 4000 * 5
 
 
 def test_constraint_is_sent_again_to_outputs_whose_parent_does_not_run() -> None:
@@ -152,6 +174,6 @@ def test_parent_is_not_preempted_by_the_plan_that_starts_its_fork() -> None:
     driver.add(2, random_prompt(5, 1), max_tokens=2, ignore_eos=True, priority=5)
     driver.run()
     fork = started(driver)[1]
-    assert fork.constraint_row == 0
+    assert (fork.source_row, fork.takes_constraint) == (0, True)
     assert driver.scheduler.stats.num_preemptions > 0
     assert [driver.outputs[handle] for handle in range(2)] == [oracle(prompt, 8, stops=())] * 2

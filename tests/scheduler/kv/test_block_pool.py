@@ -38,7 +38,7 @@ def test_cached_blocks_are_evicted_last_and_oldest_first() -> None:
     pool, evicted = make_pool(6)
     kept = pool.allocate(3)
     for block in kept:
-        pool.keep_content(block)
+        pool.keep_content([block])
     pool.release(kept[::-1], fence_step=None)
     assert pool.num_cached == 3
     assert pool.num_free == 5
@@ -52,7 +52,7 @@ def test_shared_cached_block_leaves_the_free_queue() -> None:
     pool, evicted = make_pool(3)
     kept = pool.allocate(2)
     for block in kept:
-        pool.keep_content(block)
+        pool.keep_content([block])
     pool.release(kept, fence_step=None)
     pool.share([kept[0]])
     assert pool.allocate(1) == [kept[1]]
@@ -75,7 +75,7 @@ def test_fenced_block_is_free_after_its_step() -> None:
 def test_fenced_block_shared_again_is_not_freed_by_the_old_fence() -> None:
     pool, _ = make_pool(3)
     (block,) = pool.allocate(1)
-    pool.keep_content(block)
+    pool.keep_content([block])
     pool.release([block], fence_step=3)
     pool.share([block])
     pool.free_fenced(3)
@@ -109,7 +109,7 @@ def test_partitions_allocate_and_evict_their_own_blocks() -> None:
     assert sorted(kept) == [5, 6, 7]
     assert [pool.partition_of(block) for block in (3, 4, 7, 8)] == [0, 1, 1, 2]
     for block in kept:
-        pool.keep_content(block)
+        pool.keep_content([block])
     pool.release(kept, fence_step=None)
     assert sorted(pool.allocate(3, 2)) == [9, 10, 11]
     assert evicted == []

@@ -49,7 +49,7 @@ def test_reports_reproduce_the_cached_set(events: list[tuple[str, int]], max_cha
     places: list[int] = []
     for kind, number in events:
         if kind == "+":
-            journal.add(digest(number))
+            journal.add([digest(number)])
             places.append(number)
         elif kind == "-" and number in places:
             journal.remove(digest(number))
@@ -63,7 +63,7 @@ def test_reports_reproduce_the_cached_set(events: list[tuple[str, int]], max_cha
 def test_full_report_is_bounded_to_the_newest_hashes() -> None:
     journal = CacheJournal(max_hashes=3)
     for number in range(10):
-        journal.add(digest(number))
+        journal.add([digest(number)])
     report = journal.report(0)
     assert (report.since, report.version) == (0, 10)
     assert set(split(report.added)) == {name(7), name(8), name(9)}
@@ -72,7 +72,7 @@ def test_full_report_is_bounded_to_the_newest_hashes() -> None:
 def test_unknown_version_gets_a_full_report() -> None:
     journal = CacheJournal()
     for number in range(4):
-        journal.add(digest(number))
+        journal.add([digest(number)])
     assert journal.report(4) == CacheReport(4, 4, b"", b"")
     assert journal.report(99).since == 0
     assert len(split(journal.report(99).added)) == 4

@@ -196,7 +196,7 @@ def test_forked_beam_copies_the_state_of_its_parent(
     state.append(np.array([0], np.int32), torch.tensor([last], dtype=torch.int32))
     with monkeypatch.context() as patch:
         patch.setattr(state, "_replay", None)
-        state.put(new_sequence(1, first, other, sampling=FORKED, constraint_row=0))
+        state.put(new_sequence(1, first, other, sampling=FORKED, source_row=0))
         assert masks_of(state)[1] == masks_of(state)[2] == masks_of(state)[0]
     state.replace_newest(np.array([0], np.int32), np.array([first], np.int32))
     digits = library.vocabulary.encode("7")
@@ -216,9 +216,9 @@ def test_output_forked_after_the_prompt_starts_at_the_root(
     letter, digit = (library.vocabulary.encode(text)[0] for text in ("a", "7"))
     state.put(new_sequence(0, sampling=sampling))
     state.put(new_sequence(1, *[letter, letter, digit] * 30, sampling=sampling))
-    state.put(new_sequence(2, sampling=FORKED, constraint_row=1))
+    state.put(new_sequence(2, sampling=FORKED, source_row=1))
     state._fail(1, "planted")
-    state.put(new_sequence(3, sampling=FORKED, constraint_row=1))
+    state.put(new_sequence(3, sampling=FORKED, source_row=1))
     root, forked, forked_later = masks_of(state, 0, 2, 3)
     assert root == forked == forked_later
 
@@ -229,18 +229,25 @@ def test_fork_of_a_row_without_a_constraint_is_refused(
     model = make_engine(make_model("llama"), 1).config.model
     state = ConstraintState(model, Shard(0, 1, model.vocab_size), 2)
     with pytest.raises(ValueError, match="row 1 is to have the constraint of row 0, which has none"):
-        state.put(new_sequence(1, sampling=FORKED, constraint_row=0))
+        state.put(new_sequence(1, sampling=FORKED, source_row=0))
 
 
 FORKED = RowSampling(seed=5)
 
 
-def new_sequence(
-    row: int, *output: int, sampling: RowSampling, constraint_row: int | None = None
-) -> NewSequence:
+def new_sequence(row: int, *output: int, sampling: RowSampling, source_row: int | None = None) -> NewSequence:
     token_ids = np.array([*PROMPT, *output], np.int32)
     no_blocks = np.zeros(0, np.int32)
-    return NewSequence(row, row, token_ids, 0, no_blocks, sampling, constraint_row=constraint_row)
+    return NewSequence(
+        row,
+        row,
+        token_ids,
+        0,
+        no_blocks,
+        sampling,
+        source_row=source_row,
+        takes_constraint=source_row is not None,
+    )
 
 
 def masks_of(state: ConstraintState, *rows: int) -> list[list[int]]:

@@ -75,7 +75,9 @@ def sequence(row: int, compiled: bytes) -> Any:
     """Return the part of a NewSequence that its constraint is made of."""
     tokens = np.full(3, LETTER, dtype=np.int32)
     sampling = RowSampling(constraint=OutputConstraint(3, compiled))
-    return SimpleNamespace(row=row, token_ids=tokens, sampling=sampling, constraint_row=None)
+    return SimpleNamespace(
+        row=row, token_ids=tokens, sampling=sampling, takes_constraint=False, num_source_tokens=0
+    )
 
 
 def num_steps(state: ConstraintState, rows: list[int], limit: int = 400) -> int:
