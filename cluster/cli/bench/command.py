@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -14,7 +14,7 @@ import typer
 
 from ....proto.errors import ConfigError
 from ....proto.options.option import select_options
-from ...config.engine_options import EngineOptions
+from ...config.engine_options import EngineOptions, ModelReference
 from ..connection import CLIENT_CERT, TlsCa, TokenFile
 from ..help import Command, Group
 from ..option_groups import with_options
@@ -114,6 +114,12 @@ def serve(
     ] = None,
     e2e_target: Annotated[float | None, typer.Option(metavar="SECONDS", help="Of good requests.")] = None,
     model: Annotated[str, typer.Option(help="Not needed if the server serves one.")] = "",
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR|ORG/NAME", help="With which aiperf makes prompts; without, that of --model."
+        ),
+    ] = "",
     seed: Seed = 0,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
@@ -140,10 +146,14 @@ def serve(
         requests, warmup, input_tokens, output_tokens, sigma, burstiness, turns, think_s, shared_tokens, seed
     )
     loads: list[Measures] = []
+    targets = Targets(ttft_target, itl_target, e2e_target)
     if target.startswith(("http://", "https://")):
-        points = [_measure_http(target, load, rate, concurrency, model)]
+        # A token on aiperf's command line could be read by every user of the machine.
+        unset = {"trace": trace, "tls-ca": tls_ca, "token-file": token_file}
+        given = {"sweep": sweep} | {name: value is not None for name, value in unset.items()}
+        _refuse_for_aiperf(given, load)
+        points = [_measure_http(target, load, rate, concurrency, targets, model, tokenizer)]
     else:
-        targets = Targets(ttft_target, itl_target, e2e_target)
         run = _GrpcRun(target, load, targets, model, token_file, tls_ca)
         if trace is not None:
             loads = asyncio.run(run.trace(trace, speed))
@@ -160,18 +170,38 @@ def serve(
         write_page(html_file, f"Load on {target}", record, loads)
 
 
+def _refuse_for_aiperf(given: Mapping[str, bool], load: _Load) -> None:
+    """Raise BadParameter for options that quire's own load generator alone has."""
+    only = vars(_Load(0, 0, 0, 0, sigma=0.0, burstiness=1.0, turns=1, think_s=0.0, shared_tokens=0, seed=0))
+    names = [name for name, is_given in given.items() if is_given]
+    for name in ("sigma", "burstiness", "turns", "think_s", "shared_tokens"):
+        if getattr(load, name) != only[name]:
+            names.append(name.replace("_", "-"))
+    if names:
+        raise typer.BadParameter(
+            f"--{names[0]} is not passed to aiperf, which measures servers of OpenAI's API: leave it out, or give "
+            "HOST:PORT of quire's gRPC interface"
+        )
+
+
 def _measure_http(
-    url: str, load: _Load, rate: float | None, concurrency: int | None, model: str
+    url: str,
+    load: _Load,
+    rate: float | None,
+    concurrency: int | None,
+    targets: "Targets",
+    model: str,
+    tokenizer: str,
 ) -> dict[str, Any]:
-    from .targets import run_aiperf
+    from .targets import AiperfLoad, run_aiperf
 
     if not model:
         raise typer.BadParameter("--model is needed for a server of OpenAI's API")
+    reference = ModelReference(tokenizer or model)
     at_once = None if rate is not None else concurrency or 16
-    return run_aiperf(
-        url,
-        f"{rate:g}/s" if rate is not None else f"{at_once} at once",
+    aiperf = AiperfLoad(
         model=model,
+        tokenizer=reference.hub_id or str(reference.model_path),
         requests=load.requests,
         rate=rate,
         concurrency=at_once,
@@ -179,7 +209,9 @@ def _measure_http(
         output_tokens=load.output_tokens,
         warmup=load.warmup,
         seed=load.seed,
+        targets=targets,
     )
+    return run_aiperf(url, f"{rate:g}/s" if rate is not None else f"{at_once} at once", aiperf)
 
 
 @contextmanager

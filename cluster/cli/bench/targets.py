@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....proto.errors import ConfigError, QuireError
 from ....proto.sampling import SamplingParams
 from ...client.client import AsyncClient
+from ...simulation.run import Targets
 from ...text.requests.outputs import CompletionDelta
 
 AIPERF = "aiperf"
@@ -45,34 +48,55 @@ class GrpcTarget:
             await events.aclose()
 
 
-def aiperf_command(
-    url: str,
-    folder: Path,
-    *,
-    model: str,
-    requests: int,
-    rate: float | None,
-    concurrency: int | None,
-    input_tokens: int,
-    output_tokens: int,
-    warmup: int,
-    seed: int,
-) -> list[str]:
-    """Return the command with which aiperf sends the load to a server of OpenAI's API."""
-    load = ["--concurrency", str(concurrency)] if rate is None else ["--request-rate", f"{rate:g}"]
-    return [
-        AIPERF, "profile", "--model", model, "--url", url, "--endpoint-type", "completions", "--streaming",
-        *load,
-        "--request-count", str(requests),
-        "--warmup-request-count", str(warmup),
-        "--synthetic-input-tokens-mean", str(input_tokens),
-        "--synthetic-input-tokens-stddev", "0",
-        "--output-tokens-mean", str(output_tokens),
-        "--output-tokens-stddev", "0",
-        "--extra-inputs", "ignore_eos:true",
-        "--random-seed", str(seed),
-        "--artifact-dir", str(folder),
-    ]  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class AiperfLoad:
+    """What aiperf sends.
+
+    Attributes:
+        tokenizer: a directory, or a name on the Hugging Face Hub.
+        rate: requests per second; None for `concurrency` at once.
+        targets: latencies of requests that count as goodput.
+    """
+
+    model: str
+    tokenizer: str
+    requests: int
+    rate: float | None
+    concurrency: int | None
+    input_tokens: int
+    output_tokens: int
+    warmup: int
+    seed: int
+    targets: Targets
+
+    def command(self, url: str, folder: Path) -> list[str]:
+        """Return the command that sends the load to a server of OpenAI's API and writes its figures to a folder."""
+        load = (
+            ["--concurrency", str(self.concurrency)]
+            if self.rate is None
+            else ["--request-rate", f"{self.rate:g}"]
+        )
+        latencies = zip(
+            _LATENCIES, (self.targets.ttft_s, self.targets.itl_s, self.targets.e2e_s), strict=True
+        )
+        goodput = " ".join(f"{metric}:{1000 * bound:g}" for metric, bound in latencies if bound is not None)
+        return [
+            AIPERF, "profile", "--model", self.model, "--url", url, "--endpoint-type", "completions", "--streaming",
+            *load,
+            "--tokenizer", self.tokenizer,
+            "--request-count", str(self.requests),
+            "--warmup-request-count", str(self.warmup),
+            "--synthetic-input-tokens-mean", str(self.input_tokens),
+            "--synthetic-input-tokens-stddev", "0",
+            "--output-tokens-mean", str(self.output_tokens),
+            "--output-tokens-stddev", "0",
+            "--extra-inputs", json.dumps({"ignore_eos": True, "min_tokens": self.output_tokens}),
+            "--use-server-token-count",
+            "--random-seed", str(self.seed),
+            "--no-gpu-telemetry",
+            "--output-artifact-dir", str(folder),
+            *(["--goodput", goodput] if goodput else []),
+        ]  # fmt: skip
 
 
 def read_aiperf(folder: Path, label: str) -> dict[str, Any]:
@@ -114,7 +138,7 @@ def _value(record: Mapping[str, Any], metric: str) -> float:
     return float(record[metric]["avg"]) if metric in record else 0.0
 
 
-def run_aiperf(url: str, label: str, **load: Any) -> dict[str, Any]:
+def run_aiperf(url: str, label: str, load: AiperfLoad) -> dict[str, Any]:
     """Send a load with aiperf and return its figures.
 
     Raises:
@@ -127,7 +151,8 @@ def run_aiperf(url: str, label: str, **load: Any) -> dict[str, Any]:
             "(`pipx install aiperf`), or give HOST:PORT of quire's gRPC interface"
         )
     with tempfile.TemporaryDirectory() as folder:
-        command = aiperf_command(url, Path(folder), **load)
-        if subprocess.run(command, check=False).returncode:
-            raise QuireError(f"aiperf failed: {' '.join(command)}")
+        # Its figures are read, and shown as those of quire's own generator.
+        status = subprocess.run(load.command(url, Path(folder)), check=False, stdout=sys.stderr).returncode
+        if status:
+            raise QuireError(f"aiperf failed with exit status {status}; its messages are above")
         return read_aiperf(Path(folder), label)

@@ -18,7 +18,7 @@ from quire.cluster.cli import app
 from quire.cluster.cli.bench.load import Lengths, LoadGenerator, Outcome, Turn, draw_sessions
 from quire.cluster.cli.bench.measures import Measures, is_saturated, summarize
 from quire.cluster.cli.bench.report import write_page
-from quire.cluster.cli.bench.targets import aiperf_command, read_aiperf
+from quire.cluster.cli.bench.targets import AiperfLoad, read_aiperf
 from quire.cluster.simulation.replica import SimulatedClock
 from quire.cluster.simulation.run import Targets
 from quire.proto.errors import ConfigError, Overloaded
@@ -202,12 +202,14 @@ def test_page_of_a_load_that_others_sent_has_its_tables(tmp_path: Path) -> None:
 
 
 def test_aiperf_gets_the_load_and_its_result_is_read(tmp_path: Path) -> None:
-    command = aiperf_command(
-        "http://localhost:8000", tmp_path, model="m", requests=10, rate=2.5, concurrency=None,
-        input_tokens=100, output_tokens=20, warmup=2, seed=1,
+    load = AiperfLoad(
+        model="m", tokenizer="dir", requests=10, rate=2.5, concurrency=None,
+        input_tokens=100, output_tokens=20, warmup=2, seed=1, targets=Targets(ttft_s=0.25),
     )  # fmt: skip
+    command = load.command("http://localhost:8000", tmp_path)
     assert command[:2] == ["aiperf", "profile"]
     assert command[command.index("--request-rate") + 1] == "2.5"
+    assert command[command.index("--goodput") + 1] == "time_to_first_token:250"
     assert "--concurrency" not in command
     latency = {"unit": "ms", "avg": 20.0, "p50": 19.0, "p90": 25.0, "p99": 30.0, "count": 10}
     metrics = {
@@ -222,6 +224,13 @@ def test_aiperf_gets_the_load_and_its_result_is_read(tmp_path: Path) -> None:
     figures = read_aiperf(tmp_path, "2.5/s")
     assert figures["ttft_s"]["p99"] == pytest.approx(0.03)
     assert (figures["requests"], figures["requests_per_s"], figures["errors"]) == (10, 2.4, {})
+
+
+@pytest.mark.parametrize("option", ["--sweep", "--turns=2", "--sigma=0.5", "--token-file=/dev/null"])
+def test_options_that_aiperf_does_not_get_are_refused(option: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", "http://127.0.0.1:1", "--model", "m", option])
+    assert result.exit_code == 2
+    assert f"{option.split('=')[0]} is not passed to aiperf" in " ".join(result.output.split())
 
 
 @pytest.fixture(scope="module")
