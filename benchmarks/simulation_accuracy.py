@@ -1,19 +1,22 @@
-"""Simulated runs against real ones: the demo model on this machine, in one process.
+"""Simulated runs against real ones: the demo model on this machine.
 
     python -m benchmarks.simulation_accuracy [--requests N] --json benchmarks/results/simulation_accuracy.json
+    python -m benchmarks.simulation_accuracy --tensor-parallel-size 2 --json FILE
 
-All times are processor time of one thread: where the engine would wait for a request, its clock moves there. The
-steps of an engine are measured and fitted as `quire calibrate` does, with one configuration, anew before each
-workload, since a shared machine's speed changes. Then the workload runs twice with the same scheduler: on real ranks,
-and on ranks that take the fitted time. No workload is in the fit: lengths, arrivals and limits are others.
+All times of one rank are processor time of one thread, those of several ranks wall time; where the engine would wait
+for a request, its clock moves there. The steps of an engine are measured and fitted as `quire calibrate` does, with
+one configuration, anew before each workload, since a shared machine's speed changes. Then the workload runs twice
+with the same scheduler: on real ranks, and on ranks that take the fitted time. No workload is in the fit: lengths,
+arrivals and limits are others.
+
+Figures, those of several ranks with ``tp<ranks>.`` before the workload:
 
 - ``simulation.<workload>.fit.p50`` and ``.p90``: errors of single steps of the calibration;
 - ``simulation.<workload>.<figure>``: the simulated figure over the real one, less 1, with the real one as a note. The
   throughput is that of all requests at once, the latencies are those at ``LOAD`` of it.
 
-The workloads: ``chat`` has lognormal lengths and Poisson arrivals;
-``prefixes`` also shares 8 beginnings; ``chunks`` has long prompts in small chunks; ``preemptions`` has too few blocks
-for the sequences that it admits.
+The workloads: ``chat`` has lognormal lengths and Poisson arrivals; ``prefixes`` also shares 8 beginnings; ``chunks``
+has long prompts in small chunks; ``preemptions`` has too few blocks for the sequences that it admits.
 """
 
 from __future__ import annotations
@@ -29,13 +32,13 @@ from benchmarks.common import Figure, make_parser, report
 from quire.cluster.config.engine_options import DEMO_MODEL, EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
-from quire.cluster.offline.in_process import load_in_process
+from quire.cluster.offline.cluster_engine import open_ranks
 from quire.cluster.simulation.calibration import measure_steps
 from quire.cluster.simulation.engine import make_engine
 from quire.cluster.simulation.fleet import SimulatedFleet, SimulatedRequest
 from quire.cluster.simulation.replica import GATEWAY
 from quire.cluster.simulation.run import Summary
-from quire.cluster.simulation.step_time import StepTime, fit_coefficients, relative_errors
+from quire.cluster.simulation.step_time import MeasuredStep, StepTime, fit_coefficients, relative_errors
 from quire.cluster.simulation.traces import VOCAB_SIZE, TracedRequest
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
@@ -107,14 +110,15 @@ LATENCIES = {
 }
 
 
-class ProcessorClock:
-    """Processor time of this process, and what was skipped."""
+class SkippingClock:
+    """Seconds of another clock, and what was skipped."""
 
-    def __init__(self) -> None:
-        self._skipped_s = -time.process_time()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._skipped_s = -clock()
 
     def __call__(self) -> float:
-        return time.process_time() + self._skipped_s
+        return self._clock() + self._skipped_s
 
     def skip_to(self, now: float) -> None:
         """Move the clock to a time, unless that has passed."""
@@ -124,11 +128,11 @@ class ProcessorClock:
 class RealGateway:
     """The mailbox of a step loop on real ranks, which sends requests when they are due."""
 
-    def __init__(self, summary: Summary, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, clock: Callable[[], float]) -> None:
         self._pending: list[TracedRequest] = []
         self._running: dict[int, SimulatedRequest] = {}
-        self._summary, self._vocab_size = summary, vocab_size
-        self.now = ProcessorClock()
+        self._summary, self._vocab_size = Summary(), vocab_size
+        self.now = SkippingClock(clock)
 
     @property
     def is_done(self) -> bool:
@@ -180,13 +184,13 @@ class RealGateway:
 
 
 def serve_real(
-    config: EngineConfig, ranks: WorkerGroup, requests: Sequence[TracedRequest]
+    config: EngineConfig, ranks: WorkerGroup, requests: Sequence[TracedRequest], clock: Callable[[], float]
 ) -> tuple[Summary, float]:
     """Serve requests on real ranks; return the summary and the seconds."""
     ranks.rebuild(
         1
     )  # empties the rows that an earlier scheduler left, and collects garbage in the first step
-    gateway = RealGateway(Summary(), config.model.vocab_size)
+    gateway = RealGateway(config.model.vocab_size, clock)
     loop = StepLoop(Scheduler(config), ranks, gateway, "real", gateway.now)
     summary, began_at = Summary(), 0.0
     for phase in (requests[:1], requests):
@@ -206,19 +210,41 @@ def serve_simulated(
     return summary, cost.end_s
 
 
+def fit_errors(step_time: StepTime, steps: Sequence[MeasuredStep]) -> dict[str, Figure]:
+    """Return the errors of single steps of the calibration."""
+    errors = np.abs(relative_errors(step_time, steps))
+    return {
+        f"fit.{column}": Figure(float(np.quantile(errors, share)), "share", f"{len(steps)} steps")
+        for column, share in (("p50", 0.5), ("p90", 0.9))
+    }
+
+
+def run_errors(
+    config: EngineConfig,
+    ranks: WorkerGroup,
+    step_time: StepTime,
+    requests: Sequence[TracedRequest],
+    clock: Callable[[], float],
+) -> dict[str, Figure]:
+    """Return the relative errors of the throughput of all requests at once, and of the latencies at LOAD of it."""
+    simulated = serve_simulated(config, step_time, requests)
+    errors = compare(THROUGHPUT, serve_real(config, ranks, requests, clock), simulated)
+    at_once, seconds = simulated
+    requests = with_arrivals(requests, LOAD * at_once.num_ended / seconds)
+    real = serve_real(config, ranks, requests, clock)
+    return errors | compare(LATENCIES, real, serve_simulated(config, step_time, requests))
+
+
 def compare(
-    workload: str,
     measures: Mapping[str, Callable[[Summary, float], float]],
     real: tuple[Summary, float],
     simulated: tuple[Summary, float],
 ) -> dict[str, Figure]:
-    """Return the relative errors of a workload."""
+    """Return the relative error of each measure."""
     figures = {}
     for name, measure in measures.items():
         known, guess = measure(*real), measure(*simulated)
-        figures[f"simulation.{workload}.{name}"] = Figure(
-            guess / known - 1, "share", f"{known:.4g} in reality"
-        )
+        figures[name] = Figure(guess / known - 1, "share", f"{known:.4g} in reality")
     return figures
 
 
@@ -227,35 +253,34 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="of each workload")
     parser.add_argument("--repeats", type=int, default=2, help="of the probes of each calibration")
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks (default: %(default)s)")
     arguments = parser.parse_args()
     name = DEMO_MODEL if arguments.model is None else str(arguments.model)
+    tp = arguments.tensor_parallel_size
     options = EngineOptions(
-        name, max_num_seqs=MAX_NUM_SEQS, num_kv_blocks=1025, max_num_batched_tokens=512, max_steps_in_flight=1
+        name,
+        max_num_seqs=MAX_NUM_SEQS,
+        num_kv_blocks=1025,
+        max_num_batched_tokens=512,
+        max_steps_in_flight=1,
+        tensor_parallel_size=tp,
     )
-    config, ranks = load_in_process(resolve(options, Machine(num_cores=1, num_gpus=0)))
+    clock = time.process_time if tp == 1 else time.perf_counter
     assumed = make_engine(options, "cpu").step_time
     figures: dict[str, Figure] = {}
-    for workload_name, workload in WORKLOADS.items():
-        ranks.rebuild(1)
-        steps = measure_steps(config, ranks, arguments.repeats, ProcessorClock())
-        step_time = replace(assumed, coefficients=fit_coefficients(assumed, steps))
-        errors = np.abs(relative_errors(step_time, steps))
-        for column, share in (("p50", 0.5), ("p90", 0.9)):
-            error = float(np.quantile(errors, share))
-            figures[f"simulation.{workload_name}.fit.{column}"] = Figure(
-                error, "share", f"{len(steps)} steps"
+    with open_ranks(resolve(options, Machine(num_cores=tp, num_gpus=0))) as (config, ranks):
+        for workload_name, workload in WORKLOADS.items():
+            limits = replace(config.scheduler, max_num_batched_tokens=workload.chunk)
+            own = replace(
+                config, scheduler=limits, cache=replace(config.cache, num_kv_blocks=workload.num_blocks + 1)
             )
-        limits = replace(config.scheduler, max_num_batched_tokens=workload.chunk)
-        cache = replace(config.cache, num_kv_blocks=workload.num_blocks + 1)
-        own = replace(config, scheduler=limits, cache=cache)
-        requests = make_requests(workload, arguments.requests, own.max_servable_tokens, seed=7)
-        simulated = serve_simulated(own, step_time, requests)
-        figures |= compare(workload_name, THROUGHPUT, serve_real(own, ranks, requests), simulated)
-        at_once, seconds = simulated
-        requests = with_arrivals(requests, LOAD * at_once.num_ended / seconds)
-        real = serve_real(own, ranks, requests)
-        figures |= compare(workload_name, LATENCIES, real, serve_simulated(own, step_time, requests))
-    ranks.close()
+            ranks.rebuild(1)
+            steps = measure_steps(config, ranks, arguments.repeats, SkippingClock(clock))
+            step_time = replace(assumed, coefficients=fit_coefficients(assumed, steps))
+            requests = make_requests(workload, arguments.requests, own.max_servable_tokens, seed=7)
+            errors = {**fit_errors(step_time, steps), **run_errors(own, ranks, step_time, requests, clock)}
+            label = workload_name if tp == 1 else f"tp{tp}.{workload_name}"
+            figures |= {f"simulation.{label}.{figure}": error for figure, error in errors.items()}
     report(figures, arguments.json)
 
 

@@ -25,7 +25,7 @@ def calibrate(
     ] = "cpu",
     repeats: Annotated[int, typer.Option(help="Runs of all probes.", min=1)] = 2,
 ) -> None:
-    """Measure the steps of an engine in this process, for `quire simulate --coefficients`.
+    """Measure the steps of an engine on this machine, for `quire simulate --coefficients`.
 
     The engine runs prompts and outputs of many lengths, alone and mixed. The time of a step is fitted to what it
     reads, multiplies and sends. Takes a minute or more; nothing else should run meanwhile.
@@ -35,19 +35,14 @@ def calibrate(
     import numpy as np
     from rich.console import Console
 
-    from ...proto.errors import ConfigError
     from ..config.machine import Machine
     from ..config.resolve import resolve
-    from ..offline.in_process import load_in_process
+    from ..offline.cluster_engine import open_ranks
     from ..simulation.calibration import Probe, measure_steps
     from ..simulation.engine import make_engine
     from ..simulation.step_time import StepTime, fit_coefficients, relative_errors, write_coefficients
 
     options = EngineOptions(model, **select_options(EngineOptions, engine))
-    if options.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {options.tensor_parallel_size}, must be 1: the engine runs in this process"
-        )
     assumed = make_engine(options, gpu).step_time
     console = Console()
     with console.status("loading") as status:
@@ -55,11 +50,8 @@ def calibrate(
         def on_probe(probe: Probe) -> None:
             status.update(f"{probe.num_sequences} sequences, prompts of {probe.num_prompt_tokens} tokens")
 
-        config, ranks = load_in_process(resolve(options, Machine.this()))
-        try:
+        with open_ranks(resolve(options, Machine.this())) as (config, ranks):
             steps = measure_steps(config, ranks, repeats, on_probe=on_probe)
-        finally:
-            ranks.close()
     fitted = fit_coefficients(assumed, steps)
     errors = np.abs(relative_errors(StepTime(assumed.cost, assumed.device, fitted), steps))
     facts = {

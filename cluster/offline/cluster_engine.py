@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import COMMAND_TIMEOUT_S, EngineCommand
 from ...proto.replica_status import ReplicaStatus
 from ...proto.stream import FlushCache
+from ...scheduler import WorkerGroup
 from ..fleet.ray.local_cluster import LocalCluster
 from ..fleet.replica.client import ReplicaClient
 from ..fleet.replica.launch import launch_replica
@@ -20,6 +21,7 @@ from ..text.requests.output_processor import OutputProcessor
 from ..text.requests.outputs import OutputEvent
 from ..text.requests.sequence_update import RequestStream
 from .engine import OutputCollector
+from .in_process import load_in_process
 
 # A step may take step_timeout_s; this much longer is allowed before the replica is considered lost.
 _SILENCE_MARGIN_S = 5.0
@@ -84,6 +86,30 @@ class ClusterEngine:
 
     def close(self) -> None:
         self._opened.close()
+
+
+@contextmanager
+def open_ranks(config: EngineConfig) -> Iterator[tuple[EngineConfig, WorkerGroup]]:
+    """Yield the ranks of a replica, which this process drives, and the configuration with the number of KV blocks.
+
+    A single rank is in this process, several are processes of a local Ray cluster.
+
+    Raises:
+        ModelLoadError: the model directory cannot be read.
+        ConfigError: the KV cache does not fit.
+        ReplicaUnavailable: a rank's process did not start, or did not join this one.
+    """
+    tp = config.parallel.tensor_parallel_size
+    with ExitStack() as opened:
+        ranks: WorkerGroup
+        if tp == 1:
+            config, ranks = load_in_process(config)
+        else:
+            cluster = opened.enter_context(LocalCluster(1 + tp))
+            replica = opened.enter_context(launch_replica(config, new_replica_id(), cluster))
+            config, ranks = replica.config, replica.take_ranks()
+        opened.callback(ranks.close)
+        yield config, ranks
 
 
 async def _follow(client: ReplicaClient, collector: OutputCollector, advance: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ import secrets
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -19,7 +20,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table, remo
 
 from ....proto.config import EngineConfig
 from ....proto.errors import QuireError, ReplicaUnavailable
-from ....scheduler import WATCH_GROUP
+from ....scheduler import WATCH_GROUP, WorkerGroup
 from ...os_utils.closing import Closing
 from ...os_utils.process_exit import ProcessExit
 from ..ray.errors import await_all, unwrap
@@ -88,6 +89,18 @@ class Replica(Closing):
         self._close_processes()
         with suppress(RayError, ValueError):
             ray.kill(self._scheduler)
+
+    def take_ranks(self) -> WorkerGroup:
+        """End the scheduler, and return the ranks, which this process drives from now on.
+
+        Raises:
+            ReplicaUnavailable: the scheduler does not answer, or a rank does not join this process.
+        """
+        calls = {f"the scheduler of {self.replica_id}": self._scheduler.group_maker.remote()}
+        (make_group,) = await_all(calls, _ADOPT_TIMEOUT_S, "naming its ranks")
+        self.kill_scheduler()
+        group: WorkerGroup = replace(make_group, is_takeover=True)()
+        return group
 
     def _close_processes(self) -> None:
         for process in (self._process, self._raylet):
