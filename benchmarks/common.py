@@ -10,6 +10,7 @@ import platform
 import shlex
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -107,14 +108,35 @@ def report(figures: dict[str, Figure], json_path: Path | None) -> None:
     """Print the figures as a table and, given a path, write them as JSON."""
     # benchmarks.gpu runs on machines that may lack it.
     from rich.console import Console
-    from rich.table import Column, Table
 
-    table = Table(*(Column(name, no_wrap=name != "note") for name in ("figure", "value", "unit", "note")))
-    for name, figure in figures.items():
-        table.add_row(name, f"{figure.value:,.4g}", figure.unit, figure.note)
-    Console().print(table)
+    for line in table_lines(figures, Console().width):
+        print(line)
     if json_path is not None:
         write_figures(json_path, figures)
+
+
+def table_lines(figures: dict[str, Figure], width: int) -> list[str]:
+    """Return a table of the figures, each in one line. Notes that make a line longer than `width` stand below it."""
+    values = {name: f"{figure.value:,.4g}" for name, figure in figures.items()}
+    columns = [[*figures], [*values.values()], [figure.unit for figure in figures.values()]]
+    of_name, of_value, of_unit = (max(map(len, column), default=0) for column in columns)
+    rows = [
+        f"{name:{of_name}}  {values[name]:>{of_value}} {figure.unit:{of_unit}}"
+        for name, figure in figures.items()
+    ]
+    notes = [figure.note for figure in figures.values()]
+    if all(len(f"{row}  {note}") <= width for row, note in zip(rows, notes, strict=True)):
+        return [f"{row}  {note}".rstrip() for row, note in zip(rows, notes, strict=True)]
+    numbers = {note: number for number, note in enumerate(dict.fromkeys(filter(None, notes)), 1)}
+    marked = [
+        f"{row}  [{numbers[note]}]" if note else row.rstrip() for row, note in zip(rows, notes, strict=True)
+    ]
+    below = [
+        line
+        for note, number in numbers.items()
+        for line in textwrap.wrap(f"[{number}] {note}", max(width, 20), subsequent_indent="    ")
+    ]
+    return [*marked, "", *below]
 
 
 def median(values: Sequence[float]) -> float:
