@@ -299,7 +299,12 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
     def extend(values: list[Any]) -> list[Any]:
         (ended,) = values[5]
         ended[6].append("later")
-        return [*values[:5], [[*ended, "later"]], *values[6:], "later"]
+        return [
+            *values[:5],
+            [[*ended, None, "later"]],
+            *values[6:],
+            "later",
+        ]  # None for `kv`, which is not set
 
     received = decode(with_values(TokenBatch(8, finished=(finish,)), extend))
     assert isinstance(received, TokenBatch)
@@ -311,7 +316,7 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-20]))
+    received = decode(with_values(STATUS, lambda values: values[:-27]))
     assert received == replace(
         STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=(), fullest_kv_use=0.0
     )

@@ -185,6 +185,9 @@ def _scheduler() -> Row:
             _per_replica("Swapped blocks", of_replicas.SWAPPED_BLOCKS, unit="ops", width=6),
             _per_replica("Computed tokens", of_replicas.COMPUTED_TOKENS, unit="ops", width=6),
             _per_replica("KV fragmentation", of_replicas.KV_FRAGMENTATION, width=6),
+            _per_replica("KV held for other replicas", of_replicas.KV_LEASES, width=6),
+            _per_replica("KV read from replicas", of_replicas.KV_PULLED_BYTES, unit="Bps", width=6),
+            _total("KV not read", of_replicas.KV_PULL_FAILURES, "reason", unit="ops", width=6),
             _per_replica("Kernel compilations", of_replicas.COMPILATIONS, unit="ops", width=6),
         ],
     )

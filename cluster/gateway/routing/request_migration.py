@@ -344,9 +344,10 @@ class MigratingRequest(UpdateQueue):
 
 def _kv_for(client: ReplicaClient, output: _Output) -> KvOffer | None:
     """Return an output's blocks, if the replica can take them; one of an earlier release would refuse the request."""
+    if output.kv is None:
+        return None
     status = client.latest_status
-    can_take = output.kv is not None and status is not None and status.kv_layout == output.kv.layout
-    return output.kv if can_take else None
+    return output.kv if status is not None and status.kv_layout == output.kv.layout else None
 
 
 def _add(left: Timings, right: Timings) -> Timings:

@@ -29,7 +29,7 @@ NOT_DRAWN = {
     "quire_fleet_min_replicas", "quire_fleet_max_replicas", "quire_fleet_state_stale", "quire_fleet_nodes",
     "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
     "vllm:spec_decode_num_accepted_tokens_per_pos", "quire_recovery_kept_tokens",
-    "quire_forced_tokens",
+    "quire_forced_tokens", "quire_kv_offers", "quire_kv_pulls", "quire_kv_pulled_tokens",
 }  # fmt: skip
 
 
