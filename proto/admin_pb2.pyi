@@ -269,7 +269,7 @@ class Deployment(_message.Message):
     def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ..., spot: _Optional[str] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
-    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend", "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "runner", "spare_processes", "logits_processors", "enable_expert_parallel", "standby_weights", "enable_dp_attention", "lora_target_modules", "skip_tokenizer_init", "kv_events", "kv_events_replay", "kv_events_topic", "num_state_slots", "kv_transfer")
+    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend", "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "runner", "spare_processes", "logits_processors", "enable_expert_parallel", "standby_weights", "enable_dp_attention", "lora_target_modules", "skip_tokenizer_init", "kv_events", "kv_events_replay", "kv_events_topic", "num_state_slots", "kv_transfer", "kv_disk", "kv_shared", "kv_key")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +325,9 @@ class EngineOptions(_message.Message):
     KV_EVENTS_TOPIC_FIELD_NUMBER: _ClassVar[int]
     NUM_STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    KV_DISK_FIELD_NUMBER: _ClassVar[int]
+    KV_SHARED_FIELD_NUMBER: _ClassVar[int]
+    KV_KEY_FIELD_NUMBER: _ClassVar[int]
     model: str
     served_model_name: str
     tensor_parallel_size: int
@@ -380,7 +383,10 @@ class EngineOptions(_message.Message):
     kv_events_topic: str
     num_state_slots: int
     kv_transfer: bool
-    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ..., speculative_config: _Optional[str] = ..., attention_backend: _Optional[str] = ..., enable_lora: _Optional[bool] = ..., lora_modules: _Optional[_Iterable[_Union[NamedText, _Mapping]]] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_cpu_loras: _Optional[int] = ..., runner: _Optional[str] = ..., spare_processes: _Optional[int] = ..., logits_processors: _Optional[str] = ..., enable_expert_parallel: _Optional[bool] = ..., standby_weights: _Optional[bool] = ..., enable_dp_attention: _Optional[bool] = ..., lora_target_modules: _Optional[str] = ..., skip_tokenizer_init: _Optional[bool] = ..., kv_events: _Optional[str] = ..., kv_events_replay: _Optional[str] = ..., kv_events_topic: _Optional[str] = ..., num_state_slots: _Optional[int] = ..., kv_transfer: _Optional[bool] = ...) -> None: ...
+    kv_disk: str
+    kv_shared: str
+    kv_key: str
+    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ..., speculative_config: _Optional[str] = ..., attention_backend: _Optional[str] = ..., enable_lora: _Optional[bool] = ..., lora_modules: _Optional[_Iterable[_Union[NamedText, _Mapping]]] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_cpu_loras: _Optional[int] = ..., runner: _Optional[str] = ..., spare_processes: _Optional[int] = ..., logits_processors: _Optional[str] = ..., enable_expert_parallel: _Optional[bool] = ..., standby_weights: _Optional[bool] = ..., enable_dp_attention: _Optional[bool] = ..., lora_target_modules: _Optional[str] = ..., skip_tokenizer_init: _Optional[bool] = ..., kv_events: _Optional[str] = ..., kv_events_replay: _Optional[str] = ..., kv_events_topic: _Optional[str] = ..., num_state_slots: _Optional[int] = ..., kv_transfer: _Optional[bool] = ..., kv_disk: _Optional[str] = ..., kv_shared: _Optional[str] = ..., kv_key: _Optional[str] = ...) -> None: ...
 
 class NamedText(_message.Message):
     __slots__ = ("name", "text")
@@ -680,7 +686,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks", "fullest_kv_use", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes", "num_kv_failures")
+    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks", "fullest_kv_use", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes", "num_kv_failures", "num_disk_blocks", "num_shared_blocks", "disk_bytes", "shared_bytes", "num_read_blocks", "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens", "read_blocks_per_s")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -706,6 +712,17 @@ class KvUse(_message.Message):
     NUM_KV_PULLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_READ_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_READS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LATE_READS_FIELD_NUMBER: _ClassVar[int]
+    STORED_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_BLOCKS_PER_S_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     num_blocks: int
     num_used_blocks: int
@@ -731,7 +748,18 @@ class KvUse(_message.Message):
     num_kv_pulled_tokens: int
     num_kv_pulled_bytes: int
     num_kv_failures: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., fullest_kv_use: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_used_state_slots: _Optional[int] = ..., num_snapshots: _Optional[int] = ..., num_saved_snapshots: _Optional[int] = ..., num_kv_leases: _Optional[int] = ..., num_kv_offers: _Optional[int] = ..., num_kv_pulls: _Optional[int] = ..., num_kv_pulled_tokens: _Optional[int] = ..., num_kv_pulled_bytes: _Optional[int] = ..., num_kv_failures: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_disk_blocks: int
+    num_shared_blocks: int
+    disk_bytes: int
+    shared_bytes: int
+    num_read_blocks: int
+    num_written_blocks: int
+    num_corrupt_blocks: int
+    num_failed_reads: int
+    num_late_reads: int
+    stored_hit_tokens: int
+    read_blocks_per_s: float
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., fullest_kv_use: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_used_state_slots: _Optional[int] = ..., num_snapshots: _Optional[int] = ..., num_saved_snapshots: _Optional[int] = ..., num_kv_leases: _Optional[int] = ..., num_kv_offers: _Optional[int] = ..., num_kv_pulls: _Optional[int] = ..., num_kv_pulled_tokens: _Optional[int] = ..., num_kv_pulled_bytes: _Optional[int] = ..., num_kv_failures: _Optional[_Iterable[int]] = ..., num_disk_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., num_read_blocks: _Optional[int] = ..., num_written_blocks: _Optional[int] = ..., num_corrupt_blocks: _Optional[int] = ..., num_failed_reads: _Optional[int] = ..., num_late_reads: _Optional[int] = ..., stored_hit_tokens: _Optional[int] = ..., read_blocks_per_s: _Optional[float] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_finished", "num_preemptions")

@@ -21,6 +21,7 @@ from .options.sections import (
     SchedulerOptions,
     StructuredOutputsOptions,
 )
+from .options.values import parse_directory_size
 from .sampling import SamplingDefaults
 
 # Block ids are 28 bits of a table's digest.
@@ -298,6 +299,18 @@ class EngineConfig:
             f"{model.max_model_len:,} tokens{states}; at most {self.scheduler.max_num_seqs:,} sequences run at "
             f"once, with {self.scheduler.max_num_batched_tokens:,} tokens per step"
         )
+
+    @property
+    def kv_directories(self) -> tuple[tuple[str, int] | None, ...]:
+        """The directory of each tier of stored blocks with its bound of bytes; empty if no blocks are stored.
+
+        The states of recurrent layers are not stored, and a prefix is of no use without them.
+        """
+        cache = self.cache
+        places = cache.kv_disk, cache.kv_shared
+        if not any(places) or not cache.prefix_caching or self.model.has_states:
+            return ()
+        return tuple(None if place is None else parse_directory_size(place) for place in places)
 
     @property
     def drafts_jump_forward(self) -> bool:

@@ -65,6 +65,13 @@ class KvCacheInfo:
         num_kv_pulls, num_kv_pulled_tokens, num_kv_pulled_bytes: sequences that brought blocks from another replica,
             their tokens, and the bytes of the rank that read most.
         num_kv_failures: sequences whose blocks were computed instead, by reason, in the order of KvFailure.
+        num_disk_blocks, num_shared_blocks: blocks in the files of --kv-disk and --kv-shared that all ranks have.
+        disk_bytes, shared_bytes: of all files in these directories, as last counted at a write.
+        num_read_blocks, num_written_blocks: blocks read from and written to files so far.
+        num_corrupt_blocks: blocks in files whose content was not what their names say; they were computed.
+        num_failed_reads, num_late_reads: blocks that a read did not find, and requests that waited for one no longer.
+        stored_hit_tokens: prompt tokens that requests began with and that were read from files for them.
+        read_blocks_per_s: measured rate of such reads, of the slowest rank; 0 before the first.
     """
 
     block_size: int = 0
@@ -92,6 +99,22 @@ class KvCacheInfo:
     num_kv_pulled_tokens: int = 0
     num_kv_pulled_bytes: int = 0
     num_kv_failures: tuple[int, ...] = ()
+    num_disk_blocks: int = 0
+    num_shared_blocks: int = 0
+    disk_bytes: int = 0
+    shared_bytes: int = 0
+    num_read_blocks: int = 0
+    num_written_blocks: int = 0
+    num_corrupt_blocks: int = 0
+    num_failed_reads: int = 0
+    num_late_reads: int = 0
+    stored_hit_tokens: int = 0
+    read_blocks_per_s: float = 0.0
+
+    @property
+    def stores_blocks(self) -> bool:
+        """Return whether blocks are, or were, in files."""
+        return bool(self.num_disk_blocks or self.num_shared_blocks or self.num_written_blocks)
 
     @property
     def is_uneven(self) -> bool:
@@ -194,6 +217,9 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "reports_changes", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots",
         "kv_layout", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes",
         "num_kv_failures",
+        "num_disk_blocks", "num_shared_blocks", "disk_bytes", "shared_bytes", "num_read_blocks",
+        "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens",
+        "read_blocks_per_s",
     )  # fmt: skip
 
     query_id: int

@@ -9,7 +9,7 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables must then have `digest`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
-   copy states, all of `state_copies`;
+   copy states, all of `state_copies`; then begin `stored_orders`;
 5. replace the newest tokens of `selected_rows`, which the ranks sampled, by `selected_ids` (beam search);
 6. compute. A row is *decoding* from the step on in which a chunk reached its last known token. Each decoding row
    computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens. After
@@ -48,6 +48,7 @@ from .engine_command import EngineCommand
 from .kv_transfer import KvOrders, KvReport
 from .lora import NO_SLOT, LoraLoad, LoraReport
 from .pooling import Pooled, PoolingParams
+from .stored_kv import StoredOrder, StoredReport
 from .structured_outputs import OutputConstraint
 
 VERSION = 5
@@ -186,6 +187,7 @@ class StepPlan:
         state_copies: [n, 2] source and destination state slots; no slot is both. Of snapshots into rows, and forks.
         state_saves: [n, 2] a row's slot, slot that receives a copy of its state after the step.
         kv: leases and pulls of blocks that travel between replicas; applied before everything else.
+        stored_orders: host blocks to write to files, or to read, which takes a while.
         command: the ranks carry it out, and empty all rows; the plan has nothing else.
         lora_loads: adapters to read into host memory, which takes a while.
         lora_drops: [n] ids of adapters to drop from host memory.
@@ -220,6 +222,7 @@ class StepPlan:
     state_copies: PairArray = sent_if_set(NO_PAIRS)
     state_saves: PairArray = sent_if_set(NO_PAIRS)
     kv: KvOrders | None = sent_if_set(None)
+    stored_orders: tuple[StoredOrder, ...] = sent_if_set(())
 
     def encode(self) -> bytes:
         return _plans.encode(self)
@@ -335,6 +338,7 @@ class StepResult:
         command_error: why the step's command was not carried out, on no rank; empty if it was.
         failed_rows: rows whose structured output or custom logits processor failed.
         kv_reports: of leases and pulls, since the rank's previous result.
+        stored_reports: ends of orders, and blocks that the rank has found in files, since its previous result.
     """
 
     step_id: int
@@ -352,6 +356,7 @@ class StepResult:
     command_error: str = sent_if_set("")
     failed_rows: tuple[FailedRow, ...] = sent_if_set(())
     kv_reports: tuple[KvReport, ...] = sent_if_set(())
+    stored_reports: tuple[StoredReport, ...] = sent_if_set(())
 
     def encode(self) -> bytes:
         return _replies.encode(self)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
+    from ...proto.replica_status import KvCacheInfo
     from ..client.wire.status import FleetInfo, ReplicaInfo
 
 # Columns of --wide.
@@ -157,6 +158,15 @@ def _state(replica: ReplicaInfo) -> Text:
     return Text(f"{replica.state}: {replica.problem}" if replica.problem else replica.state, color)
 
 
+def _stored(kv: KvCacheInfo) -> str:
+    """Return the line about blocks in files."""
+    return (
+        f"{kv.num_disk_blocks} on disk ({kv.disk_bytes / 2**20:,.0f} MiB), {kv.num_shared_blocks} shared "
+        f"({kv.shared_bytes / 2**20:,.0f} MiB), {kv.num_read_blocks} read, {kv.num_written_blocks} written, "
+        f"{kv.stored_hit_tokens} tokens found, {kv.num_corrupt_blocks} corrupt, {kv.num_late_reads} reads late"
+    )
+
+
 def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     kv, queue = replica.kv, replica.queue
     fullest = f", {kv.fullest_kv_use:.0%} of the fullest rank's" if kv.is_uneven else ""
@@ -183,6 +193,7 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
         ),
         *([("state slots", states)] if kv.num_state_slots else []),
         *([("KV moves", moves)] if kv.num_kv_offers or kv.num_kv_pulls or kv.num_kv_failures else []),
+        *([("stored blocks", _stored(kv))] if kv.stores_blocks else []),
         ("KV fragmentation", f"{kv.mean_kv_fragmentation:.1%} of allocated slots, mean over all steps"),
         (
             "prefix cache",

@@ -172,6 +172,8 @@ def _replica(replica: ReplicaInfo, blocks: BlockMapInfo | None, width: int) -> l
         used += (
             f"; states {kv.num_used_state_slots} of {kv.num_state_slots} slots, {kv.num_snapshots} snapshots"
         )
+    if kv.stores_blocks:
+        used += f"; files {kv.num_disk_blocks} blocks on disk, {kv.num_shared_blocks} shared"
     ranks = "   ".join(f"rank {rank.rank} {rank.device} {rank.node} {rank.stage}" for rank in replica.ranks)
     parts: list[RenderableType] = [title, Text(figures), Text(used)]
     if blocks is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -52,6 +53,10 @@ DEFAULT_STEPS_IN_FLIGHT = 2
 # Running sequences and as many snapshots, where the number of KV blocks is given instead of the memory.
 _SLOTS_PER_SEQUENCE = 2
 _DTYPE_BYTES = {"float32": 4}
+# Host blocks through which stored blocks are read and written, if the operator gives no number.
+_FEWEST_STAGING_BLOCKS, _MOST_STAGING_BLOCKS = 64, 1024
+
+_log = logging.getLogger(__name__)
 
 SectionT = TypeVar("SectionT")
 
@@ -136,10 +141,39 @@ def engine_config(
         _speculative_config(options),
         _section(LoraConfig, options, max_cpu_loras=max_cpu_loras) if options.enable_lora else None,
     )
+    config = _with_host_blocks(config)
     if not model.has_states or options.num_state_slots is not None:
         return config
     num_slots = _choose_num_slots(config, gpu_bytes)
     return replace(config, cache=replace(config.cache, num_state_slots=num_slots))
+
+
+def _with_host_blocks(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with host blocks if blocks are stored: what is read and written passes through them.
+
+    Raises:
+        ConfigError: the options do not go together.
+    """
+    cache = config.cache
+    if cache.kv_disk is None and cache.kv_shared is None:
+        return config
+    names = " and ".join(name for name in ("kv_disk", "kv_shared") if getattr(cache, name) is not None)
+    if config.parallel.enable_dp_attention:
+        raise ConfigError(f"{names} cannot store the blocks of enable_dp_attention; leave one of them out")
+    if not cache.prefix_caching:
+        raise ConfigError(f"{names} needs prefix_caching, which is off")
+    if not config.kv_directories:
+        _log.warning(
+            "%s has no effect: %s keeps states, which are not stored, and its prefixes need them",
+            names,
+            config.model.name,
+        )
+        return config
+    if cache.num_host_kv_blocks:
+        return config
+    num_blocks = len(config.cache_layout.groups) * config.max_blocks_per_seq
+    num_blocks = min(_MOST_STAGING_BLOCKS, max(_FEWEST_STAGING_BLOCKS, num_blocks))
+    return replace(config, cache=replace(cache, num_host_kv_blocks=num_blocks))
 
 
 def _check_states(options: EngineOptions, model: ModelConfig) -> None:

@@ -11,13 +11,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
-from ...proto.errors import InvalidRequest, RankFailed, ReplicaUnavailable
+from ...proto.errors import InvalidRequest, QuireError, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
@@ -37,6 +37,8 @@ _GATEWAY = b"in-process"
 _QUERY_ID = 1  # 0 asks for no answer
 # Bounds the memory of unread TokenBatches while no sequence ends.
 _MAX_UNREAD = 64
+# For stored blocks: the ranks' first report at the start, and the writes at the end, which begin in idle time.
+_INDEX_TIMEOUT_S, _WRITE_TIMEOUT_S, _SETTLE_INTERVAL_S = 10.0, 30.0, 0.1
 
 
 class InProcessGroup:
@@ -144,6 +146,25 @@ class InProcessEngine:
         self._events = _publisher(self.config)
         self._thread = ThreadPoolExecutor(1, "steps")
         self._stepping = threading.Lock()
+        self._settle(_INDEX_TIMEOUT_S)  # the first prompts shall find what is stored
+
+    def _settle(self, timeout_s: float) -> None:
+        """Run steps until all blocks are stored, and what is stored is known; only where blocks are stored.
+
+        A batch leaves no idle time in which a server would do so.
+        """
+        stored, loop = self.scheduler.blocks.stored, self._loop(InMemoryMailbox())
+        if not stored.is_on:
+            return
+        deadline = time.monotonic() + timeout_s
+
+        def settle() -> None:
+            while not stored.is_settled and time.monotonic() < deadline:
+                if not loop.step():
+                    loop.handle_messages(_SETTLE_INTERVAL_S)
+
+        with self._stepping:
+            self._thread.submit(settle).result()
 
     def run(self, collectors: list[OutputCollector], advance: Callable[[], None]) -> None:
         mailbox = InMemoryMailbox()
@@ -213,6 +234,8 @@ class InProcessEngine:
             loop.run()
 
     def close(self) -> None:
+        with suppress(QuireError, RuntimeError):  # the interpreter is ending, which has ended the thread
+            self._settle(_WRITE_TIMEOUT_S)
         self._thread.shutdown()
         if self._events is not None:
             self._events.close()

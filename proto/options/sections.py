@@ -9,6 +9,8 @@ from functools import partial
 
 from .option import option
 from .values import (
+    DIRECTORY_SIZE,
+    FILE_NAME,
     LORA_MODULES,
     NUM_BYTES,
     amounts,
@@ -203,6 +205,29 @@ class CacheOptions:
         check=zmq_endpoint,
     )
     kv_events_topic: str = _kv_option("", help="Topic of the messages of --kv-events.")
+    kv_disk: str | None = _kv_option(
+        None,
+        help="Keep KV blocks in files of this directory of the host, with a bound of bytes, so that a restarted "
+        "server finds the prefixes of the one before. Needs host blocks; without --num-host-kv-blocks it takes as "
+        "many as the longest sequence has, up to 1,024.",
+        metavar="DIR:SIZE",
+        kind=DIRECTORY_SIZE,
+    )
+    kv_shared: str | None = _kv_option(
+        None,
+        help="As --kv-disk, in a directory that several servers of one user share, on any file system. The bound is "
+        "for all of them together.",
+        metavar="DIR:SIZE",
+        kind=DIRECTORY_SIZE,
+    )
+    kv_key: str | None = _kv_option(
+        None,
+        help="File of 32 random bytes with mode 0600, with which the blocks of --kv-disk and --kv-shared are signed: "
+        "the same on all hosts that share a directory. Default: quire/kv.key in XDG_STATE_HOME or ~/.local/state, "
+        "made at the first start.",
+        metavar="FILE",
+        kind=FILE_NAME,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,6 +169,35 @@ def parse_num_bytes(text: str) -> int:
     return int(float(number) * (1024 if binary else 1000) ** exponent)
 
 
+def parse_directory_size(text: str) -> tuple[str, int]:
+    """Parse ``DIR:SIZE``, for example ``/var/cache/kv:200GB``: an absolute path and bytes. Raises ConfigError."""
+    directory, _, size = text.rpartition(":")
+    if not directory:
+        raise ConfigError(f"directory is {text!r}, must be DIR:SIZE, like /var/cache/kv:200GB")
+    num_bytes = parse_num_bytes(size)
+    if num_bytes < MIN_DIRECTORY_BYTES:
+        raise ConfigError(f"size of {directory} is {size}, must be at least {MIN_DIRECTORY_BYTES >> 20}MiB")
+    return str(Path(directory).expanduser().absolute()), num_bytes
+
+
+def _read_directory_size(value: Any) -> str:
+    path, num_bytes = parse_directory_size(_read_text(value))
+    return f"{path}:{num_bytes}"
+
+
+def _read_file_name(value: Any) -> str:
+    text = os.fspath(value) if isinstance(value, os.PathLike) else _read_text(value)
+    return str(Path(text).expanduser().absolute())
+
+
+# A directory for a cache, and the most bytes that it may hold.
+DIRECTORY_SIZE = ValueKind("DIR:SIZE, like /var/cache/kv:200GB", _read_directory_size)
+# A path that the configuration carries to other processes as text.
+FILE_NAME = ValueKind("the path of a file", _read_file_name)
+# Room for a few files of blocks.
+MIN_DIRECTORY_BYTES = 64 << 20
+
+
 def parse_amount(text: str, noun: str, example: str) -> tuple[str, float]:
     """Parse ``NAME=NUMBER``.
 

@@ -170,6 +170,7 @@ class Scheduler:
         sequences = self._make_sequences(gateway, submit, now)
         width = submit.sampling.beam_width
         self._state.add_request(sequences, None if width is None else self._make_beams(sequences[0], width))
+        self._state.blocks.read_ahead(sequences[0], self._state.costs.prefill_tokens_per_s, now)
         return None
 
     def abort(self, gateway: bytes, handle: int, now: float) -> bool:

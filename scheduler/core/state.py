@@ -376,6 +376,7 @@ class SchedulerState:
         """End a sequence, wherever it is, and free its row and blocks."""
         self.own_prefixes.add(sequence)
         self.kv_moves.discard(sequence)
+        self.blocks.stored.forget(sequence)
         del self._alive[sequence.seq_id]
         others = self._of_request[sequence.request_id]
         others.remove(sequence)
@@ -403,6 +404,7 @@ class SchedulerState:
         assert sum(map(len, self._of_request.values())) == len(self.alive), "requests have other sequences"
         host_blocks = [b for sequence in self.alive.values() for b in sequence.host_blocks]
         self.blocks.check_integrity(host_blocks, list(self.running))
+        self.blocks.stored.check_integrity(list(self.alive))
         rows, tables = self.rows, self.blocks.tables
         rows.check_integrity()
         assert len(self.running) + rows.num_free == rows.num_rows, "rows are lost or counted twice"

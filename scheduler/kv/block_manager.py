@@ -23,6 +23,19 @@ from .prefix_lookup import Prefix, PrefixLookup
 from .pulls import PulledBlock, Pulls
 from .snapshot_policy import MIN_SNAPSHOT_BLOCKS, snapshot_ends
 from .state_slots import StateSlots
+from .stored_tier import NoStoredTier, StoredTier
+
+
+class _HostAndFiles:
+    """The host tier and the files below it, for a lookup of what could be read."""
+
+    def __init__(self, host: HostTier, stored: StoredTier) -> None:
+        self._host, self._stored = host, stored
+
+    def find(self, cache: int, digest: bytes) -> int | None:
+        """Return the host block of a digest, 0 for one that is in files, or None."""
+        block_id = self._host.find(cache, digest)
+        return 0 if block_id is None and self._stored.has(cache, digest) else block_id
 
 
 class BlockManager:
@@ -40,6 +53,7 @@ class BlockManager:
     Attributes:
         tables: row |-> block ids and state slot; the ranks keep copies.
         state_slots: without any slot for a model without states.
+        stored: blocks in files, which another process may have written.
         journal: changes of the set of cached prefixes, in device or host memory.
         events: the same changes with their tokens, for routers outside of quire, if there are any.
         num_query_tokens, num_hit_tokens: prompt tokens looked up in the prefix caches, and found.
@@ -74,6 +88,8 @@ class BlockManager:
             if cache.num_host_kv_blocks
             else None
         )
+        stores = self.host is not None and bool(config.kv_directories)
+        self.stored = StoredTier(config, self.host, self.events) if stores and self.host else NoStoredTier()
         # Those of each cache group, for each partition in turn.
         self._caches = (
             make_caches(
@@ -94,6 +110,16 @@ class BlockManager:
             )
             for start in starts
         ]
+        self._deep_lookup = (
+            PrefixLookup(
+                layout,
+                cache.block_size,
+                self._caches[: self.num_groups],
+                _HostAndFiles(self.host, self.stored),
+            )
+            if self.stored.is_on and self.host is not None
+            else None
+        )
         num_slots = cache.num_state_slots if config.model.has_states else 0
         assert num_slots is not None, "cache.num_state_slots must be resolved before the scheduler is made"
         self.state_slots = StateSlots(self.tables, num_slots, self._is_evicted)
@@ -234,6 +260,66 @@ class BlockManager:
             end = min(num_reusable, start + self.block_size)
             partial = lookup.find_partial(parent, tokens[start:end], self._filling)
         return Prefix(num_blocks, blocks, partial, partition)
+
+    def read_ahead(self, sequence: Sequence, tokens_per_s: float, now: float) -> None:
+        """Have the blocks read with which a waiting sequence's cached prefix goes on in files, if that is faster.
+
+        Args:
+            tokens_per_s: measured rate of prompts; 0 if it is not known.
+        """
+        stored = self.stored
+        if self._deep_lookup is None or stored.is_empty or sequence.lora is not None:
+            return
+        num_full = sequence.num_reusable_tokens // self.block_size
+        self._caches[0].extend(sequence.root, sequence.block_digests, sequence.token_ids, num_full)
+        digests = sequence.block_digests[:num_full]
+        _, num_cached = self._lookups[0].find_blocks(digests)
+        groups, num_found = self._deep_lookup.find_blocks(digests)
+        num_tokens = (num_found - num_cached) * self.block_size
+        if num_tokens <= 0:
+            return
+        most = stored.max_read_blocks(num_tokens, tokens_per_s, now)
+        if most <= 0:
+            return
+        num_missing = sum(block == 0 for places in groups for block, on_host in places if on_host)
+        if num_missing > most:  # read a shorter prefix
+            groups, num_found = self._deep_lookup.find_blocks(digests[: num_cached + most // self.num_groups])
+        contents = [
+            (group, self._content_of(sequence, index))
+            for group, places in enumerate(groups)
+            for index, place in enumerate(places, num_found - len(places))
+            if place == (0, True)
+        ]
+        if contents and len(contents) <= most:
+            stored.begin_read(sequence, contents, num_tokens / tokens_per_s if tokens_per_s else 0.0, now)
+
+    def _content_of(self, sequence: Sequence, index: int) -> CacheKey:
+        """Return the content of a sequence's full block, whose digest it has."""
+        parent = sequence.block_digests[index - 1] if index else sequence.root
+        start = index * self.block_size
+        tokens = sequence.token_ids[start : start + self.block_size].tobytes()
+        return sequence.block_digests[index], parent, tokens
+
+    def write_behind(self, idle_s: float, now: float) -> None:
+        """Have blocks written that are in no file yet, if the ranks have computed nothing for a while.
+
+        No step may be in flight: each block is filled then. Blocks on the device are copied to the host for it.
+        """
+        if not self.stored.may_write(idle_s):
+            return
+        assert self.host is not None
+        blocks = list[tuple[int, bytes, int]]()
+        for group, digest in self.stored.take_candidates():
+            host_block, device_block = self.host.find(group, digest), self._caches[group].find(digest)
+            if host_block is not None:
+                self.host.hold([host_block])
+            elif device_block is not None:
+                host_block = self.host.insert(group, self._caches[group].key_of(device_block))
+                if host_block is not None:
+                    self._moves.save([device_block], [host_block])
+            if host_block is not None:
+                blocks.append((group, digest, host_block))
+        self.stored.begin_write(blocks, now)
 
     def _find_snapshot(self, sequence: Sequence, partition: int, num_shared: int) -> Prefix:
         """Return the longest cached beginning of a sequence with a snapshot of the state after it.
@@ -436,6 +522,9 @@ class BlockManager:
                 cache, own_ids = self._caches_of(partition)[group], ids[own].tolist()
                 added = cache.insert_all([digests[at] for at in own], [contents[at] for at in own], own_ids)
                 self._pool.keep_content(own_ids[index] for index in added)
+                if self.stored.is_on:
+                    for index in added:
+                        self.stored.note(group, digests[own[index]], sequences[own[index]])
                 if group == 0 and self.events.is_on:
                     for at in (own[index] for index in added):
                         content = contents[at]
@@ -497,14 +586,12 @@ class BlockManager:
 
     def publish_pulled(self, sequence: Sequence, pulled: Iterable[PulledBlock]) -> None:
         """Add blocks of a waiting sequence, which the ranks have read, to the prefix caches."""
-        digests = sequence.block_digests
         for block in pulled:
-            parent = digests[block.index - 1] if block.index else sequence.root
-            start = block.index * self.block_size
-            tokens = sequence.token_ids[start : start + self.block_size].tobytes()
-            key = digests[block.index], parent, tokens
-            if self._insert(self._caches[block.group], key, block.target) and block.group == 0:
-                self.events.add_stored(key, sequence, partition=0)
+            key = self._content_of(sequence, block.index)
+            if self._insert(self._caches[block.group], key, block.target):
+                self.stored.note(block.group, key[0], sequence)
+                if block.group == 0:
+                    self.events.add_stored(key, sequence, partition=0)
 
     # Release
 
@@ -591,6 +678,7 @@ class BlockManager:
         blocks, host_blocks = self._pending.take()
         host_blocks.update(self._moves.saved)  # of evictions without a plan
         self._moves.drop()
+        self.stored.reset()
         self._filling.clear()
         for cache in self._caches:
             cache.forget_blocks(blocks)
@@ -701,7 +789,7 @@ class BlockManager:
             cache.check_integrity()
         if self.host is not None:
             expected: dict[int, int] = {}
-            for block_id in (*host_blocks, *self._moves.held_on_host):
+            for block_id in (*host_blocks, *self._moves.held_on_host, *self.stored.held_on_host):
                 expected[block_id] = expected.get(block_id, 0) + 1
             self.host.check_integrity(expected)
 
@@ -732,13 +820,12 @@ class BlockManager:
 
     def _publish(self, row: int, sequence: Sequence, index: int, group: int) -> int:
         """Add a row's full block `index`, whose digest the sequence has, to a group's prefix cache; return it."""
-        parent = sequence.block_digests[index - 1] if index else sequence.root
-        start = index * self.block_size
-        tokens = sequence.token_ids[start : start + self.block_size].tobytes()
-        key = sequence.block_digests[index], parent, tokens
+        key = self._content_of(sequence, index)
         block_id, partition = int(self.tables.ids[self._table(row, group), index]), self.partition_of(row)
-        if self._insert(self._caches_of(partition)[group], key, block_id) and group == 0:
-            self.events.add_stored(key, sequence, partition)
+        if self._insert(self._caches_of(partition)[group], key, block_id):
+            self.stored.note(group, key[0], sequence)
+            if group == 0:
+                self.events.add_stored(key, sequence, partition)
         return block_id
 
     def _publish_loaded(self, row: int, sequence: Sequence, num_blocks: int) -> None:

@@ -17,6 +17,8 @@ CacheKey = tuple[bytes, bytes, bytes]
 # Memories that hold blocks, by the names that routers of vLLM's events know.
 DEVICE_MEDIUM = "GPU"
 HOST_MEDIUM = "CPU"
+# Those of stored_kv.TIERS. Events of blocks that a server finds in files at its start name no tokens.
+STORED_MEDIA = ("DISK", "SHARED")
 
 
 @dataclass(slots=True)
@@ -85,9 +87,9 @@ class CacheEvents:
             )
         )
 
-    def add_stored_on_host(self, digest: bytes, partition: int) -> None:
-        """Record that a block was added in host memory."""
-        self._events.append(BlocksStored([digest], HOST_MEDIUM, partition))
+    def add_stored_below(self, digest: bytes, medium: str, partition: int) -> None:
+        """Record that a block was added in host memory or files."""
+        self._events.append(BlocksStored([digest], medium, partition))
 
     def add_removed(self, digest: bytes, medium: str, partition: int) -> None:
         """Record that a block was removed from a memory."""
@@ -111,7 +113,7 @@ class NoCacheEvents(CacheEvents):
     def add_stored(self, key: CacheKey, sequence: Sequence, partition: int) -> None:
         pass
 
-    def add_stored_on_host(self, digest: bytes, partition: int) -> None:
+    def add_stored_below(self, digest: bytes, medium: str, partition: int) -> None:
         pass
 
     def add_removed(self, digest: bytes, medium: str, partition: int) -> None:
@@ -132,7 +134,7 @@ class TierLog:
         self._journal.add(digests)
         if self._medium == HOST_MEDIUM:
             for digest in digests:
-                self._events.add_stored_on_host(digest, self._partition)
+                self._events.add_stored_below(digest, HOST_MEDIUM, self._partition)
 
     def remove(self, digest: bytes) -> None:
         self._journal.remove(digest)

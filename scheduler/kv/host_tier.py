@@ -45,6 +45,11 @@ class HostTier:
         return self._pool.num_cached
 
     @property
+    def num_free(self) -> int:
+        """Return the blocks that can be allocated, those with cached content included."""
+        return self._pool.num_free
+
+    @property
     def num_held(self) -> int:
         return self._pool.num_held
 
@@ -67,6 +72,11 @@ class HostTier:
         self._caches[cache].insert(key, block_id)
         self._pool.keep_content([block_id])
         return block_id
+
+    def fill(self, cache: int, key: CacheKey, block_id: int) -> None:
+        """List a held block, which has the content now, unless the content is cached already."""
+        if self._caches[cache].insert(key, block_id):
+            self._pool.keep_content([block_id])
 
     def reserve(self, num_blocks: int, partition: int = 0) -> list[int] | None:
         """Allocate host blocks of a partition for a preempted sequence. Returns None if too few are free."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ...proto.cache_groups import CacheLayout
 from ...proto.digests import child_digest
-from .host_tier import HostTier
 from .prefix_cache import PrefixCache
 
 
@@ -49,6 +49,14 @@ class Prefix:
         return [place for group in self.blocks for place in group]
 
 
+class BelowDevice(Protocol):
+    """What has blocks that are not on the device."""
+
+    def find(self, cache: int, digest: bytes) -> int | None:
+        """Return the block with that chain digest in a cache, or None."""
+        ...
+
+
 class PrefixLookup:
     """Lookups in one partition's prefix caches of the device and of host memory.
 
@@ -64,7 +72,7 @@ class PrefixLookup:
         layout: CacheLayout,
         block_size: int,
         caches: Sequence[PrefixCache],
-        host: HostTier | None,
+        host: BelowDevice | None,
         first_cache: int = 0,
     ) -> None:
         self._layout, self._block_size = layout, block_size

@@ -389,7 +389,7 @@ class StepLoop:
         """Return the replica's state in numbers."""
         scheduler, now = self._scheduler, self._clock()
         stats, blocks, control = scheduler.stats, scheduler.blocks, scheduler.control
-        host, update = blocks.host, control.update
+        host, update, stored = blocks.host, control.update, blocks.stored
         return ReplicaStatus(
             self._replica_id,
             self._config.model.name,
@@ -427,7 +427,12 @@ class StepLoop:
             num_used_state_slots=blocks.state_slots.num_held,
             num_snapshots=blocks.state_slots.num_snapshots,
             num_saved_snapshots=blocks.state_slots.num_saved,
-            **_same_names(stats, scheduler.throughput, blocks, control, scheduler.kv_moves),
+            num_disk_blocks=stored.num_blocks_in[0],
+            num_shared_blocks=stored.num_blocks_in[1],
+            disk_bytes=stored.tier_bytes[0],
+            shared_bytes=stored.tier_bytes[1],
+            stored_hit_tokens=stored.num_hit_tokens,
+            **_same_names(stats, scheduler.throughput, blocks, control, scheduler.kv_moves, stored),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fakes import FakeWorkerGroup, submit
+from fakes import FakeFiles, FakeWorkerGroup, submit
 
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed
@@ -41,7 +41,8 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
-        self.group = FakeWorkerGroup(self.config)
+        self.files = FakeFiles()
+        self.group = FakeWorkerGroup(self.config, self.files)
 
     def add(self, handle: int, prompt: list[int], gateway: bytes = GATEWAY, **settings: Any) -> Finish | None:
         request = submit(handle, prompt, **settings)
@@ -86,7 +87,7 @@ class Driver:
         assert not self.scheduler.has_work
         assert self.scheduler.blocks.num_held_blocks == 0
         self.scheduler = Scheduler(self.config)
-        self.group = FakeWorkerGroup(self.config)
+        self.group = FakeWorkerGroup(self.config, self.files)
 
     def plan(self) -> StepPlan | None:
         """Plan and broadcast one step, if there is work."""

@@ -29,6 +29,7 @@ from quire.proto.step import (
     StepPlan,
     StepResult,
 )
+from quire.proto.stored_kv import StoredOrder, StoredReport, split_keys
 from quire.proto.stream import Submit
 from quire.proto.structured_outputs import OutputConstraint
 from quire.scheduler.kv.kv_tiers import KvTiers
@@ -201,6 +202,62 @@ def _pooled(vectors: dict[int, list[float]]) -> Pooled:
     return Pooled(rows, np.full_like(rows, 2), np.array(list(vectors.values()), np.float32).ravel())
 
 
+class FakeFiles:
+    """The files of the fake ranks, which outlive a worker group. They carry out orders when `end_orders` is called.
+
+    Attributes:
+        blocks: key |-> content of a block.
+        faults: `fail` for reads that find nothing, `torn` for blocks that are not genuine, `late` for orders that
+            end with a later call.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, list[tuple[int, bytes]]] = {}
+        self.faults: set[str] = set()
+        self._orders: list[StoredOrder] = []
+        self._has_told = False
+
+    def reset(self) -> None:
+        """Start anew, as ranks do: no order is carried out any more."""
+        self._orders, self._has_told = [], False
+
+    def begin(self, orders: tuple[StoredOrder, ...]) -> None:
+        self._orders += orders
+
+    def end_orders(self, host_kv: list[list[tuple[int, bytes]]]) -> tuple[StoredReport, ...]:
+        """Carry out what waits, and report it."""
+        reports = [] if self._has_told else [StoredReport(0, added=b"".join(self.blocks), is_whole=True)]
+        self._has_told = True
+        if "late" not in self.faults:
+            reports += [self._end(order, host_kv) for order in self._orders]
+            self._orders = []
+        return tuple(reports)
+
+    def _end(self, order: StoredOrder, host_kv: list[list[tuple[int, bytes]]]) -> StoredReport:
+        keys, failed, added = split_keys(order.keys), [], []
+        is_torn = order.is_read and "torn" in self.faults
+        for position, (key, host_block) in enumerate(zip(keys, order.host_blocks.tolist(), strict=True)):
+            if order.is_read and ("fail" in self.faults or is_torn or key not in self.blocks):
+                failed.append(position)
+                if is_torn:
+                    host_kv[host_block] = [(-1, b"torn")] * len(host_kv[host_block])
+                self.blocks.pop(key, None)
+            elif order.is_read:
+                host_kv[host_block] = list(self.blocks[key])
+            else:
+                added.append(key)
+                self.blocks[key] = list(host_kv[host_block])
+        return StoredReport(
+            0,
+            order_id=order.order_id,
+            failed=np.array(failed, np.int32),
+            num_corrupt=len(failed) * is_torn,
+            seconds=0.001,
+            added=b"".join(added),
+            removed=b"".join(keys[position] for position in failed),
+        )
+
+
 class FakeWorkerGroup:
     """A worker group whose KV cache holds digests. It executes plans as a rank does and checks every read.
 
@@ -223,8 +280,10 @@ class FakeWorkerGroup:
 
     draft_accuracy = 0.7
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, files: FakeFiles | None = None) -> None:
         self._config = config
+        self.files = files or FakeFiles()
+        self.files.reset()
         self.groups = config.cache_layout.groups
         self.failure: RankFailed | None = None
         self.closed = False
@@ -357,6 +416,7 @@ class FakeWorkerGroup:
         self._lose_writes()
         if self.kv_peer is not None:
             self.kv_peer.restart()
+        self.files.reset()
         self._forget(self.kept)
         self._forget_plans()
         return Rebuilt(self.has_new_ranks, self.kept)
@@ -396,6 +456,7 @@ class FakeWorkerGroup:
         if plan.command is not None:
             self.commands.append(plan.command)
             self._forget(KvTiers.NONE)
+            self.files.reset()
             return StepResult(plan.step_id, plan.epoch, 0, command_error=self.command_error)
         kv_reports: tuple[KvReport, ...] = ()
         if self.kv_peer is not None:
@@ -434,6 +495,9 @@ class FakeWorkerGroup:
         result = StepResult(
             plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores, lora_reports=reports
         )
+        if self._config.kv_directories:
+            self.files.begin(plan.stored_orders)
+            result = replace(result, stored_reports=self.files.end_orders(self.host_kv))
         if pooled:
             result = replace(result, pooled=_pooled(pooled))
         result = replace(result, kv_reports=kv_reports)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -148,6 +148,19 @@ class CacheEngine:
             for part, host_part in zip(self._parts, self._host_parts, strict=True):
                 swap_blocks(host_part, part, pairs)
 
+    @property
+    def host_parts(self) -> list[Tensor]:
+        """Return the tensors of the host memory, [places, num_host_blocks + 1, length]; empty without any."""
+        return self._host_parts
+
+    def swaps_so_far(self) -> Callable[[], None]:
+        """Return a function that waits on the host until the swaps launched so far are done."""
+        if self._swap_stream is None:
+            return _nothing
+        event = torch.cuda.Event()
+        event.record(self._swap_stream)
+        return event.synchronize
+
     def wait_for_swaps(self) -> None:
         """Make later launches on the current stream wait for the swaps, which read blocks that a step may write."""
         if self._swap_stream is not None:
@@ -182,6 +195,10 @@ class CacheEngine:
     def _synchronize(self) -> None:
         if self._swap_stream is not None:
             self._swap_stream.synchronize()
+
+
+def _nothing() -> None:
+    """Wait for nothing: on a CPU swaps are done when they return."""
 
 
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:

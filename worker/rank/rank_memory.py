@@ -22,6 +22,7 @@ from ..memory.allocation import free_unused_memory
 from ..memory.cache_engine import CacheEngine
 from ..memory.kv_memory import KvMemory, KvPartition
 from ..memory.shared_segment import SegmentAddress
+from ..memory.stored_blocks import NoStoredBlocks, StoredBlocks, open_stored_blocks
 from ..sampling.sampler import Sampler
 from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import ProgressCallback
@@ -46,6 +47,7 @@ class RankMemory:
     Attributes:
         loader: of the weights.
         kv: the KV cache.
+        stored: blocks in files.
         attend_chunks: as in LayerCache.
     """
 
@@ -68,6 +70,7 @@ class RankMemory:
         self._model = config.model  # with the path of the weights in use
         self._loaded: LoadedModel | None = None
         self._executor: StepExecutor | None = None
+        self.stored: StoredBlocks = NoStoredBlocks()  # opened with the memory that blocks pass through
         self._awake = ALL_TAGS
         self._has_discarded_weights = False  # by sleep at level 2, and not got others yet
         with torch.inference_mode():
@@ -111,7 +114,23 @@ class RankMemory:
         if self._config.parallel.enable_dp_attention:
             num_host_blocks = self._config.cache.num_host_kv_blocks + 1
             self.rows.partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
-        return self.kv.allocate(num_blocks, touches_pages=touches_pages, inherited=inherited)
+        is_inherited = self.kv.allocate(num_blocks, touches_pages=touches_pages, inherited=inherited)
+        self._open_stored()
+        return is_inherited
+
+    def _open_stored_again(self) -> None:
+        """Open the tiers of stored blocks for other weights or memory; without them if that fails."""
+        try:
+            self._open_stored()
+        except ConfigError as problem:
+            _log.error("rank %d stores no KV any more: %s", self._comm.rank, problem)
+            self.stored = NoStoredBlocks()
+
+    def _open_stored(self) -> None:
+        """Open the tiers of stored blocks for the weights and the memory in use. Raises ConfigError."""
+        self.stored.close()
+        parts = self.kv.cache.host_parts
+        self.stored = open_stored_blocks(self._config, self._comm.rank, self.loaded.digest, parts)
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -176,19 +195,27 @@ class RankMemory:
         free_unused_memory(self._device)
         self._has_discarded_weights = False
         self._take(ALL_TAGS)
+        self.stored.reset(None)
+        if self.kv.is_allocated:
+            self._open_stored_again()
 
     def carry_out(self, command: EngineCommand) -> str:
         """Carry out a command; return why not, if it was not. All rows are empty afterwards."""
         self.clear()
+        self.stored.close()
         carry_out = {
             Action.SLEEP: self._sleep,
             Action.WAKE_UP: self._wake_up,
             Action.UPDATE_WEIGHTS: self._update_weights,
         }
-        return carry_out[command.action](command)
+        error = carry_out[command.action](command)
+        if self.parts == ALL_TAGS:
+            self._open_stored_again()
+        return error
 
     def close(self) -> None:
         """Free everything; called once."""
+        self.stored.close()
         self._drop_weights()
         self.kv.close()
         self._graph_backend = None

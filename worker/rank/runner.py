@@ -19,6 +19,7 @@ from ...proto.errors import ConfigError, RankFailed, in_one_line
 from ...proto.kv_layout import layout_of
 from ...proto.replica_status import COMPILE_STAGE
 from ...proto.step import StepPlan, StepResult
+from ...proto.stored_kv import StoredReport
 from ...proto.transport.network import CurveKeys
 from ..attention import log_chunk_attention
 from ..comm.communicator import Communicator
@@ -207,6 +208,7 @@ class ModelRunner:
             stages.begin(IDLE)
             result.lora_reports = memory.loaded.adapters.take_reports(is_idle=batch is None)
             result.kv_reports = self._kv.take_reports(is_idle=batch is None)
+            result.stored_reports = self._take_stored_reports(is_idle=batch is None)
             step = LaunchedStep(result) if batch is None else memory.executor.launch(batch, result)
             if len(plan.state_saves):
                 memory.kv.cache.copy_states(to_device(plan.state_saves, self.device, torch.int64))
@@ -248,6 +250,15 @@ class ModelRunner:
             kv.cache.copy(to_device(plan.copies, self.device, torch.int64))
         if len(plan.state_copies):
             kv.cache.copy_states(to_device(plan.state_copies, self.device, torch.int64))
+        if plan.stored_orders:
+            self.memory.stored.apply(plan, kv.cache.swaps_so_far())
+
+    def _take_stored_reports(self, *, is_idle: bool) -> tuple[StoredReport, ...]:
+        """Return the news of stored blocks; ranks with nothing to compute wait for each other, as for adapters."""
+        reports = self.memory.stored.take_reports(is_idle=is_idle)
+        if is_idle and self._config.kv_directories:
+            self._comm.barrier()
+        return reports
 
     def _draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens as Speculator.draft does."""

@@ -23,6 +23,7 @@ from ....proto.kv_transfer import KvReport
 from ....proto.lora import LoraReport
 from ....proto.replica_status import RankStatus
 from ....proto.step import StepFailure, StepPlan, StepResult, decode_reply
+from ....proto.stored_kv import StoredReport
 from ....proto.transport.channel import ChannelAddress, StepSender
 from ....scheduler import KvTiers, Rebuilt
 from .examination import Examination
@@ -159,6 +160,7 @@ class _Epoch:
         self._gathered_step = 0
         self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
         self._kv_reports: list[KvReport] = []
+        self._stored_reports: list[StoredReport] = []  # of other ranks, not gathered yet
         self._failures: list[StepFailure] = []  # reported by the ranks, in order of arrival
         self._deaths: dict[int, str] = {}  # rank |-> how its process ended; written by Ray's thread
         self._examination: Examination | None = None
@@ -202,6 +204,9 @@ class _Epoch:
         if self._kv_reports:
             kv_reports, self._kv_reports = (*result.kv_reports, *self._kv_reports), []
             result = replace(result, kv_reports=kv_reports)
+        if self._stored_reports:
+            news, self._stored_reports = (*result.stored_reports, *self._stored_reports), []
+            result = replace(result, stored_reports=news)
         return result
 
     def examine(self, waited_s: float, *, failed_s: float) -> None:
@@ -278,6 +283,7 @@ class _Epoch:
             else:
                 self._lora_reports += reply.lora_reports
                 self._kv_reports += reply.kv_reports
+                self._stored_reports += reply.stored_reports
 
     def _on_rank_end(self, rank: int, end: Future[None]) -> None:
         """Record a process that died, on a thread of Ray's. A rank whose run() returned has sent its own reason."""

@@ -183,6 +183,8 @@ def _scheduler() -> Row:
             _total("Blocks of host memory", of_replicas.HOST_BLOCKS, "state", width=6, stacked=True),
             _total("Slots for states", of_replicas.STATE_SLOTS, "state", width=6, stacked=True),
             _per_replica("Swapped blocks", of_replicas.SWAPPED_BLOCKS, unit="ops", width=6),
+            _total("Blocks in files", of_replicas.STORED_BLOCKS, "tier", width=6, stacked=True),
+            _per_replica("Tokens found in files", of_replicas.STORED_HITS, unit="ops", width=6),
             _per_replica("Computed tokens", of_replicas.COMPUTED_TOKENS, unit="ops", width=6),
             _per_replica("KV fragmentation", of_replicas.KV_FRAGMENTATION, width=6),
             _per_replica("KV held for other replicas", of_replicas.KV_LEASES, width=6),

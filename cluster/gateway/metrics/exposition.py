@@ -106,6 +106,11 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
         _collect_kv_moves(samples, labels, status)
     if status.num_state_slots:
         samples.add_counts(of_replicas.STATE_SLOTS, labels, _state_slot_counts(status))
+    if status.stores_blocks:
+        blocks = {"disk": status.num_disk_blocks, "shared": status.num_shared_blocks}
+        samples.add_counts(of_replicas.STORED_BLOCKS, labels, blocks)
+        sizes = {"disk": status.disk_bytes, "shared": status.shared_bytes}
+        samples.add_counts(of_replicas.STORED_BYTES, labels, sizes)
     for rank in status.ranks:
         _collect_rank(samples, labels, rank)
 

@@ -213,6 +213,43 @@ SWAPPED_BLOCKS = _counter(
     "quire_swapped_kv_blocks",
     "KV blocks copied between device and host memory, in both directions.",
 )
+STORED_BLOCKS = gauge(
+    "quire_stored_kv_blocks",
+    "KV blocks in the files of --kv-disk and --kv-shared that all ranks of the replica have, by tier: disk, shared.",
+    labels=(*OF_REPLICA, "tier"),
+)
+STORED_BYTES = gauge(
+    "quire_stored_kv_bytes",
+    "Bytes of the files in these directories, of all servers, as last counted at a write, by tier: disk, shared.",
+    labels=(*OF_REPLICA, "tier"),
+    unit="bytes",
+)
+STORED_READS = _counter(
+    "num_read_blocks", "quire_stored_kv_reads", "KV blocks read from files, each on all ranks of the replica."
+)
+STORED_WRITES = _counter(
+    "num_written_blocks",
+    "quire_stored_kv_writes",
+    "KV blocks written to files, each by all ranks of the replica.",
+)
+STORED_HITS = _counter(
+    "stored_hit_tokens",
+    "quire_stored_kv_hit_tokens",
+    "Prompt tokens that requests began with whose KV was read from files for them.",
+)
+STORED_CORRUPT = _counter(
+    "num_corrupt_blocks",
+    "quire_stored_kv_corrupt",
+    "KV blocks in files whose content was not what their names say; they were computed.",
+)
+STORED_FAILED = _counter(
+    "num_failed_reads",
+    "quire_stored_kv_failed_reads",
+    "KV blocks that a read from files did not find or verify.",
+)
+STORED_LATE = _counter(
+    "num_late_reads", "quire_stored_kv_late_reads", "Requests that waited for a read from files no longer."
+)
 KEPT_TOKENS = _counter(
     "num_retained_tokens",
     "quire_recovery_kept_tokens",

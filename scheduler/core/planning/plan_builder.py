@@ -123,6 +123,7 @@ class PlanBuilder:
             state_copies=state_copies,
             state_saves=state_saves,
             kv=state.kv_moves.take_orders(),
+            stored_orders=state.blocks.stored.take_orders(self.now),
         )
 
     def _keeps_states(self, state: SchedulerState) -> bool:

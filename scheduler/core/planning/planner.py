@@ -79,7 +79,8 @@ class Planner:
             advancing = advancing[staying]
             builder.num_drafted = None if builder.num_drafted is None else builder.num_drafted[staying]
         computes = bool(advancing.size or builder.chunk_rows)
-        plan = builder.commit(self._state, advancing, self.epoch) if computes or self._must_load() else None
+        must_step = computes or self._must_load() or self._must_store(now)
+        plan = builder.commit(self._state, advancing, self.epoch) if must_step else None
         return plan, preempted | for_admission
 
     def _must_load(self) -> bool:
@@ -87,6 +88,15 @@ class Planner:
         lora = self._state.lora
         is_loading = (lora is not None and lora.is_loading) or self._state.kv_moves.must_order
         return is_loading and not self._state.in_flight
+
+    def _must_store(self, now: float) -> bool:
+        """Begin to write blocks if nothing runs; return whether the ranks have orders or reports of blocks."""
+        state = self._state
+        if state.in_flight or not state.blocks.stored.is_on:
+            return False
+        if not state.running:
+            state.blocks.write_behind(now - state.throughput.last_step_at, now)
+        return state.blocks.stored.wants_step(now)
 
     # Trials: while a request is on trial, no other is in a step
 
@@ -313,7 +323,7 @@ class Planner:
         """
         state = self._state
         preempted: set[int] = set()
-        self._unpark()
+        self._unpark(builder.now)
         if not state.waiting:
             return preempted
         placement = Placement(state.blocks, builder.full_partitions)
@@ -322,6 +332,8 @@ class Planner:
             if sequence is None:
                 break
             if self._fail_unless_in_time(sequence, builder.now) or self._park_for_adapter(sequence):
+                continue
+            if self._park_for_read(sequence, builder.now):
                 continue
             if self._keeps_rows(builder, advancing):
                 break
@@ -355,9 +367,9 @@ class Planner:
         at_work = self._partitions_at_work((*advancing.tolist(), *builder.chunk_rows))
         return len(at_work) == self._state.blocks.num_partitions
 
-    def _unpark(self) -> None:
-        """Let sequences whose adapter or whose blocks are ready wait in order again."""
-        for sequence in self._state.kv_moves.take_ready():
+    def _unpark(self, now: float) -> None:
+        """Let sequences whose adapter is ready, or whose blocks were read, wait in order again."""
+        for sequence in (*self._state.kv_moves.take_ready(), *self._state.blocks.stored.unpark(now)):
             self._state.waiting.unpark(sequence)
         if self._state.lora is not None:
             for sequence in self._state.lora.unpark():
@@ -370,6 +382,15 @@ class Planner:
             return False
         self._state.waiting.park(sequence)
         lora.park(sequence)
+        return True
+
+    def _park_for_read(self, sequence: Sequence, now: float) -> bool:
+        """Let others pass a sequence whose blocks are being read from files; return whether it was parked."""
+        stored = self._state.blocks.stored
+        if not stored.must_wait(sequence, now):
+            return False
+        self._state.waiting.park(sequence)
+        stored.park(sequence)
         return True
 
     def _fail_unless_in_time(self, sequence: Sequence, now: float) -> bool:
@@ -423,6 +444,7 @@ class Planner:
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
         state.kv_moves.on_start(sequence)
+        blocks.stored.on_start(sequence, num_cached_tokens)
         sequence.snapshot_ends = blocks.snapshot_ends(sequence, prefix, num_cached_tokens)
         sequence.num_snapshot_tokens = num_cached_tokens
         if not sequence.has_run:

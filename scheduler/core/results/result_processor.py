@@ -57,8 +57,10 @@ class ResultProcessor:
                 state.fail_adapter(reference, error)
         if result.kv_reports:
             state.kv_moves.on_reports(result.kv_reports, now, state.in_flight.newest_id)
+        if result.stored_reports:
+            state.blocks.stored.on_reports(result.stored_reports)
         if not step.num_tokens:
-            return []  # only adapters or blocks of other replicas were read
+            return []  # only adapters or blocks were read or written
         for observer in self._observers:
             observer.observe(step, result, now)
         if step.draft_lens is not None:

@@ -36,6 +36,8 @@ from quire.proto.options.option import (
     write_table,
 )
 from quire.proto.options.values import (
+    DIRECTORY_SIZE,
+    FILE_NAME,
     FLAG,
     INTEGER,
     LORA_MODULES,
@@ -85,6 +87,10 @@ def sample(option: Option) -> tuple[Any, str]:
         return number, str(number)
     if option.kind is NUM_BYTES:
         return 3 << 20, "3MiB"
+    if option.kind is DIRECTORY_SIZE:
+        return "/var/cache/kv:64000000000", "/var/cache/kv:64GB"
+    if option.kind is FILE_NAME:
+        return "/etc/quire/kv.key", "/etc/quire/kv.key"
     if option.check is bearer_token:
         return "secret", "secret"
     if option.check is web_origins:

@@ -65,8 +65,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         pooling_type=st.sampled_from(["last", "mean"]),
         num_kv_partitions=st.sampled_from([1, 1, 2, 3]),
         num_state_slots=st.sampled_from([None, None, 2, 4, 9]),
+        stores_blocks=st.booleans(),
     )
-    def start(self, budget: int, **config: Any) -> None:
+    def start(self, budget: int, stores_blocks: bool, **config: Any) -> None:
+        may_store = (
+            config["prefix_caching"] and config["num_kv_partitions"] == 1 and config["num_host_blocks"]
+        )
+        if stores_blocks and may_store and config["num_state_slots"] is None:
+            config |= {"kv_disk": "/nowhere:64MiB"}
         if config["num_state_slots"] is not None:  # neither drafts nor data-parallel attention
             config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
         self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
@@ -177,6 +183,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.driver.now += seconds
 
+    @rule(faults=st.sampled_from([set(), set(), {"fail"}, {"torn"}, {"late"}]))
+    def files_change(self, faults: set[str]) -> None:
+        """Let reads from now on fail, find other content, or take long."""
+        self.driver.files.faults = faults
+
+    @precondition(lambda self: self.driver.scheduler.blocks.stored.is_on and not self.driver.files.faults)
+    @rule()
+    def restart(self) -> None:
+        """Finish all requests, let idle time pass, and continue with a new replica, which finds the files."""
+        while self.driver.scheduler.num_in_flight:
+            self.driver.apply_result()
+        self.driver.run()
+        self.driver.now += 1.0
+        self.driver.run()
+        assert self.driver.scheduler.blocks.stored.is_settled
+        self.driver.replace()
+        self.driver.run()  # which tells the new replica what the files have
+
     @rule()
     def group_fails(self) -> None:
         """End every request; the plans in flight are never executed."""
@@ -244,6 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return  # the example failed already
         while self.driver.scheduler.num_in_flight:
             self.driver.apply_result()
+        self.driver.files.faults = set()
         self.driver.run()
         if self.driver.moved:
             self.continue_elsewhere()
@@ -256,6 +281,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if handle in self.pooled:
                     assert self.driver.vectors[handle] == pooling_oracle(self.pooled[handle])
         blocks = self.driver.scheduler.blocks
+        if blocks.stored.is_on:  # late orders end with the next steps
+            for _ in range(3):
+                self.driver.now += 1.0
+                self.driver.step(1)
         assert blocks.num_held_blocks == 0
         assert blocks.host is None or blocks.host.num_held == 0
 

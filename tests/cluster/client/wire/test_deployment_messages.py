@@ -30,6 +30,10 @@ def other_value(kind: type, field: Field[Any]) -> Any:
         return '{"method": "ngram"}'
     if field.name in ("kv_events", "kv_events_replay"):
         return "zmq://127.0.0.1:5557"
+    if field.name in ("kv_disk", "kv_shared"):
+        return "/var/cache/kv:64000000000"
+    if field.name == "kv_key":
+        return "/etc/quire/kv.key"
     if field.name == "lora_modules":
         return (("sql", "/adapters/sql"),)
     declared = declared_options(kind).get(field.name)

@@ -1,0 +1,200 @@
+"""StoredTier: prefixes are read from files while a request waits; failed, torn and late reads cost a computation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import Driver
+from fakes import oracle, random_prompt, small_config
+
+from quire.proto.stored_kv import StoredReport, block_key
+from quire.scheduler.kv.cache_events import BlocksStored, CacheKey
+from quire.scheduler.kv.stored_tier import StoredTier
+from quire.scheduler.sequences.sequence import Sequence
+
+PROMPT = random_prompt(33)
+NUM_CACHED = 32
+
+
+def make_driver(**settings: Any) -> Driver:
+    config = {"num_blocks": 64, "num_host_blocks": 40, "kv_disk": "/nowhere:64MiB", **settings}
+    return Driver(small_config(**config))
+
+
+def run(driver: Driver, handle: int, prompt: list[int] = PROMPT, **settings: Any) -> int:
+    """Run a request to its end, check its output, and return its cached tokens."""
+    driver.add(handle, prompt, max_tokens=4, **settings)
+    driver.run()
+    assert driver.outputs[handle] == oracle(prompt, 4)
+    return driver.finishes[handle].num_cached_tokens
+
+
+def store_and_restart(driver: Driver) -> None:
+    """Let idle time pass, in which blocks are written, and continue with a new scheduler and group."""
+    driver.now += 1.0
+    driver.run()
+    assert driver.scheduler.blocks.stored.is_settled
+    driver.replace()
+    driver.run()
+
+
+@pytest.fixture
+def restarted() -> Driver:
+    driver = make_driver()
+    assert run(driver, 0) == 0
+    store_and_restart(driver)
+    assert driver.scheduler.blocks.stored.num_blocks_in[0] >= NUM_CACHED // 4
+    return driver
+
+
+@pytest.mark.parametrize("layer_windows", [(0,), (0, 9, 9), (6,)])
+def test_prefix_is_found_after_a_restart(layer_windows: tuple[int, ...]) -> None:
+    driver = make_driver(layer_windows=layer_windows, num_blocks=80, num_host_blocks=80)
+    run(driver, 0)
+    store_and_restart(driver)
+    assert run(driver, 1) == NUM_CACHED
+    assert driver.scheduler.blocks.stored.num_hit_tokens > 0
+
+
+def test_blocks_are_written_in_idle_time_only() -> None:
+    driver = make_driver()
+    run(driver, 0)
+    assert not driver.files.blocks
+    driver.now += 0.1
+    driver.run()
+    assert not driver.files.blocks
+    driver.now += 1.0
+    driver.run()
+    assert driver.files.blocks
+
+
+def test_other_salt_finds_nothing(restarted: Driver) -> None:
+    assert run(restarted, 1, salt=b"other") == 0
+    assert restarted.scheduler.blocks.stored.num_read_blocks == 0
+
+
+@pytest.mark.parametrize("fault", ["fail", "torn"])
+def test_failed_read_is_computed(restarted: Driver, fault: str) -> None:
+    restarted.files.faults = {fault}
+    assert run(restarted, 1) == 0
+    stored = restarted.scheduler.blocks.stored
+    assert stored.num_failed_reads == NUM_CACHED // 4
+    assert (stored.num_corrupt_blocks > 0) == (fault == "torn")
+
+
+def test_late_read_is_not_waited_for(restarted: Driver) -> None:
+    stored = restarted.scheduler.blocks.stored
+    restarted.files.faults = {"late"}
+    restarted.add(1, PROMPT, max_tokens=4)
+    for _ in range(5):
+        restarted.step()
+    assert not restarted.outputs[1]  # it waits
+    restarted.now += 3.0
+    for _ in range(10):
+        restarted.step()
+    assert restarted.outputs[1] == oracle(PROMPT, 4)
+    assert restarted.finishes[1].num_cached_tokens == 0
+    assert stored.num_late_reads == 1
+    assert stored.held_on_host  # the ranks may still write into them
+    restarted.files.faults = set()
+    restarted.run()
+    assert not stored.held_on_host
+
+
+def test_requests_with_one_prefix_share_a_read(restarted: Driver) -> None:
+    for handle in (1, 2):
+        restarted.add(handle, PROMPT, max_tokens=4)
+    restarted.run()
+    for handle in (1, 2):
+        assert restarted.finishes[handle].num_cached_tokens == NUM_CACHED
+    assert restarted.scheduler.blocks.stored.num_read_blocks == NUM_CACHED // 4
+
+
+def test_aborted_request_leaves_nothing_held(restarted: Driver) -> None:
+    restarted.files.faults = {"late"}
+    restarted.add(1, PROMPT, max_tokens=4)
+    restarted.step()
+    restarted.abort(1)
+    restarted.files.faults = set()
+    restarted.run()
+    assert not restarted.scheduler.blocks.stored.held_on_host
+
+
+def test_failure_of_the_ranks_drops_orders(restarted: Driver) -> None:
+    restarted.files.faults = {"late"}
+    restarted.add(1, PROMPT, max_tokens=4)
+    restarted.step()
+    restarted.lose_ranks()
+    assert not restarted.scheduler.blocks.stored.held_on_host
+    restarted.files.faults = set()
+    restarted.run()
+    assert restarted.outputs[1] == oracle(PROMPT, 4)
+
+
+def test_planted_use_of_a_read_before_its_end_is_found(
+    restarted: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_read = StoredTier.begin_read
+
+    def list_at_once(
+        tier: StoredTier,
+        sequence: Sequence,
+        contents: Items[tuple[int, CacheKey]],
+        compute_s: float,
+        now: float,
+    ) -> None:
+        begin_read(tier, sequence, contents, compute_s, now)
+        for order in tier._orders.values():
+            for (group, key), block in zip(order.contents, order.order.host_blocks.tolist(), strict=True):
+                tier._host.fill(group, key, block)
+        tier._tickets.clear()
+
+    monkeypatch.setattr(StoredTier, "begin_read", list_at_once)
+    with pytest.raises((AssertionError, IndexError)):  # foreign KV, or none
+        run(restarted, 1)
+
+
+def test_slow_reads_are_not_begun(restarted: Driver) -> None:
+    stored = restarted.scheduler.blocks.stored
+    stored.read_blocks_per_s, stored._read_at = 1.0, restarted.now
+    assert stored.max_read_blocks(32, tokens_per_s=1000.0, now=restarted.now) == 0
+    assert stored.max_read_blocks(32, tokens_per_s=1.0, now=restarted.now) > 0
+    assert (
+        stored.max_read_blocks(32, tokens_per_s=1000.0, now=restarted.now + 100) > 0
+    )  # it may be faster now
+
+
+def test_block_needs_all_ranks() -> None:
+    config = small_config(num_host_blocks=8, kv_disk="/nowhere:64MiB", kv_shared="/there:64MiB")
+    driver = Driver(config)
+    tier = driver.scheduler.blocks.stored
+    tier._num_ranks, tier._all_ranks = 2, 0b101
+    key = block_key(0, bytes(32))
+    tier.on_reports([StoredReport(0, tier=0, added=key)])
+    assert not tier.has(0, bytes(32))
+    tier.on_reports([StoredReport(1, tier=1, added=key)])
+    assert tier.has(0, bytes(32))
+    assert tier.num_blocks_in == (0, 0)
+    tier.on_reports([StoredReport(1, tier=0, added=key)])
+    assert tier.num_blocks_in == (1, 0)
+    tier.on_reports([StoredReport(1, tier=1, removed=key), StoredReport(0, tier=0, removed=key)])
+    assert not tier.has(0, bytes(32))
+
+
+def test_events_name_the_tier() -> None:
+    driver = make_driver(kv_events="zmq://127.0.0.1:*")
+    run(driver, 0)
+    driver.now += 1.0
+    driver.run()
+    events = driver.scheduler.blocks.events.take()
+    stored = {event.medium for event in events if isinstance(event, BlocksStored)}
+    assert stored == {"GPU", "CPU", "DISK"}
+
+
+def test_pool_keeps_half_of_the_host_blocks(restarted: Driver) -> None:
+    stored = restarted.scheduler.blocks.stored
+    assert stored.max_read_blocks(1 << 20, 0.0, restarted.now) == 20
+    assert np.array(stored.held_on_host).size == 0
