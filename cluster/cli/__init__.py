@@ -27,6 +27,7 @@ from .operate import chaos, events, flush_cache, scale, undrain
 from .plan import plan
 from .provision.command import down, up
 from .replay import replay
+from .serve.command import fleet
 from .serve.command import serve as serve_command
 from .simulate import simulate
 from .status import health, status
@@ -39,6 +40,7 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 app = typer.Typer(name="quire", cls=Group, pretty_exceptions_enable=False)
 for _command in (
     serve_command,
+    fleet,
     download,
     models,
     fit,

@@ -1,14 +1,16 @@
-"""`quire serve`."""
+"""`quire serve` and `quire fleet`."""
 
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ....proto.errors import Problems
 from ....proto.options.option import read_environment, select_options
+from ...client.wire.tokens import Role
 from ...config.deployment import ClusterOptions, Deployment, ScalingLimits
 from ...config.engine_options import EngineOptions
 from ...config.server_options import ServerOptions
@@ -80,6 +82,45 @@ def serve(
     _run(lambda: _serve_one_host(problems, model, engine, server, environment))
 
 
+@with_options(engine=(EngineOptions,), server=(ServerOptions,))
+def fleet(
+    engine: dict[str, Any],
+    server: dict[str, Any],
+    local: Annotated[int, typer.Option(metavar="N", min=1, help="Replicas, all on this machine.")],
+    model: Annotated[
+        str,
+        typer.Argument(help="A Hugging Face model directory, ORG/NAME on the Hugging Face Hub, or `demo`."),
+    ] = "demo",
+    folder: Annotated[
+        Path, typer.Option(metavar="DIR", help="Where the certificate and the tokens are, and stay.")
+    ] = Path("quire-fleet"),
+) -> None:
+    """Run a fleet on this machine alone until stopped: Ray, replicas, and a gateway with TLS and tokens.
+
+    Makes the certificate and the tokens if the folder has none, and prints how to call the fleet with them.
+    Everything ends with this command. For a fleet on several machines use `quire serve --address`.
+
+    Example: `quire fleet demo --local 2`
+    """
+    problems = Problems()
+    environment: dict[str, Any] = {}
+    with problems:
+        environment = read_environment(os.environ, ClusterOptions, ServerOptions)
+    replicas = {"min_replicas": local, "max_replicas": local}
+
+    def serving() -> int:
+        from .local_credentials import LocalCredentials
+
+        credentials = LocalCredentials.make(folder)
+        options = environment | credentials.server_options() | server
+        target = options.get("listen", ServerOptions().listen)
+        for command, role in (("status", Role.OPERATOR), ('generate "Hello"', Role.USER)):
+            print(f"quire {command} --target {target} {credentials.client_options(role)}", flush=True)
+        return _serve_fleet(problems, model, None, engine | replicas, {}, options, environment)
+
+    _run(serving)
+
+
 def _run(serving: Callable[[], int]) -> NoReturn:
     """Serve, and exit with its status. A signal during start-up, also while Python imports, gets one line."""
     try:
@@ -111,7 +152,7 @@ def _serve_one_host(
 def _serve_fleet(
     problems: Problems,
     model: str,
-    address: str,
+    address: str | None,
     deployed: Options,
     cluster: Options,
     server: Options,

@@ -1,4 +1,4 @@
-"""`quire serve --address`: deploys models on a Ray cluster and runs a gateway of its fleet until a signal."""
+"""`quire serve --address` and `quire fleet`: deploy models on Ray and run a gateway of the fleet until a signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...fleet.controller.controller import find_or_start_controller
 from ...fleet.controller.controller_client import ControllerClient
 from ...fleet.controller.fleet_state import Deploy
 from ...fleet.ray.launch_target import DEFAULT_NAMESPACE
-from ...fleet.ray.local_cluster import attach
+from ...fleet.ray.local_cluster import LocalCluster, attach
 from ...fleet.replica.fault_injection import RayFaultInjector
 from ...gateway.access.security import Security
 from ...gateway.admin.services import GatewayServices
@@ -40,16 +40,18 @@ _log = logging.getLogger(__name__)
 
 def serve_fleet(
     deployments: Sequence[Deployment],
-    address: str,
+    address: str | None,
     server_options: ServerOptions,
     cluster_options: ClusterOptions,
     security: Security,
 ) -> int:
-    """Serve until SIGINT or SIGTERM; the fleet runs on without this gateway. Call it from the main thread.
+    """Serve until SIGINT or SIGTERM. Call it from the main thread.
 
     Prints its addresses on stdout when requests can be served.
 
     Args:
+        address: of a Ray cluster, on which the fleet runs on without this gateway. None for a Ray instance on this
+            machine, which ends with the gateway.
         cluster_options: ignored if the fleet's controller runs already.
         security: the one that `set_up_server` returned.
 
@@ -66,13 +68,20 @@ def serve_fleet(
             stack.enter_context(signals_raise())
             observers = stack.enter_context(request_observers(server_options))
             deliver_held_signal()
-            stack.enter_context(attach(address))
+            stack.enter_context(LocalCluster(_num_cpus(deployments)) if address is None else attach(address))
             raise_on_signals()
             controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
             return run_event_loop(_serve(deployments, controller, server_options, security, observers))
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
+
+
+def _num_cpus(deployments: Sequence[Deployment]) -> int:
+    """Return the CPU slots of all replicas and of another one of each model, for rolling updates."""
+    return sum(
+        (1 + each.limits.max_replicas) * (1 + each.engine.tensor_parallel_size) for each in deployments
+    )
 
 
 async def _serve(

@@ -44,8 +44,8 @@ from .server_setup import request_observers, retention_limits
 from .servers import GatewayServers
 
 CANARY_TIMEOUT_S = 60.0
-# Time for running streams to finish after a signal, and to receive the error after a failure. The replica and Ray take
-# 0.8 to 1.4 s to end after it, so that a server under load has ended 5 s after the signal.
+# Time for running streams to finish after a signal, and to receive the error after a failure. The replica and Ray
+# take 0.8 to 1.4 s to end after it, so that a server under load has ended 5 s after the signal.
 GRACE_S = 3.5
 FAILURE_GRACE_S = 1.0
 
