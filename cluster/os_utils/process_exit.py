@@ -15,6 +15,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from .oom_kills import OomKills
+
 # struct pidfd_info of linux/pidfd.h, in its first version: mask, cgroup, eleven ids, exit status.
 _INFO = struct.Struct("=QQ11Ii")
 _GET_INFO = 3 << 30 | _INFO.size << 16 | 0xFF << 8 | 11
@@ -40,6 +42,7 @@ class ProcessExit:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
+        self._oom_kills = OomKills(pid)
 
     @property
     def has_ended(self) -> bool:
@@ -79,7 +82,10 @@ class ProcessExit:
             os.close(pidfd)
 
     def describe(self) -> str:
-        """Return how the process ended; that it has ended, if the system tells no more."""
+        """Return how the process ended, and whether memory was lacking, as far as the system tells."""
+        return "; ".join(filter(None, (self._describe_status(), self._oom_kills.describe())))
+
+    def _describe_status(self) -> str:
         deadline = time.monotonic() + _REAP_TIMEOUT_S
         with suppress(OSError, ValueError):  # ValueError after `close`
             while time.monotonic() < deadline:
