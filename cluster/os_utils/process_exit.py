@@ -83,7 +83,11 @@ class ProcessExit:
 
     def describe(self) -> str:
         """Return how the process ended, and whether memory was lacking, as far as the system tells."""
-        return "; ".join(filter(None, (self._describe_status(), self._oom_kills.describe())))
+        return "; ".join(filter(None, (self._describe_status(), self.describe_memory())))
+
+    def describe_memory(self) -> str:
+        """Return that the process's control group ran out of memory while it lived; empty if it did not."""
+        return self._oom_kills.describe()
 
     def _describe_status(self) -> str:
         deadline = time.monotonic() + _REAP_TIMEOUT_S

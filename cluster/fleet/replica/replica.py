@@ -141,7 +141,11 @@ class Replica(Closing):
             arguments = self._process, self.lost_raylet
             threading.Thread(target=self._fail_at_end, args=arguments, name="raylet", daemon=True).start()
             return
-        self._set_failure(None if error is None else unwrap(error, f"the scheduler of {self.replica_id}"))
+        failure = None if error is None else unwrap(error, f"the scheduler of {self.replica_id}")
+        process = self._process
+        if isinstance(failure, ReplicaUnavailable) and process is not None and process.describe_memory():
+            failure = ReplicaUnavailable(f"{failure}; {process.describe_memory()}")
+        self._set_failure(failure)
 
     def _fail_at_end(self, scheduler: ProcessExit, lost_raylet: str) -> None:
         """Wait for the end of the scheduler, which Ray does not report any more."""
