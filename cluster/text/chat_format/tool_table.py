@@ -16,6 +16,7 @@ _DSML = '<｜DSML｜invoke name="{name}">\n'
 _DSML_ARGUMENT = '<｜DSML｜parameter name="{key}" string="{type}">{value}</｜DSML｜parameter>\n'
 _XML_ARGUMENT = '<parameter name="{key}">{value}</parameter>\n'
 _GLM_ARGUMENT = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+_IFM_ARGUMENT = "<ifm|arg_key>{key}</ifm|arg_key>\n<ifm|arg_value>{value}</ifm|arg_value>\n"
 _QWEN_ARGUMENT = "<parameter={key}>\n{value}\n</parameter>\n"
 
 _TABLE: Mapping[str, ToolCallFormat] = {
@@ -131,6 +132,18 @@ _TABLE: Mapping[str, ToolCallFormat] = {
         extras=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         shown_by=[("<tool_calls", "<arg_key")],
         models="Hunyuan 4",
+    ),
+    "k2_horizon": TaggedCalls(
+        begin="<ifm|tool_calls>",
+        end="</ifm|tool_calls>",
+        header="<ifm|tool_call>{name}",
+        argument=_IFM_ARGUMENT,
+        call_end="</ifm|tool_call>",
+        is_section=True,
+        is_forced=False,
+        extras=("<ifm|arg_key>", "</ifm|arg_key>", "<ifm|arg_value>", "</ifm|arg_value>"),
+        shown_by=[("<ifm|tool_calls>", "<ifm|arg_key>")],
+        models="K2 Horizon",
     ),
     "glm45": TaggedCalls(
         begin="<tool_call>",

@@ -84,6 +84,11 @@ TEXTS = {
         f"<|action_start|><|plugin|>\n{OBJECTS[1]}\n<|action_end|>\n"
         f"<|action_start|> <|plugin|>{NOW[1]}<|action_end|>"
     ),
+    "k2_horizon": (
+        '<ifm|tool_calls><ifm|tool_call>get_weather\n<ifm|arg_key>city</ifm|arg_key>\n<ifm|arg_value>Pa"ris'
+        "</ifm|arg_value>\n<ifm|arg_key>days</ifm|arg_key><ifm|arg_value>3</ifm|arg_value></ifm|tool_call>\n"
+        "<ifm|tool_call>now</ifm|tool_call></ifm|tool_calls>"
+    ),
     "kimi_k2": (
         "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
         f"{CITY}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
@@ -136,8 +141,8 @@ PEERS = (
     "apertus apertus2509 cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 "
     "deepseekv3 deepseekv31 deepseekv32 deepseekv4 dots ernie45 functiongemma gemma4 gigachat3 gigachat35 glm "
     "glm45 glm47 gpt-oss granite granite-20b-fc granite4 hermes hunyuan hunyuan_a13b hy_v3 internlm interns1 "
-    "jamba kimi_k2 kimi_k3 lfm2 ling3 llama3 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 "
-    "minimax-m2 minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen qwen25 qwen3_coder "
+    "jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 llama3_json llama4_json llama4_pythonic longcat mimo "
+    "minicpm5 minimax-m2 minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen qwen25 qwen3_coder "
     "qwen3_xml seed_oss solar_open2 spark25 step3 step3p5 trinity xlam "
 )
 REASONING_PEERS = (
