@@ -13,6 +13,7 @@ from ..proto.lazy_names import lazy_names
 if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
     from .ahead.variants import compile_variants as compile_variants, record_variants as record_variants
     from .comm.communicator import SingleRank as SingleRank
+    from .libraries.installed import LIBRARIES as LIBRARIES
     from .memory.host_memory import available_bytes as available_bytes
     from .memory.shared_segment import SegmentAddress as SegmentAddress, SharedSegment as SharedSegment
     from .models.slot_size import measure_slot as measure_slot
@@ -52,6 +53,7 @@ else:
         {
             ".ahead.variants": "compile_variants record_variants",
             ".comm.communicator": "SingleRank",
+            ".libraries.installed": "LIBRARIES",
             ".memory.host_memory": "available_bytes",
             ".memory.shared_segment": "SegmentAddress SharedSegment",
             ".models.slot_size": "measure_slot",

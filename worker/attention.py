@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..kernels.attention_variant import PLAIN, AttentionVariant
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, DecodeSplits, split_decodes
-from ..kernels.flash_attention import ChunkAttention, FlashAttention, load_flash_attention
 from ..kernels.latent_attention import ChunkBounds
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
 from ..kernels.sparse_latent import SelectedTokens
 from ..kernels.state_runs import StateRuns
+from ..proto.block_tables import IntArray
 from ..proto.config import ParallelConfig
-from ..proto.errors import ConfigError, first_line
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +26,12 @@ class LayerCache:
     Attributes:
         blocks: [N, 2, Hkv, B, D]; of latents [N, 1, 1, B, D], see kernels.latent_attention.
         scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
-        attend_chunks: attention of chunks by another library; None for the kernels of quire.
         group: index of the layer's slots and block tables (see AttentionInputs.of_group): its cache group, and the
             sub-block of the group's places if they are split.
     """
 
     blocks: Tensor
     scales: Tensor | None = None
-    attend_chunks: ChunkAttention | None = None
     group: int = 0
 
 
@@ -95,6 +89,66 @@ class TokenChoice(NamedTuple):
     visible: Tensor | None
 
 
+class StepAttention(Protocol):
+    """Attention of a step's tokens, by the kernels of quire or of another library."""
+
+    def decode(
+        self,
+        q: Tensor,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> Tensor:
+        """Compute the attention of the sequences with one token, [num_decodes, Hq, D]."""
+        ...
+
+    def prefill(
+        self,
+        q: Tensor,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> Tensor:
+        """Compute the attention of the tokens of chunks, [T - num_decodes, Hq, D]."""
+        ...
+
+
+class OwnAttention:
+    """StepAttention by the kernels of quire."""
+
+    def decode(
+        self,
+        q: Tensor,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> Tensor:
+        tables, lens = inputs.block_tables[: len(q)], inputs.seq_lens[: len(q)]
+        return paged_decode_attention(
+            q, kv_cache.blocks, tables, lens, scale, inputs.splits, variant, kv_cache.scales
+        )
+
+    def prefill(
+        self,
+        q: Tensor,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+        scale: float,
+        variant: AttentionVariant,
+    ) -> Tensor:
+        split = inputs.num_decodes
+        tables, lens = inputs.block_tables[split:], inputs.seq_lens[split:]
+        return paged_prefill_attention(
+            q, kv_cache.blocks, tables, inputs.query_start, lens, scale, variant, kv_cache.scales
+        )
+
+
+OWN_ATTENTION = OwnAttention()
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """Attention inputs of a step, shared by all layers of a cache group. Sequences with one token come first.
@@ -107,6 +161,8 @@ class AttentionInputs:
         seq_lens: [S] int32, including this step's tokens.
         splits: split of the sequences with one token for a GPU (split-KV); None on a CPU.
         chunks: the lengths of the chunks on the host; None in recorded steps, where the host cannot know them.
+        decode_lens: [num_decodes], `seq_lens` of the sequences with one token, on the host; None where the host does
+            not know them.
         other_groups: the inputs of further groups, which differ in slots and block tables.
         own_tokens: with data-parallel attention the T tokens that this rank attends for; None if every rank attends
             for all tokens.
@@ -114,6 +170,7 @@ class AttentionInputs:
         choices: that of the last layer with an indexer (sparse latent attention), which layers without one use;
             empty before.
         states: None for models whose layers keep none.
+        library: what computes the step's attention.
     """
 
     num_decodes: int
@@ -123,11 +180,13 @@ class AttentionInputs:
     seq_lens: Tensor
     splits: DecodeSplits | None = None
     chunks: ChunkBounds | None = None
+    decode_lens: IntArray | None = None
     other_groups: tuple[AttentionInputs, ...] = ()
     own_tokens: OwnTokens | None = None
     generated: GeneratedTokens | None = None
     choices: list[TokenChoice] = field(default_factory=list)
     states: StepStates | None = None
+    library: StepAttention = OWN_ATTENTION
 
     def own(self, values: Tensor) -> Tensor:
         """Return the entries of the tokens that this rank attends for, of values for each token of the step."""
@@ -230,6 +289,12 @@ def with_splits(inputs: AttentionInputs, block_size: int, item_len: int | None) 
     return replace(inputs, splits=splits, other_groups=others)
 
 
+def with_library(inputs: AttentionInputs, library: StepAttention) -> AttentionInputs:
+    """Return the inputs with what computes the step's attention, in all cache groups."""
+    others = tuple(replace(other, library=library) for other in inputs.other_groups)
+    return replace(inputs, library=library, other_groups=others)
+
+
 def paged_attention(
     q: Tensor,
     kv_cache: LayerCache,
@@ -246,52 +311,16 @@ def paged_attention(
     Returns:
         [T, Hq, D].
     """
-    split = inputs.num_decodes
-    tables, lens = inputs.block_tables, inputs.seq_lens
-    blocks, scales = kv_cache.blocks, kv_cache.scales
+    split, library = inputs.num_decodes, inputs.library
     parts: list[Tensor] = []
     if split > 0:
-        decodes = blocks, tables[:split], lens[:split], scale, inputs.splits, variant, scales
-        parts.append(paged_decode_attention(q[:split], *decodes))
+        parts.append(library.decode(q[:split], kv_cache, inputs, scale, variant))
     if split < q.shape[0]:
-        chunks = blocks, tables[split:], inputs.query_start, lens[split:], scale, variant, scales
-        attend_chunks = kv_cache.attend_chunks or paged_prefill_attention
-        parts.append(attend_chunks(q[split:], *chunks))
+        parts.append(library.prefill(q[split:], kv_cache, inputs, scale, variant))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     if (own := inputs.generated) is not None:
-        decodes = blocks, tables[own.sequences], own.lens, scale, None, variant, scales
-        out[own.tokens] = paged_decode_attention(q[own.tokens], *decodes)
-    return out
-
-
-def load_chunk_attention(backend: str) -> FlashAttention | None:
-    """Return another library's attention of chunks. Returns None for that of quire.
-
-    Raises:
-        ConfigError: the library is not installed.
-    """
-    if backend == "triton":
-        return None
-    try:
-        return load_flash_attention()
-    except ImportError as error:
-        raise ConfigError(
-            f"attention_backend is {backend!r}, but {first_line(error)}; install FlashAttention 3 or leave the "
-            "option out"
-        ) from error
-
-
-def log_chunk_attention(attention: FlashAttention | None) -> None:
-    """Log what computed the attention of prompts in the steps that have run so far, on every layer."""
-    if attention is None:
-        _log.info("attention of prompts: Triton kernels")
-        return
-    reason = ", ".join(sorted(attention.unsupported)) or "latents"
-    if not attention.num_calls:
-        _log.warning(
-            "attention of prompts: Triton kernels, since FlashAttention 3 does not support %s", reason
+        tables = inputs.block_tables[own.sequences]
+        out[own.tokens] = paged_decode_attention(
+            q[own.tokens], kv_cache.blocks, tables, own.lens, scale, None, variant, kv_cache.scales
         )
-    elif attention.unsupported:
-        _log.info("attention of prompts: FlashAttention 3; Triton kernels in layers with %s", reason)
-    else:
-        _log.info("attention of prompts: FlashAttention 3")
+    return out

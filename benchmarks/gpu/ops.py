@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.gpu.adapter_ops import adapter_cases
 from benchmarks.gpu.latent_ops import latent_cases
+from benchmarks.gpu.libraries import attention_peers, decode_inputs, prefill_inputs
 from benchmarks.gpu.op_case import (
     BLOCK_SIZE,
     Op,
@@ -33,7 +34,6 @@ from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
 from quire.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.block_tables import update_block_tables
 from quire.kernels.decode_splits import split_decodes
-from quire.kernels.flash_attention import load_flash_attention
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
 from quire.kernels.gumbel import random_keys
 from quire.kernels.logits import process_logits
@@ -44,6 +44,7 @@ from quire.kernels.paged_cache import copy_blocks
 from quire.kernels.quantized_kv import quantize as quantize_kv
 from quire.kernels.quantized_linear import FLOAT8, float8_linear, quantize, quantized_linear
 from quire.kernels.routing import Routing, choose_experts
+from quire.worker.attention import AttentionInputs
 
 
 def cases(sizes: Sizes) -> Iterator[OpCase]:
@@ -88,8 +89,15 @@ def decode_case(sizes: Sizes, rows: int, length: int, stored: torch.dtype | None
         keys, values = (random(sizes, rows, kv_heads, length, head_dim) for _ in "kv")
         return partial(F.scaled_dot_product_attention, q, keys, values, enable_gqa=True)
 
+    def make_step(index: int) -> tuple[Tensor, Tensor, AttentionInputs]:
+        cache, _, tables = random_cache(sizes, rows, length, None)
+        lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
+        return strided(sizes, rows, heads, head_dim), cache, decode_inputs(tables, lens)
+
     suffix = "" if stored is None else f".{str(stored).removeprefix('torch.')}"
     peers = {"sdpa": make_sdpa} if stored is None else {}
+    if stored is None:
+        peers |= attention_peers(sizes.device, head_dim**-0.5, make_step)
     return OpCase(
         f"decode{suffix}.{rows}x{length}", sizes.device, int(2 * numbers * per_number),
         4 * rows * length * heads * head_dim, make, peers,
@@ -115,12 +123,9 @@ def prefill_case(sizes: Sizes, length: int, stored: torch.dtype | None) -> OpCas
             q, cache, tables, starts, lens, head_dim**-0.5, kv_scales=scales
         )
 
-    def make_flash_attention(index: int) -> Op:
-        attend = load_flash_attention()
+    def make_step(index: int) -> tuple[Tensor, Tensor, AttentionInputs]:
         cache, _, tables = random_cache(sizes, 1, length, None)
-        q = random(sizes, length, heads, head_dim)
-        starts = torch.tensor([0, length], dtype=torch.int32, device=sizes.device)
-        return partial(attend, q, cache, tables, starts, starts[1:].clone(), head_dim**-0.5)
+        return strided(sizes, length, heads, head_dim), cache, prefill_inputs(tables, length)
 
     def make_sdpa(index: int) -> Op:
         q = random(sizes, 1, heads, length, head_dim)
@@ -130,8 +135,8 @@ def prefill_case(sizes: Sizes, length: int, stored: torch.dtype | None) -> OpCas
     suffix = "" if stored is None else ".float8"
     num_bytes = 2 * length * (heads + kv_heads) * head_dim * 2
     peers = {"sdpa": make_sdpa} if stored is None else {}
-    if stored is None and has_flash_attention():
-        peers["flash_attn"] = make_flash_attention
+    if stored is None:
+        peers |= attention_peers(sizes.device, head_dim**-0.5, make_step)
     flops = 2 * length * (length + 1) * heads * head_dim
     return OpCase(f"prefill{suffix}.{length}", sizes.device, num_bytes, flops, make, peers)
 
@@ -300,14 +305,6 @@ def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
     yield OpCase(f"experts.{tokens}", sizes.device, 3 * num_bytes, 6 * num_products, make)
     yield OpCase(f"expert_terms.{tokens}", sizes.device, num_bytes, 2 * num_products, make_terms)
     yield OpCase(f"routing.{tokens}", sizes.device, tokens * (16 * count + 12 * top_k), 0, make_routing)
-
-
-def has_flash_attention() -> bool:
-    try:
-        load_flash_attention()
-    except ImportError:
-        return False
-    return True
 
 
 def _make_copy(sizes: Sizes, index: int) -> Op:

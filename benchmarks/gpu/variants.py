@@ -1,4 +1,4 @@
-"""Stage `variants`: the 8B Llama with float8 and int8 weights, with a quantized KV cache, and with FlashAttention."""
+"""Stage `variants`: the 8B Llama with float8 and int8 weights, with a quantized KV cache, and with libraries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.engine import MODEL, measure_decode, random_prompt, serving
-from benchmarks.gpu.ops import has_flash_attention
+from benchmarks.gpu.libraries import installed_libraries
 from benchmarks.gpu.random_llama import write_llama
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
@@ -18,8 +18,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int8_kv": {"kv_cache_dtype": "int8"},
 }
-if has_flash_attention():
-    VARIANTS["flash_attn"] = {"attention_backend": "flash_attn"}
 # Load, record graphs, measure.
 VARIANT_S = 20.0
 
@@ -29,7 +27,8 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     write_llama(model, sizes.model, sizes.dtype, sizes.device)
     copy = roof(folder, "copy", lambda: copy_rate(sizes.copy_bytes, sizes.device, sizes.repeat_s))
     length = sizes.prefill_lens[-1]
-    for name, options in VARIANTS.items():
+    libraries = {each: {"attention_backend": each} for each in installed_libraries(sizes.device)}
+    for name, options in (VARIANTS | libraries).items():
         if record.begins(name, VARIANT_S):
             with record.case(name), serving(record, model, sizes, name, **options) as server:
                 for rows, tokens in (sizes.decodes[0], sizes.decodes[-3]):

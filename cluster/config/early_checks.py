@@ -107,7 +107,7 @@ def resolve_max_model_len(max_model_len: int | None, context_len: int) -> int:
 
 def _check_combinations(options: EngineOptions, device: str) -> None:
     backend, policy = options.attention_backend, resolve_policy(options)
-    is_single, has_own_attention = options.tensor_parallel_size == 1, backend == "triton"
+    is_single, has_own_attention = options.tensor_parallel_size == 1, backend in ("auto", "triton")
     adapters, most = [name for name, _ in options.lora_modules], options.max_cpu_loras
     # problem |-> whether the options have it
     problems = {

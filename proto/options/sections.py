@@ -107,9 +107,10 @@ class ParallelOptions:
     )
     attention_backend: str = execution_option(
         "triton",
-        help="Attention of prompts on a GPU: triton is quire's own kernel, flash_attn is FlashAttention 3, which "
-        "must be installed (not yet run).",
-        check=one_of("triton", "flash_attn"),
+        help="Attention on a GPU: triton is quire's own kernels; flashinfer is FlashInfer; flash_attn is "
+        "FlashAttention 3, for prompts; auto is the first of these two that is installed and fits, or else triton. "
+        "A named library must be installed and fit (libraries: not yet run on a GPU).",
+        check=one_of("auto", "triton", "flashinfer", "flash_attn"),
     )
     logits_processors: str | None = execution_option(
         None,

@@ -33,7 +33,8 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
 
     Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
-    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots.
+    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots,
+    attention_backend.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -57,6 +58,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),
         batch_invariant=settings.get("batch_invariant"),
+        attention_backend=settings.get("attention_backend", "triton"),
     )
     config = combine(options, model, device=settings.get("device", "cpu"))
     return replace(config, speculative=settings.get("speculative"), lora=settings.get("lora"))

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any
 
@@ -101,6 +101,8 @@ def record_variants(config: EngineConfig, ranks: list[int], capability: int, gpu
         ConfigError: the model is not supported.
         ModelLoadError: the model's files cannot be read.
     """
+    # Kernels of other libraries are compiled by these.
+    config = replace(config, parallel=replace(config.parallel, attention_backend="triton"))
     variants = note_variants(capability)
     install(capability, gpu_bytes)
     size = config.parallel.tensor_parallel_size

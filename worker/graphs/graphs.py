@@ -17,15 +17,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.decode_splits import split_decodes
 from ...kernels.state_runs import StateRuns
 from ...kernels.workspace import workspaces
+from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.errors import first_line
 from ..attention import AttentionInputs, OwnTokens, with_groups
+from ..libraries.attention_backend import OWN_BACKEND, GraphAttention
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters
 from ..step.batch import Batch
 from .graph_adapters import GraphAdapters
@@ -40,6 +43,7 @@ from .graph_shapes import (
 
 # Slot of tokens whose KV is not stored.
 NO_SLOT = -1
+_NO_LENS: IntArray = np.empty(0, np.int32)
 
 _log = logging.getLogger(__name__)
 
@@ -216,6 +220,7 @@ class StepGraphs:
         backend: CudaGraphs; tests use another.
         all_ranks: collective that returns whether its argument is true on all ranks.
         fixed_item_len: as for split_decodes.
+        attention: what computes the attention of the decodes.
     """
 
     def __init__(
@@ -226,8 +231,10 @@ class StepGraphs:
         backend: GraphBackend,
         all_ranks: Callable[[bool], bool],
         fixed_item_len: int | None = None,
+        attention: GraphAttention = OWN_BACKEND,
     ) -> None:
         self._compute = compute
+        self._attention = attention
         self._decode_shapes = limits.decode_shapes
         self._mixed_shapes = limits.mixed_shapes
         self._adapted_shapes = limits.adapted_shapes
@@ -280,6 +287,7 @@ class StepGraphs:
         if shape is None or recording is None:
             return None
         self._copy_inputs(batch, shape)
+        self._plan_attention(shape, batch.attention.decode_lens)
         recording.replay()
         return Replay(recording.output[: len(batch.sampled_rows)], shape.num_decodes)
 
@@ -339,6 +347,7 @@ class StepGraphs:
         def compute() -> Tensor:
             return self._run_step(shape)
 
+        self._plan_attention(shape, None)
         self._backend.warm_up(compute)
         try:
             return self._backend.record(compute)
@@ -362,6 +371,7 @@ class StepGraphs:
             seq_lens=seq_lens,
             splits=splits,
             own_tokens=None if own is None else OwnTokens(own.index[:num_tokens], own.places[:num_tokens]),
+            library=self._attention.of_decodes(num_decodes),
         )
         if len(self._block_tables) > 1:
             slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
@@ -377,6 +387,11 @@ class StepGraphs:
             self._state_runs(shape),
         )
         return self._keep(self._compute(inputs))
+
+    def _plan_attention(self, shape: GraphShape, lens: IntArray | None) -> None:
+        """Plan the attention of the decodes from the buffers; of padding if the host knows no lengths."""
+        known = _NO_LENS if lens is None else lens
+        self._attention.plan(shape.num_decodes, self._block_tables.unbind(), known)
 
     def _state_runs(self, shape: GraphShape) -> StateRuns | None:
         if self._states is None:

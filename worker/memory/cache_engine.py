@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.flash_attention import ChunkAttention
 from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import EngineConfig, ModelConfig
@@ -38,7 +37,6 @@ class CacheEngine:
         num_blocks: on the device.
         num_host_blocks: in host memory; 0 for no host tier.
         dtype: the model's dtype.
-        attend_chunks: as in LayerCache.
         touches_pages: on a CPU, write the device's part now.
         segment: holds all of it, on a CPU; None for memory that ends with the process.
         num_state_slots: slots of each state; None for those of the configuration.
@@ -57,7 +55,6 @@ class CacheEngine:
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
-        attend_chunks: ChunkAttention | None = None,
         *,
         touches_pages: bool = True,
         segment: KvSegment | None = None,
@@ -97,7 +94,7 @@ class CacheEngine:
             groups = layout.group_of_layers()
             layers.append(
                 [
-                    LayerCache(own[0], own[1] if len(own) > 1 else None, attend_chunks, group)
+                    LayerCache(own[0], own[1] if len(own) > 1 else None, group)
                     for own, group in zip(parts, groups, strict=True)
                 ]
             )

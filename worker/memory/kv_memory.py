@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...kernels.flash_attention import ChunkAttention
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.step import StepPlan
@@ -31,7 +30,6 @@ class KvMemory:
 
     Args:
         rank: named in errors.
-        attend_chunks: as in LayerCache.
 
     Attributes:
         block_bytes: of a block, in all layers of this rank.
@@ -44,11 +42,10 @@ class KvMemory:
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
-        attend_chunks: ChunkAttention | None,
     ) -> None:
         self._config, self._rank, self._device = config, rank, device
         self._make_cache: Callable[..., CacheEngine] = partial(
-            CacheEngine, config, dtype=dtype, device=device, attend_chunks=attend_chunks
+            CacheEngine, config, dtype=dtype, device=device
         )
         self.block_bytes = bytes_per_block(config, dtype)
         self.states_bytes = bytes_per_state(config, dtype) * (config.cache.num_state_slots or 0)

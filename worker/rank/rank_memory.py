@@ -14,9 +14,10 @@ from ...proto.engine_command import ALL_TAGS, COMMAND_TIMEOUT_S, Action, EngineC
 from ...proto.errors import ConfigError, ModelLoadError
 from ...proto.model.mtp_layouts import mtp_prefixes
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES
-from ..attention import fixed_item_len, load_chunk_attention
+from ..attention import fixed_item_len
 from ..comm.communicator import Communicator
 from ..graphs.graphs import CudaGraphs, GraphBackend, GraphLimits, NoGraphs, StepGraphs
+from ..libraries.attention_backend import choose_attention
 from ..lora.step_adapters import NO_ADAPTERS
 from ..memory.allocation import free_unused_memory
 from ..memory.cache_engine import CacheEngine
@@ -48,7 +49,7 @@ class RankMemory:
         loader: of the weights.
         kv: the KV cache.
         stored: blocks in files.
-        attend_chunks: as in LayerCache.
+        attention: what computes the attention of the steps.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class RankMemory:
         self._config, self._comm, self._device, self._stages = config, comm, device, stages
         self._graph_backend = graph_backend
         dtype = DTYPES[config.model.dtype]
-        self.attend_chunks = load_chunk_attention(config.parallel.attention_backend)
-        self.kv = KvMemory(config, comm.rank, dtype, device, self.attend_chunks)
+        self.attention = choose_attention(config, device)
+        self.kv = KvMemory(config, comm.rank, dtype, device)
         self.loader = ModelLoader(config, comm, dtype, device, inherited)
         self._model = config.model  # with the path of the weights in use
         self._loaded: LoadedModel | None = None
@@ -155,6 +156,7 @@ class RankMemory:
             rows=self.rows,
             sampler=self.sampler,
             stages=self._stages,
+            attention=self.attention,
         )
         if self._wants_graphs and not loaded.model.supports_graphs:
             _log.warning("graphs are disabled: each step of this model reads results back from the device")
@@ -219,7 +221,7 @@ class RankMemory:
         self._drop_weights()
         self.kv.close()
         self._graph_backend = None
-        del self.rows, self.sampler
+        del self.rows, self.sampler, self.attention
         free_unused_memory(self._device)
 
     @torch.inference_mode()
@@ -326,6 +328,7 @@ class RankMemory:
             self._graph_backend or CudaGraphs(self._device),
             self._all_ranks,
             fixed_item_len(self._config.parallel),
+            self.attention.for_graphs(),
         )
         self._stages.begin("record")
         graphs.record_all()

@@ -21,9 +21,9 @@ from ...proto.replica_status import COMPILE_STAGE
 from ...proto.step import StepPlan, StepResult
 from ...proto.stored_kv import StoredReport
 from ...proto.transport.network import CurveKeys
-from ..attention import log_chunk_attention
 from ..comm.communicator import Communicator
 from ..graphs.graphs import GraphBackend
+from ..libraries.attention_backend import log_attention
 from ..memory.host_to_device import to_device
 from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
@@ -291,7 +291,7 @@ class ModelRunner:
             return
         if self.device.type != "cpu" and warms_up:
             self._warm_up()
-            log_chunk_attention(self.memory.attend_chunks)
+            log_attention(self.memory.attention)
         self._num_compilations = num_compilations()
 
     def _warm_up(self) -> None:

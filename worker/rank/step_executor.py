@@ -14,6 +14,7 @@ from ...proto.errors import in_one_line
 from ...proto.step import Logprobs, StepResult
 from ..attention import fixed_item_len, with_splits, with_states
 from ..graphs.graphs import NoGraphs, StepGraphs
+from ..libraries.attention_backend import AttentionBackend
 from ..lora.step_adapters import NO_ADAPTERS, make_groups
 from ..memory.cache_engine import CacheEngine
 from ..memory.device_to_host import HostCopy
@@ -107,6 +108,7 @@ class StepExecutor:
         rank: tensor-parallel rank; rank 0 alone copies tokens to the host.
         graphs: recorded steps; others are launched kernel by kernel.
         stages: those of the rank's steps.
+        attention: what computes the attention of steps that are not replayed.
     """
 
     config: EngineConfig
@@ -118,6 +120,7 @@ class StepExecutor:
     rows: DeviceRows
     sampler: Sampler
     stages: StepStages
+    attention: AttentionBackend
 
     def launch(self, batch: Batch, result: StepResult) -> LaunchedStep:
         """Launch a step, whose result is `result` when the device has computed it."""
@@ -145,6 +148,7 @@ class StepExecutor:
             batch.attention, self.config.cache.block_size, fixed_item_len(self.config.parallel)
         )
         attention = with_states(attention, batch.state_runs, self.cache.states)
+        attention = self.attention.begin_step(attention)
         hidden = self.loaded.forward(batch.token_ids, batch.positions, self.cache.layers, attention, outputs)
         if outputs is not None:
             sampled_index = outputs.sampled_index

@@ -303,6 +303,7 @@ def _gather_inputs(
         query_start=chunk_starts,
         seq_lens=device_lens,
         chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
+        decode_lens=seq_lens[:num_decodes],
         own_tokens=None if own_tokens is None else OwnTokens(own_tokens, own_tokens),
         generated=_generated_tokens(rows, own) if device.type == "cpu" else None,
     )

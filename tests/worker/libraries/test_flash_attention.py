@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 from variants import VARIANTS
 
 from quire.kernels.attention_variant import AttentionVariant
-from quire.kernels.flash_attention import MODULES, load_flash_attention
 from quire.kernels.paged_attention import paged_prefill_attention
+from quire.worker.attention import AttentionInputs, LayerCache
+from quire.worker.libraries.flash_attention import load_flash_attention
+from quire.worker.libraries.installed import FLASH_ATTENTION
 
 BLOCK_SIZE = 4
 
@@ -88,7 +89,7 @@ class FakeInterface(ModuleType):
         return out
 
 
-@pytest.fixture(params=MODULES)
+@pytest.fixture(params=FLASH_ATTENTION.modules)
 def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeInterface:
     name: str = request.param
     made = FakeInterface(name)
@@ -105,9 +106,10 @@ def test_chunks_equal_those_of_the_reference(module: FakeInterface, variant: Att
     paged = Paged([19, 7, 12], BLOCK_SIZE, 2, 16, torch.bfloat16, "cpu")
     q = torch.randn(19, 4, 16).bfloat16()
     starts = torch.tensor([0, 9, 10, 15], dtype=torch.int32)
-    arguments = q, paged.cache, paged.tables, starts, paged.lens, 0.3, variant
+    inputs = AttentionInputs(0, torch.zeros(19).long(), paged.tables, starts, paged.lens)
     attention = load_flash_attention()
-    found, expected = attention(*arguments), paged_prefill_attention(*arguments)
+    found = attention.prefill(q, LayerCache(paged.cache), inputs, 0.3, variant)
+    expected = paged_prefill_attention(q, paged.cache, paged.tables, starts, paged.lens, 0.3, variant)
     assert (module.num_calls, attention.num_calls, attention.unsupported) == (1, 1, set())
     torch.testing.assert_close(found[:15].float(), expected[:15].float(), atol=2e-2, rtol=2e-2)
 
@@ -117,7 +119,7 @@ def test_chunks_equal_those_of_the_reference(module: FakeInterface, variant: Att
     [
         ("alibi", "linear biases (ALiBi)"),
         ("quantized", "a quantized KV cache"),
-        ("float32", "dtype torch.float32"),
+        ("float32", "dtype float32"),
     ],
 )
 def test_others_are_computed_by_the_reference(module: FakeInterface, reason: str, feature: str) -> None:
@@ -127,9 +129,11 @@ def test_others_are_computed_by_the_reference(module: FakeInterface, reason: str
     variant = VARIANTS["all"](4, "cpu") if reason == "alibi" else AttentionVariant()
     starts = torch.tensor([0, 5], dtype=torch.int32)
     q = torch.randn(5, 4, 16).to(dtype)
-    arguments: Any = q, paged.cache, paged.tables, starts, paged.lens, 0.3, variant, paged.scales
+    inputs = AttentionInputs(0, torch.zeros(5).long(), paged.tables, starts, paged.lens)
     attention = load_flash_attention()
-    assert torch.equal(attention(*arguments), paged_prefill_attention(*arguments))
+    found = attention.prefill(q, LayerCache(paged.cache, paged.scales), inputs, 0.3, variant)
+    own = q, paged.cache, paged.tables, starts, paged.lens, 0.3, variant, paged.scales
+    assert torch.equal(found, paged_prefill_attention(*own))
     assert (module.num_calls, attention.num_calls, attention.unsupported) == (0, 0, {feature})
 
 
