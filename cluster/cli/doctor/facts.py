@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ....worker import LibraryState, available_bytes, cache_directory, library_state
+from ....worker import LIBRARIES, LibraryState, available_bytes, cache_directory, library_state
 from ...config.server_options import ServerOptions
 from ...os_utils.nvml import GpuDriver, gpu_driver
 
@@ -54,6 +54,7 @@ class MachineFacts:
         packages: name |-> version, without those that are not installed.
         torch_cuda: CUDA version that torch was built for; empty for a build without.
         nccl: version of NCCL's package; empty if it is not installed.
+        libraries: option |-> version of the installed libraries of GPU kernels.
         taken_ports: option of `quire serve` |-> its default address, if another process listens there.
     """
 
@@ -74,6 +75,7 @@ class MachineFacts:
     torch_cuda: str = ""
     nccl: str = ""
     has_infiniband: bool = False
+    libraries: Mapping[str, str] = field(default_factory=dict)
     taken_ports: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -97,6 +99,7 @@ def machine_facts() -> MachineFacts:
         torch_cuda=_torch_cuda(),
         nccl=next(filter(None, map(_version, _NCCL_PACKAGES)), ""),
         has_infiniband=_INFINIBAND.is_dir(),
+        libraries={each.option: each.version for each in LIBRARIES if each.version},
         taken_ports=_taken_ports(),
     )
 

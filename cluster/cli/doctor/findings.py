@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ....worker import LIBRARIES
 from .facts import MachineFacts, Space
 
 GIB = 1 << 30
@@ -242,6 +243,23 @@ def _gpus(facts: MachineFacts) -> Iterator[Finding]:
         else:
             yield Finding(subject, value)
     yield from _gpu_software(facts, driver.cuda, len(driver.gpus))
+    yield from _libraries(facts, driver.gpus[0].capability)
+
+
+def _libraries(facts: MachineFacts, capability: tuple[int, int]) -> Iterator[Finding]:
+    """Yield a finding for each library of kernels: quire's own compute where it is missing or does not fit."""
+    for library in LIBRARIES:
+        version = facts.libraries.get(library.option, "")
+        if version and not library.find_misfit(capability):
+            yield Finding(library.title, f"{version}, for {library.use}")
+        elif version:
+            yield Finding(
+                library.title, version, Verdict.NOTE, f"not used: {library.find_misfit(capability)}"
+            )
+        else:
+            yield Finding(
+                library.title, "not installed", Verdict.NOTE, f"{library.use}: quire's own kernels compute it"
+            )
 
 
 def _gpu_software(facts: MachineFacts, cuda: tuple[int, int], num_gpus: int) -> Iterator[Finding]:

@@ -31,6 +31,7 @@ GOOD = MachineFacts(
     packages={"quire": "1", "torch": "2.13", "ray": "2.60", "transformers": "5.23", "triton": "3.7"},
     torch_cuda="12.8",
     nccl="2.27",
+    libraries={"flashinfer": "0.6.18", "flash_attn": "3.0"},
 )
 
 
@@ -102,3 +103,12 @@ def test_space_of_a_missing_folder_is_that_of_its_parent(tmp_path: Path) -> None
     space = space_at(tmp_path / "a" / "b")
     assert space.free_bytes == space_at(tmp_path).free_bytes
     assert space.is_writable
+
+
+def test_libraries_of_kernels_are_named_with_what_computes_instead() -> None:
+    driver = GpuDriver("570.1", (12, 8), (Gpu("B200", 180 * GIB, (10, 0)),))
+    found = {
+        each.subject: each for each in examine(replace(GOOD, driver=driver, libraries={"flash_attn": "3.0"}))
+    }
+    assert found["FlashInfer"].problem == "attention: quire's own kernels compute it"
+    assert found["FlashAttention 3"].problem.startswith("not used: the GPU has compute capability 10.0")
