@@ -1,11 +1,13 @@
-"""Measure quire on a GPU within a few minutes: `python -m benchmarks.gpu --out DIR --minutes 9`.
+"""Check and measure quire on a GPU, in three commands of at most nine minutes each, with the same DIR.
 
 Stages run one after the other, each in a process of its own with a time limit, the most valuable first.
 DIR/result.json is complete after every case, whatever ends the run; failures are in it with their stack traces. A
 stage whose process crashes, or loses its GPU by an error, goes on in another one with the next case. The file keeps
 stages of earlier runs. Exits with 1 if anything failed.
 
-    python -m benchmarks.gpu --out DIR --minutes 9
+    python -m benchmarks.gpu --out DIR --part right      # greedy tokens and each kernel beside a reference, gpu tests
+    python -m benchmarks.gpu --out DIR --part speed      # an engine at real shapes, beside transformers and libraries
+    python -m benchmarks.gpu --out DIR --part kernels    # each kernel beside its roof and libraries, and other tiles
     python -m benchmarks.gpu --out DIR --stages smoke,engine
     python -m benchmarks.gpu --out DIR --device cpu      # a dry run without a GPU, with tiny sizes
 
@@ -29,8 +31,8 @@ from typing import Any
 
 from benchmarks.common import names_from
 from benchmarks.gpu.record import read_results, read_stage, write_stage
-from benchmarks.gpu.stages import LOST_DEVICE, STAGES, Stage
-from benchmarks.gpu.table import problem_lines, summary
+from benchmarks.gpu.stages import LOST_DEVICE, PARTS, STAGES, Stage
+from benchmarks.gpu.table import NOT_SHOWN, problem_lines, summary
 
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = Path("/dev/shm")
@@ -53,7 +55,8 @@ def main() -> None:
             if stage.name in arguments.stages:
                 print(run_stage(stage, arguments, Path(work), deadline, environment), flush=True)
     records = read_results(arguments.out)
-    print("\n".join((*summary(records), *problem_lines(records))))
+    unseen = [f"not shown by this visit: {each}" for each in NOT_SHOWN]
+    print("\n".join((*summary(records), *problem_lines(records), *unseen)))
     sys.exit(any(record["problems"] or record["status"] != "done" for record in records))
 
 
@@ -137,14 +140,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: dry run, tiny sizes")
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--part", choices=list(PARTS), help="the stages of one of the three commands")
+    chosen.add_argument(
         "--stages",
         type=names_from(names),
         default=names,
         metavar="NAME,...",
         help=f"of {', '.join(names)} (default: all)",
     )
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.part is not None:
+        arguments.stages = PARTS[arguments.part]
+    return arguments
 
 
 if __name__ == "__main__":

@@ -13,17 +13,19 @@ import torch
 
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.table import NOT_SHOWN
 from benchmarks.gpu.timing import copy_rate, matmul_rate, seconds_per_call
 
 _PACKAGES = (
     "torch", "triton", "numpy", "transformers", "safetensors", "tokenizers", "msgpack", "flashinfer-python",
-    "flash-attn",
+    "flash-attn", "flash-attn-3", "deep-gemm",
 )  # fmt: skip
 _QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
 
 
 def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     with record.case("versions"):
+        record.note("not shown", list(NOT_SHOWN))
         record.note("python", platform.python_version())
         record.note("packages", {name: _version(name) for name in _PACKAGES})
     if sizes.device == "cuda":

@@ -34,18 +34,27 @@ class Stage:
 
 STAGES = (
     Stage("environment", 40),
+    Stage("tokens", 100),
     Stage("smoke", 150),
+    Stage("again", 100),
     Stage("engine", 220),
     Stage("kernels", 120),
     Stage("collectives", 40),
     Stage("reference", 90),
-    Stage("variants", 110),
+    Stage("variants", 130),
     Stage("adapters", 60),
     Stage("latents", 60),
     Stage("drafts", 80),
     Stage("embeddings", 40),
-    Stage("checks", 120),
+    Stage("checks", 140),
 )
+# A visit to a GPU in three commands of at most nine minutes: is it right, is it fast, and what would be faster.
+PARTS = {
+    "right": ("environment", "tokens", "smoke", "again", "checks"),
+    "speed": ("environment", "engine", "reference", "variants", "latents"),
+    "kernels": ("environment", "kernels", "collectives", "adapters", "drafts", "embeddings"),
+}
+PART_S = 540.0
 
 
 def main() -> None:

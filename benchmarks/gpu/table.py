@@ -75,6 +75,15 @@ GOALS = (
 )
 
 
+# What needs more than one GPU, or Ray.
+NOT_SHOWN = (
+    "collectives of NCCL between GPUs, and their abort while a recorded step waits in one",
+    "the fused all-reduce over NVLink: two ranks on one GPU share its memory",
+    "ranks as actors of Ray: their start, their GPU's number, and their replacement after a lost device",
+    "pinned memory and host tier under the load of several ranks",
+)
+
+
 def rows(results: Results) -> list[tuple[str, str, str, str]]:
     """Return label, value, unit and goal of every figure of GOALS that was measured."""
     figures = {name: figure for result in results for name, figure in result["figures"].items()}

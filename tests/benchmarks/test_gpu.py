@@ -23,11 +23,11 @@ from launched_kernels import ops_with_kernels
 from torch import Tensor
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import ops, smoke, table
+from benchmarks.gpu import again, ops, smoke, table
 from benchmarks.gpu.device_time import summarize
 from benchmarks.gpu.record import Record, read_figure, read_results, read_stage
 from benchmarks.gpu.sizes import CPU, LLAMA_8B
-from benchmarks.gpu.stages import STAGES, Stage
+from benchmarks.gpu.stages import PART_S, PARTS, STAGES, Stage
 from quire.kernels import dispatch
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ socket.socket.connect = connect_here
 IN_PROCESS = [stage.name for stage in STAGES if stage.name != "checks"]
 # Ends of figures that a dry run does not have.
 ON_GPU_ONLY = ("host_gap_us", "over_budget", "fp8_fast")
-LONG = ("smoke", "reference", "variants", "adapters", "drafts")
+LONG = ("smoke", "tokens", "reference", "variants", "adapters", "drafts")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_stages_and_table_agree() -> None:
     owners = {"roof": "environment"}
     with_rows = {owners.get(prefix, prefix) for prefix in (goal.figure.split(".")[0] for goal in table.GOALS)}
     names = {stage.name for stage in STAGES}
-    assert with_rows == names - {"smoke", "collectives", "variants", "checks"}
+    assert with_rows == names - {"tokens", "smoke", "again", "collectives", "variants", "checks"}
     assert all(importlib.util.find_spec(f"benchmarks.gpu.{name}") for name in names)
 
 
@@ -206,6 +206,30 @@ def without_sizes(figure: str) -> str:
     """Return a figure's name without the sizes in it, and without the roof that bounds a kernel at these sizes."""
     figure = re.sub(r"^(gpu\.kernels\..*)\.(share_of_copy|tflops)$", r"\1.us", figure)
     return re.sub(r"\d+", "#", figure)
+
+
+def test_parts_have_every_stage_and_fit_their_time() -> None:
+    assert {name for names in PARTS.values() for name in names} == {stage.name for stage in STAGES}
+    limits = {stage.name: stage.limit_s for stage in STAGES}
+    for names in PARTS.values():
+        assert sum(limits[name] for name in names) <= PART_S
+
+
+@pytest.mark.parametrize("is_right", [True, False], ids=["right", "wrong"])
+def test_failed_op_runs_again_in_a_process_of_its_own(tmp_path: Path, is_right: bool) -> None:
+    name = next(iter(ops.cases(CPU))).name
+    earlier = Record(tmp_path, "smoke", time.monotonic() + 100, "CPU")
+    with earlier.case(name):
+        raise AssertionError("output 0 has the relative error 1")
+    with earlier.case("tiny model"):  # no op
+        raise AssertionError("other tokens")
+    record = Record(tmp_path, "again", time.monotonic() + 100 if is_right else time.monotonic(), "CPU")
+    again.run(record, tmp_path, tmp_path, CPU)
+    assert read_figure(tmp_path, "again", "again.ops") == 1
+    if is_right:
+        assert f"exit status 0\n{name} passes when launches wait" in record.notes[name]
+    else:
+        assert record.problems[0]["error"].startswith("not run: needs 5 s")
 
 
 def run_stage(stage: Stage, out: Path, **environment: str) -> dict[str, object]:
