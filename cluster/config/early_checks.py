@@ -106,8 +106,12 @@ def resolve_max_model_len(max_model_len: int | None, context_len: int) -> int:
 
 
 def _check_combinations(options: EngineOptions, device: str) -> None:
-    backend, policy = options.attention_backend, resolve_policy(options)
-    is_single, has_own_attention = options.tensor_parallel_size == 1, backend in ("auto", "triton")
+    policy, is_single = resolve_policy(options), options.tensor_parallel_size == 1
+    backends = {
+        "attention_backend": options.attention_backend,
+        "linear_backend": options.linear_backend,
+    }
+    libraries = {name: value for name, value in backends.items() if value not in ("auto", "triton")}
     adapters, most = [name for name, _ in options.lora_modules], options.max_cpu_loras
     # problem |-> whether the options have it
     problems = {
@@ -117,10 +121,13 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         and device != "cpu",
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
-        f"attention_backend {backend} is for GPUs": not has_own_attention and device != "cuda",
-        f"attention_backend is {backend}, whose bits depend on the batch; batch_invariant needs triton": (
-            not has_own_attention and options.batch_invariant
-        ),
+        **{f"{name} {value} is for GPUs": device != "cuda" for name, value in libraries.items()},
+        **{
+            f"{name} is {value}, whose bits depend on the batch; batch_invariant needs triton": (
+                options.batch_invariant
+            )
+            for name, value in libraries.items()
+        },
         f"tenant weights are shares of the policy fair, but the policy is {policy}": options.tenant_weights
         and policy != "fair",
         "lora_modules are given, but enable_lora is not": adapters and not options.enable_lora,

@@ -112,6 +112,13 @@ class ParallelOptions:
         "A named library must be installed and fit (libraries: not yet run on a GPU).",
         check=one_of("auto", "triton", "flashinfer", "flash_attn"),
     )
+    linear_backend: str = execution_option(
+        "triton",
+        help="Linear layers in float8 with a scale per block, on a GPU: triton is quire's own kernels, which keep "
+        "the activations' type; deep_gemm is DeepGEMM, which quantizes these to float8; auto is deep_gemm if it is "
+        "installed and fits. A named library must be installed and fit (not yet run on a GPU).",
+        check=one_of("auto", "triton", "deep_gemm"),
+    )
     logits_processors: str | None = execution_option(
         None,
         help="Custom logits processors that requests may ask for: names of entry points in the group "

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
-from ...proto.errors import ConfigError
 from ..attention import OWN_ATTENTION, AttentionInputs, StepAttention
+from .choice import choose_library
 from .flash_attention import FlashAttention
 from .flashinfer import FlashInfer
-from .installed import Library
 
 _log = logging.getLogger(__name__)
 
@@ -78,36 +77,11 @@ BACKENDS: tuple[type[FlashInfer] | type[FlashAttention], ...] = (FlashInfer, Fla
 
 
 def choose_attention(config: EngineConfig, device: torch.device) -> AttentionBackend:
-    """Return what computes the attention of a rank, before its weights are loaded.
-
-    Raises:
-        ConfigError: the library that attention_backend names is not installed, or does not fit.
-    """
+    """Return what computes a rank's attention; see choose_library."""
     wanted = config.parallel.attention_backend
-    if wanted == "triton" or device.type != "cuda":
-        return OWN_BACKEND
-    for backend in BACKENDS:
-        library = backend.library
-        if wanted not in ("auto", library.option):
-            continue
-        problem = _find_problem(library, config, device) or backend.find_problem(config)
-        if not problem:
-            return backend.load(device)
-        if wanted != "auto":
-            raise ConfigError(
-                f"attention_backend is {wanted!r}, but {library.title} cannot be used: {problem}; "
-                "choose auto or triton"
-            )
-        _log.info("attention is not computed by %s: %s", library.title, problem)
-    return OWN_BACKEND
+    return choose_library("attention_backend", wanted, BACKENDS, config, device) or OWN_BACKEND
 
 
 def log_attention(backend: AttentionBackend) -> None:
     """Log what computed the attention of the steps that have run so far, on every layer."""
     _log.info("attention: %s", backend.describe())
-
-
-def _find_problem(library: Library, config: EngineConfig, device: torch.device) -> str:
-    if config.parallel.batch_invariant:
-        return "its bits depend on the batch, and batch_invariant is on"
-    return library.find_problem(torch.cuda.get_device_capability(device))

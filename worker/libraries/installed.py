@@ -71,7 +71,17 @@ FLASH_ATTENTION = Library(
     (9, 0),
     (10, 0),
 )
-LIBRARIES = (FLASHINFER, FLASH_ATTENTION)
+# On later GPUs its scales are powers of two, which those of checkpoints often are not.
+DEEP_GEMM = Library(
+    "deep_gemm",
+    "DeepGEMM",
+    "linear layers in float8 with a scale per block",
+    ("deep_gemm",),
+    ("deep_gemm", "deep-gemm"),
+    (9, 0),
+    (10, 0),
+)
+LIBRARIES = (FLASHINFER, FLASH_ATTENTION, DEEP_GEMM)
 
 
 def _has_module(name: str) -> bool:

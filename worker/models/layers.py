@@ -79,7 +79,7 @@ class ColumnParallelLinear:
             )
             for own in projections
         ]
-        self.weight = load.linear(parts)
+        self.weight = load.linear_layer(parts)
         self.lora = load.adapters(parts)
         self.bias = load.empty(sum(part.length for part in parts)) if bias else None
         if self.bias is not None:
@@ -127,7 +127,7 @@ class RowParallelLinear:
         self.max_partial_tokens = 0 if load.peers is None or bias else load.peers.max_tokens
         shard = load.shard(in_features)
         parts = [WeightSlice(name, (out_features, in_features), 1, shard.start, len(shard))]
-        self.weight = load.linear(parts)
+        self.weight = load.linear_layer(parts)
         self.lora = load.adapters(parts)
         self.bias = load.replicated(f"{name}.bias", out_features) if bias else None
 

@@ -12,6 +12,7 @@ from ...kernels.all_reduce_norm import Peers
 from ...proto.model.quantization import Quantization
 from ..comm.communicator import Communicator, SingleRank
 from ..comm.shard import Shard, own_indices
+from ..libraries.linear_backend import OWN_LINEAR, LinearBackend, convert_linear
 from ..lora.embedding_adapters import EmbeddingAdapters
 from ..lora.expert_adapters import ExpertAdapters
 from ..lora.layers import NO_LORA, UNCHANGED, Adapted, ExpertStack, LoraLayer, LoraLayers, UnchangedLayer
@@ -36,6 +37,7 @@ class LoadContext:
         batch_invariant: as in ParallelConfig.
         of_own_tokens: layers compute only the tokens that this rank attends for.
         peers: memory for sums that are fused with the following norm; None if there are none.
+        linear_backend: what multiplies by the weights of linear layers.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +53,7 @@ class LoadContext:
     batch_invariant: bool = False
     of_own_tokens: bool = False
     peers: Peers | None = None
+    linear_backend: LinearBackend = OWN_LINEAR
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
@@ -102,6 +105,10 @@ class LoadContext:
                 self.checkpoint, parts, self.dtype, self.device, quantization, keep_codes=keep_codes
             ),
         )
+
+    def linear_layer(self, parts: Sequence[WeightSlice]) -> LinearWeight:
+        """Read the matrix of a linear layer in the form that the library of linear layers multiplies by, if any."""
+        return convert_linear(self.linear_backend, self.linear(parts))
 
     def matrix(self, part: WeightSlice) -> Tensor:
         """Read a slice of a matrix in the model's dtype; a quantized one is dequantized."""

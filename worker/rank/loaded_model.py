@@ -16,6 +16,7 @@ from ...proto.model.quantization import read_quantization
 from ..attention import AttentionInputs, LayerCache, with_states
 from ..comm.communicator import Communicator
 from ..graphs.graphs import GraphInputs, GraphLimits
+from ..libraries.linear_backend import OWN_LINEAR, choose_linear, log_linear
 from ..lora.adapters import RankAdapters
 from ..lora.layers import NO_LORA, LoraLayers
 from ..memory.allocation import out_of_memory_as
@@ -111,6 +112,7 @@ class ModelLoader:
         inherited: Sequence[SegmentAddress] = (),
     ) -> None:
         self._config, self._comm, self._dtype, self._device = config, comm, dtype, device
+        self._linear = choose_linear(config, device)
         self.standby = StandbyWeights(inherited, is_on=config.parallel.standby_weights)
 
     def load(self, model: ModelConfig, on_progress: ProgressCallback | None = None) -> LoadedModel:
@@ -128,6 +130,8 @@ class ModelLoader:
                 pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
             served = load_model(load, model)
             digest = load.checkpoint.digest()
+        if self._linear is not OWN_LINEAR:
+            log_linear(self._linear)
         if adapters.layers.num_slots:
             adapters.layers.check_targets()
             _log.info("slots for LoRA adapters: %s", adapters.layers.summary)
@@ -195,6 +199,7 @@ class ModelLoader:
                 store=store,
                 dp_attention=config.parallel.enable_dp_attention,
                 batch_invariant=config.parallel.batch_invariant,
+                linear_backend=self._linear,
             )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
                 yield load

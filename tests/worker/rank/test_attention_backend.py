@@ -69,8 +69,8 @@ def test_auto_logs_why_a_library_is_not_used(
     install(monkeypatch, "flash_attn", capability=(10, 0))
     with caplog.at_level(logging.INFO, logger="quire"):
         assert choose_attention(with_backend(config, "auto"), GPU) is OWN_BACKEND
-    assert "FlashInfer: it is not installed (no module flashinfer)" in caplog.text
-    assert "FlashAttention 3: the GPU has compute capability 10.0, it supports 9.0 up to 10.0" in caplog.text
+    assert "FlashInfer is not used for attention: it is not installed (no module flashinfer)" in caplog.text
+    assert "the GPU has compute capability 10.0, it supports 9.0 up to 10.0" in caplog.text
 
 
 @pytest.mark.parametrize(

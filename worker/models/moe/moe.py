@@ -136,7 +136,7 @@ class SharedExperts:
         self.gate_up = ColumnParallelLinear(load, projections, hidden_size, bias=experts.shared_bias)
         shape = hidden_size, intermediate_size
         parts = [WeightSlice(f"{name}.down_proj", shape, 1, shard.start, len(shard))]
-        self.down, self.lora = load.linear(parts), load.adapters(parts)
+        self.down, self.lora = load.linear_layer(parts), load.adapters(parts)
         bias = load.replicated(f"{name}.down_proj.bias", hidden_size) if experts.shared_bias else None
         self.down_bias = bias if load.comm.rank == 0 else None  # the ranks' results are added up
         self.gate = gate
