@@ -6,6 +6,8 @@ so equal digests mean that every rank reads and writes the blocks that the sched
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +19,8 @@ _MASK = (1 << 64) - 1
 _ROW_SHIFT, _INDEX_SHIFT = 48, 28
 # Index of a row's state slot in the digest, beyond those of blocks.
 _STATE_INDEX = (1 << (_ROW_SHIFT - _INDEX_SHIFT)) - 1
+# Row in the digest of encoder outputs, beyond the others.
+_MEDIA_ROW = (1 << 16) - 1
 # Entries up to which `_mix` counts in Python ints: 4 entries take 1.8 us, with numpy 8.4 us as 64 entries do.
 _FEW = 8
 
@@ -127,6 +131,16 @@ class BlockTables:
     def _add(self, rows: IntArray | RowArray, values: npt.NDArray[np.uint64]) -> None:
         np.add.at(self._row_digests, rows, values)
         self.digest = (self.digest + int(values.sum(dtype=np.uint64))) & _MASK
+
+
+def outputs_digest(media_ids: Iterable[int]) -> int:
+    """Return the part of encoder outputs in a plan's digest, which adds up with that of the block tables."""
+    return sum(_mix_one(_MEDIA_ROW, 0, media_id) for media_id in media_ids) & _MASK
+
+
+def add_digests(first: int, second: int) -> int:
+    """Return the digest of two parts of a rank's state."""
+    return (first + second) & _MASK
 
 
 def runs_of(rows: IntArray | RowArray) -> tuple[RowArray, RowArray]:

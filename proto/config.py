@@ -23,9 +23,12 @@ from .options.sections import (
 )
 from .options.values import parse_directory_size
 from .sampling import SamplingDefaults
+from .vision import VisionSpec
 
 # Block ids are 28 bits of a table's digest.
 MAX_KV_BLOCKS = 1 << 28
+# Steps of which the cache of encoder outputs holds the largest images.
+ENCODER_CACHE_STEPS = 4
 # Most jump-forward tokens of a row in a step, and such tokens that have room beside all rows.
 MAX_JUMP_FORWARD_TOKENS = 16
 
@@ -97,6 +100,7 @@ class ModelConfig(ModelOptions):
         latent_dim: numbers that a token is cached as in each layer of a model with multi-head latent attention, the
             same on every rank; 0 for models that cache keys and values of heads.
         has_states: some layers keep a state of each sequence (see proto.model.state).
+        vision: the encoder of a model that reads images; None for text alone.
         kv_layers: KV heads and head dim of each layer with keys and values of its own, which are the first layers;
             empty if these are all layers, with `num_kv_heads` and `head_dim`.
         layer_windows: tokens that a token attends to in each of these layers, 0 for all; empty if no layer has a
@@ -124,6 +128,7 @@ class ModelConfig(ModelOptions):
     layer_windows: tuple[int, ...] = ()
     kv_layers: tuple[tuple[int, int], ...] = ()
     has_states: bool = False
+    vision: VisionSpec | None = None
 
     @property
     def num_kv_layers(self) -> int:
@@ -319,6 +324,19 @@ class EngineConfig:
         A state in place cannot take back the tokens of rejected drafts.
         """
         return self.model.generates and self.speculative is None and not self.model.has_states
+
+    @property
+    def encoder_row_bytes(self) -> int:
+        """Return the memory of one image token in the cache of encoder outputs, on each rank."""
+        vision = self.model.vision
+        return 0 if vision is None else vision.row_size * (4 if self.model.dtype == "float32" else 2)
+
+    @property
+    def encoder_cache_bytes(self) -> int:
+        """Return the memory of encoder outputs on each rank, by default for the image tokens of several steps."""
+        if self.cache.encoder_cache_memory is not None:
+            return self.cache.encoder_cache_memory
+        return ENCODER_CACHE_STEPS * self.scheduler.max_num_batched_tokens * self.encoder_row_bytes
 
     @property
     def max_decode_tokens(self) -> int:

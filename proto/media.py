@@ -178,6 +178,12 @@ class MediaAssembly:
             self._bytes[offset:end] = np.frombuffer(piece, np.uint8)
             self._end = end
 
+    @property
+    def data(self) -> bytes:
+        """Return a copy of the bytes of all tensors."""
+        assert self.is_complete, "the tensors of an image are read before all of them are there"
+        return self._bytes.tobytes()
+
     def tensors(self) -> MediaTensors:
         """Return name |-> the tensor, a view of the memory."""
         assert self.is_complete, "the tensors of an image are read before all of them are there"

@@ -7,7 +7,8 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
 2. put the `new` sequences into their rows, in order, with tokens, block tables and state slots in full; a fork takes
    its first tokens and the state of its constraint from its `source_row`;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
-   `appended_rows`; the tables must then have `digest`;
+   `appended_rows`; the tables, with the encoder outputs, must then have `digest`;
+   Then drop the encoder outputs of `media_drops`, and compute those of `encodes`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
    copy states, all of `state_copies`; then begin `stored_orders`;
 5. replace the newest tokens of `selected_rows`, which the ranks sampled, by `selected_ids` (beam search);
@@ -47,11 +48,14 @@ from .codec import (
 from .engine_command import EngineCommand
 from .kv_transfer import KvOrders, KvReport
 from .lora import NO_SLOT, LoraLoad, LoraReport
+from .media import MediaAssembly, MediaItem, MediaTensors, TensorLayout
 from .pooling import Pooled, PoolingParams
 from .stored_kv import StoredOrder, StoredReport
 from .structured_outputs import OutputConstraint
 
 VERSION = 5
+# Of an EncoderInput's frame, in which it tells it from a plan.
+MEDIA_VERSION = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,8 @@ class NewSequence:
         num_source_tokens: leading tokens that are copied from `source_row`, no more than the prompt has if there is
             a constraint; 0 if a logits processor needs them all.
         takes_constraint: it has the constraint of `source_row`; `sampling` has none.
+        media: the images of its prompt.
+        media_ids: of the encoder's output of each of them; see StepPlan.encodes.
     """
 
     row: int
@@ -161,11 +167,47 @@ class NewSequence:
     state_slot: int = sent_if_set(0)
     num_source_tokens: int = sent_if_set(0)
     takes_constraint: bool = sent_if_set(False)
+    media: tuple[MediaItem, ...] = sent_if_set(())
+    media_ids: IntArray = sent_if_set(NO_INTS)
 
     @property
     def num_tokens(self) -> int:
         """Return the number of its known tokens."""
         return self.num_source_tokens + self.token_ids.size
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """The tensors of an image, which every rank gets before the plan that has it encoded.
+
+    Attributes:
+        media_id: of the encoder's output.
+        layout: the tensors.
+        data: their bytes, one after the other.
+    """
+
+    media_id: int
+    layout: tuple[TensorLayout, ...]
+    data: bytes
+
+    def encode(self) -> bytes:
+        return _media.encode(self)
+
+    @staticmethod
+    def is_frame(frame: bytes) -> bool:
+        """Return whether a frame has an EncoderInput, and not a plan."""
+        return frame[:1] == bytes((MEDIA_VERSION,))
+
+    @staticmethod
+    def decode(frame: bytes) -> EncoderInput:
+        """Return the input of a frame; raise ProtocolError if the version or the shape is unknown."""
+        return _media.decode(frame)
+
+    def tensors(self) -> MediaTensors:
+        """Return name |-> the tensor, a view of the bytes."""
+        assembly = MediaAssembly(self.layout)
+        assembly.add(0, self.data)
+        return assembly.tensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +219,7 @@ class StepPlan:
     Attributes:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
-        digest: digest of the block tables and state slots after points 1 to 3.
+        digest: digest of the block tables, state slots and encoder outputs after points 1 to 3.
         trimmed_lens: number of blocks that the tables of `trimmed_rows` keep, in all cache groups.
         appended_rows: numbers of tables (see BlockTables): rows, if there is one cache group.
         draft_lens: most drafted tokens of each of `draft_rows`, which decode in this step; at least 1.
@@ -193,6 +235,8 @@ class StepPlan:
         lora_drops: [n] ids of adapters to drop from host memory.
         lora_slots: [n, 2] slot, id of the adapter in host memory that it receives.
         keeps_states: a draft head is to get the hidden states of the step.
+        media_drops: media_ids of encoder outputs to drop, before others are computed.
+        encodes: media_ids of images to encode before the step computes tokens; their EncoderInputs came before.
     """
 
     step_id: int
@@ -223,6 +267,8 @@ class StepPlan:
     state_saves: PairArray = sent_if_set(NO_PAIRS)
     kv: KvOrders | None = sent_if_set(None)
     stored_orders: tuple[StoredOrder, ...] = sent_if_set(())
+    media_drops: IntArray = sent_if_set(NO_INTS)
+    encodes: IntArray = sent_if_set(NO_INTS)
 
     def encode(self) -> bytes:
         return _plans.encode(self)
@@ -385,6 +431,7 @@ class StepFailure:
 
 
 _plans = FrameCodec("step", VERSION, {"plan": StepPlan})
+_media = FrameCodec("media", MEDIA_VERSION, {"input": EncoderInput})
 _replies = FrameCodec[StepResult | StepFailure]("step", VERSION, {"ok": StepResult, "failed": StepFailure})
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import first_line
@@ -23,10 +23,27 @@ class Rope:
     Attributes:
         frequencies: radians per position, for each pair of dimensions.
         scale: multiplies cosines and sines.
+        sections: pairs of dimensions that a token's time, row and column rotate; empty if a token has one position.
+        interleaved_sections: the pairs of row and column alternate with those of time; otherwise the sections follow
+            each other.
     """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
+    sections: tuple[int, ...] = ()
+    interleaved_sections: bool = False
+
+    def axes(self) -> list[int]:
+        """Return for each pair of dimensions whether a token's time, row or column (0, 1 or 2) rotates it."""
+        if not self.sections:
+            return [0] * len(self.frequencies)
+        if not self.interleaved_sections:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        axes = [0] * len(self.frequencies)
+        for axis in (1, 2):
+            for pair in range(axis, min(3 * self.sections[axis], len(axes)), 3):
+                axes[pair] = axis
+        return axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +87,21 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
                 f"{rotary_dim} of {context.head_dim} dimensions, must be even, at least 2 and at most all"
             )
         frequencies = [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
-        return _KINDS[kind](frequencies, theta, settings, context)
+        rope = _KINDS[kind](frequencies, theta, settings, context)
+        return _with_sections(rope, settings) if settings.get("mrope_section") else rope
     except KeyError as error:
         raise ValueError(f"rope scaling {kind!r} lacks {error}") from error
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ValueError(f"rope scaling {kind!r} has invalid settings: {first_line(error)}") from error
+
+
+def _with_sections(rope: Rope, settings: dict[str, Any]) -> Rope:
+    sections = tuple(int(count) for count in settings["mrope_section"])
+    if len(sections) != 3 or min(sections) < 0 or sum(sections) != len(rope.frequencies):
+        raise ValueError(
+            f"mrope_section is {list(sections)}, must be three numbers of {len(rope.frequencies)} pairs together"
+        )
+    return replace(rope, sections=sections, interleaved_sections=bool(settings.get("mrope_interleaved")))
 
 
 def _default(frequencies: list[float], theta: float, settings: dict[str, Any], context: RopeContext) -> Rope:

@@ -71,6 +71,9 @@ class ModelOptions:
         unit="tokens",
         check=at_least(2),
     )
+    language_model_only: bool = model_option(
+        False, help="Of a model that reads images, load and serve the text model alone."
+    )
     skip_tokenizer_init: bool = model_option(
         False,
         help="Serve token ids alone, without the model's tokenizer: prompts are token ids, outputs have no text.",
@@ -184,6 +187,14 @@ class CacheOptions:
         "included: one for each sequence that runs, the others for snapshots of prefixes. Default: by the memory.",
         unit="slots",
         check=at_least(2),
+    )
+    encoder_cache_memory: int | None = _kv_option(
+        None,
+        help="Memory per rank for the embeddings of images, of models that read images, for example 256MiB. An image "
+        "that needs more is served all the same. Default: for four times --max-num-batched-tokens.",
+        unit="bytes",
+        check=positive,
+        kind=NUM_BYTES,
     )
     kv_cache_dtype: str = _kv_option(
         "auto",
