@@ -25,7 +25,7 @@ from quire.cluster.config.resolve import engine_config
 from quire.proto.config import ModelConfig
 from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import SamplingParams
-from quire.proto.step import StepPlan, StepResult
+from quire.proto.step import EncoderInput, StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, ReplicaMessage, Submit
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.collector import IDLE_INTERVAL_S, IdleCollector
@@ -245,6 +245,8 @@ class NoOpGroup:
 
     def broadcast(self, plan: StepPlan) -> None:
         self._plans.append(plan)
+
+    def send_media(self, image: EncoderInput) -> None: ...
 
     def gather(self, timeout_s: float) -> StepResult:
         plan = self._plans.popleft()

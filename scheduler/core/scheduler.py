@@ -8,7 +8,7 @@ know. A stop that is found one step late wastes that step's token, which is drop
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from ...proto.digests import make_root
 from ...proto.engine_command import COMMAND_TIMEOUT_S
 from ...proto.errors import QuireError, RankFailed, RequestQuarantined
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import Finish, FinishReason, Recall, Recalled, Submit
+from ...proto.stream import Finish, FinishReason, MediaUpload, Recall, Recalled, Submit
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
 from ..sequences.beam_group import BeamGroup
@@ -34,6 +34,7 @@ from .planning.planner import Planner
 from .queue.deadlines import deadline_of
 from .queue.kv_moves import KvMoves, NoKvMoves
 from .queue.lora_adapters import LoraAdapters
+from .queue.media import MediaQueue
 from .queue.policy import rank_of
 from .replies.outbox import Outgoing, error_finish
 from .replies.retained_outputs import KnownOutput
@@ -47,7 +48,7 @@ from .results.observers import (
 from .results.result_processor import ResultProcessor
 from .state import SchedulerState, row_of
 from .steps.metrics import SchedulerStats, Throughput
-from .steps.step_times import StepDeadlines
+from .steps.step_times import UNMEASURED_S, StepDeadlines
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,18 @@ class Scheduler:
         width = submit.sampling.beam_width
         self._state.add_request(sequences, None if width is None else self._make_beams(sequences[0], width))
         self._state.blocks.read_ahead(sequences[0], self._state.costs.prefill_tokens_per_s, now)
+        if submit.media:
+            self._state.media.ask(sequences[0], self._state.blocks.num_cached_tokens(sequences[0]), now)
         return None
+
+    def receive_media(self, message: MediaUpload, now: float) -> None:
+        """Take a piece of an image; one that nobody waits for is dropped."""
+        self._state.receive_media(message, now)
+
+    @property
+    def media(self) -> MediaQueue:
+        """Return the images of the requests."""
+        return self._state.media
 
     def abort(self, gateway: bytes, handle: int, now: float) -> bool:
         """Abort a sequence, a beam search as a whole; sends no Finish. Returns False for an unknown handle."""
@@ -257,6 +269,9 @@ class Scheduler:
         deadlines = times.deadlines(step.num_tokens, self.config.scheduler.step_timeout_s)
         if step.is_command:
             deadlines = StepDeadlines(None, COMMAND_TIMEOUT_S, COMMAND_TIMEOUT_S)
+        if step.encodes:
+            failed_s = max(deadlines.failed_s, UNMEASURED_S, self.config.scheduler.step_timeout_s)
+            deadlines = replace(deadlines, failed_s=failed_s)
         return PresentStep(step.step_id, times.began_at(step.planned_at), deadlines)
 
     def interrupt(self, failure: RankFailed, now: float) -> None:
@@ -361,6 +376,7 @@ class Scheduler:
                 lora=submit.lora,
                 pooling=submit.pooling,
                 kv=submit.kv if len(seq_ids) == 1 and params.beam_width is None else None,
+                media=submit.media,
                 pools_all_tokens=submit.pooling is not None and not self._pools_last_token,
             )
             for index, seq_id in enumerate(seq_ids)

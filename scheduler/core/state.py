@@ -22,7 +22,7 @@ from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.errors import DeadlineExpired, QuireError
 from ...proto.lora import LoraReference
-from ...proto.stream import FinishReason
+from ...proto.stream import FinishReason, MediaUpload
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
 from ..kv.own_prefixes import OwnPrefixes
@@ -34,6 +34,7 @@ from ..speculation.jump_forward import JumpForward
 from .queue.deadlines import DeadlineQueue
 from .queue.kv_moves import make_kv_moves
 from .queue.lora_adapters import LoraAdapters
+from .queue.media import MediaQueue, not_uploaded
 from .queue.pace import Pace
 from .queue.policy import CostModel, by_precedence
 from .queue.waiting import WaitingQueue
@@ -124,6 +125,7 @@ class SchedulerState:
         self.step_times: Final = StepTimes()
         self.quarantine: Final = Quarantine()
         self.retained: Final = RetainedOutputs()
+        self.media: Final = MediaQueue(config)
         self._deadlines = DeadlineQueue(self._alive)
 
     @property
@@ -196,9 +198,17 @@ class SchedulerState:
         """End all outputs of a request, by its arrival."""
         self._fail([each for each in self._alive.values() if each.arrival == arrival], error)
 
+    def receive_media(self, message: MediaUpload, now: float) -> None:
+        """Take a piece of an image; end the sequences that need it if it cannot be read."""
+        failed = self.media.receive(message, now)
+        if failed is not None:
+            sequences, error = failed
+            self._fail(sequences, lambda _: error)
+
     def fail_expired(self, now: float) -> None:
-        """End the sequences whose deadline has passed."""
+        """End the sequences whose deadline has passed, and those whose images did not come in time."""
         self._fail(self._deadlines.expire(now), _expired)
+        self._fail(self.media.expire(now), not_uploaded)
 
     def _fail(self, sequences: Iterable[Sequence], error: Callable[[Sequence], QuireError]) -> None:
         for sequence in sequences:
@@ -331,6 +341,7 @@ class SchedulerState:
         self._drop_host_blocks(lambda sequence: not void.isdisjoint(sequence.host_blocks))
         if self.lora is not None:
             self.lora.reset()
+        self.media.reset()
 
     def requeue_all(self, now: float) -> None:
         """Take the rows and blocks of all running sequences, which resume later: the KV becomes void."""
@@ -338,6 +349,7 @@ class SchedulerState:
             sequence.preempted_at = now
         self._requeue_running()
         self.keep_tiers(KvTiers.NONE)
+        self.media.reset()
 
     def keep_tiers(self, tiers: KvTiers) -> None:
         """Make the KV void, except in these memories."""
@@ -377,6 +389,7 @@ class SchedulerState:
         self.own_prefixes.add(sequence)
         self.kv_moves.discard(sequence)
         self.blocks.stored.forget(sequence)
+        self.media.discard(sequence)
         del self._alive[sequence.seq_id]
         others = self._of_request[sequence.request_id]
         others.remove(sequence)
@@ -402,6 +415,7 @@ class SchedulerState:
         if self.lora is not None:
             self.lora.check_integrity(self.alive.values())
         assert sum(map(len, self._of_request.values())) == len(self.alive), "requests have other sequences"
+        self.media.check_integrity(self.alive.values())
         host_blocks = [b for sequence in self.alive.values() for b in sequence.host_blocks]
         self.blocks.check_integrity(host_blocks, list(self.running))
         self.blocks.stored.check_integrity(list(self.alive))
@@ -430,6 +444,7 @@ class SchedulerState:
         self._of_request.setdefault(sequence.request_id, []).append(sequence)
         if self.lora is not None:
             self.lora.add(sequence)
+        self.media.add(sequence)
         self._deadlines.add(sequence)
 
     def _collect_tokens(self, sequence: Sequence) -> int:

@@ -249,15 +249,15 @@ class BlockManager:
         lookup = self._lookups[partition]
         tokens, num_reusable = sequence.token_ids, sequence.num_reusable_tokens
         num_full = num_reusable // self.block_size
-        self._caches[0].extend(sequence.root, sequence.block_digests, tokens, num_full)
+        self._caches[0].extend(sequence, num_full)
         blocks, num_blocks = lookup.find_blocks(sequence.block_digests[:num_full])
         if self.state_slots.is_on:
             return self._find_snapshot(sequence, partition, num_blocks)
         start = num_blocks * self.block_size
-        parent = sequence.block_digests[num_blocks - 1] if num_blocks else sequence.root
         partial = None
         if start < num_reusable:
             end = min(num_reusable, start + self.block_size)
+            parent = sequence.parent_of_block(num_blocks, self.block_size)
             partial = lookup.find_partial(parent, tokens[start:end], self._filling)
         return Prefix(num_blocks, blocks, partial, partition)
 
@@ -271,7 +271,7 @@ class BlockManager:
         if self._deep_lookup is None or stored.is_empty or sequence.lora is not None:
             return
         num_full = sequence.num_reusable_tokens // self.block_size
-        self._caches[0].extend(sequence.root, sequence.block_digests, sequence.token_ids, num_full)
+        self._caches[0].extend(sequence, num_full)
         digests = sequence.block_digests[:num_full]
         _, num_cached = self._lookups[0].find_blocks(digests)
         groups, num_found = self._deep_lookup.find_blocks(digests)
@@ -295,7 +295,7 @@ class BlockManager:
 
     def _content_of(self, sequence: Sequence, index: int) -> CacheKey:
         """Return the content of a sequence's full block, whose digest it has."""
-        parent = sequence.block_digests[index - 1] if index else sequence.root
+        parent = sequence.parent_of_block(index, self.block_size)
         start = index * self.block_size
         tokens = sequence.token_ids[start : start + self.block_size].tobytes()
         return sequence.block_digests[index], parent, tokens
@@ -329,7 +329,7 @@ class BlockManager:
         """
         lookup, digests = self._lookups[partition], sequence.block_digests[:num_shared]
         tokens = sequence.token_ids[: sequence.num_reusable_tokens]
-        snapshots = self.state_slots.candidates(sequence.root, digests, tokens.tobytes(), self.block_size)
+        snapshots = self.state_slots.candidates(sequence, digests, tokens.tobytes(), self.block_size)
         for num_blocks, num_more, slot in snapshots:
             blocks, num_found = lookup.find_blocks(digests[:num_blocks])
             if num_found < num_blocks:
@@ -337,7 +337,7 @@ class BlockManager:
             partial = None
             if num_more:
                 start = num_blocks * self.block_size
-                parent = digests[num_blocks - 1] if num_blocks else sequence.root
+                parent = sequence.parent_of_block(num_blocks, self.block_size)
                 partial = lookup.find_tail(parent, tokens[start : start + num_more], self._filling)
                 if partial is None:
                     continue
@@ -478,7 +478,7 @@ class BlockManager:
         if not self._caches:
             return
         first, end = first_token // self.block_size, end_token // self.block_size
-        self._caches[0].extend(sequence.root, sequence.block_digests, sequence.token_ids, end)
+        self._caches[0].extend(sequence, end)
         for group in range(self.num_groups):
             for index in range(first, end):
                 self._filling.add(self._publish(row, sequence, index, group))
@@ -508,8 +508,10 @@ class BlockManager:
         if not self._caches:
             return
         chains = [sequence.block_digests for sequence in sequences]
+        size = self.block_size
         parents = [
-            chain[-1] if chain else sequence.root for chain, sequence in zip(chains, sequences, strict=True)
+            sequence.parent_of_block(len(chain), size)
+            for chain, sequence in zip(chains, sequences, strict=True)
         ]
         contents = [parent + tokens for parent, tokens in zip(parents, blocks, strict=True)]
         digests = chain_digests(contents)
@@ -540,7 +542,7 @@ class BlockManager:
             tokens: all that are known, of which the sequence may have fewer.
         """
         digests = sequence.block_digests[:num_blocks]
-        self._caches[0].extend(sequence.root, digests, tokens, num_blocks)
+        self._caches[0].extend_chain(sequence, digests, tokens, num_blocks)
         return digests
 
     def find_lendable(self, row: int, digests: list[bytes]) -> IntArray | None:
@@ -635,8 +637,9 @@ class BlockManager:
         if not self._caches:
             return
         tokens = last_tokens.tobytes()
-        parent = sequence.block_digests[index - 1] if index else sequence.root
-        key = parent, parent, b""
+        parent = sequence.parent_of_block(index, self.block_size)
+        before = sequence.block_digests[index - 1] if index else sequence.root
+        key = before, before, b""
         if tokens:
             blocks = self._insert_last(row, sequence, index, tokens)
             if newest_step is not None:
@@ -649,7 +652,7 @@ class BlockManager:
 
     def _insert_last(self, row: int, sequence: Sequence, index: int, tokens: bytes) -> list[int]:
         """Add a row's last block, number `index`, with its tokens to the prefix caches; return it of each group."""
-        parent = sequence.block_digests[index - 1] if index else sequence.root
+        parent = sequence.parent_of_block(index, self.block_size)
         key, blocks = (child_digest(parent, tokens), parent, tokens), list[int]()
         for group, cache in enumerate(self._caches_of(self.partition_of(row))):
             table = self._table(row, group)
@@ -832,7 +835,7 @@ class BlockManager:
         """Add the first full blocks of a row, which the plan loads, to the prefix caches."""
         if not self._caches:
             return
-        self._caches[0].extend(sequence.root, sequence.block_digests, sequence.token_ids, num_blocks)
+        self._caches[0].extend(sequence, num_blocks)
         for group in range(self.num_groups):
             for index in range(int(self._first_live[self._table(row, group)]), num_blocks):
                 self._publish(row, sequence, index, group)

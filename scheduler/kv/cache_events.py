@@ -66,6 +66,9 @@ class CacheEvents:
     def add_stored(self, key: CacheKey, sequence: Sequence, partition: int) -> None:
         """Record that a block of a sequence was added on the device."""
         digest, parent, tokens = key
+        if sequence.media:  # then the key's parent may have images in it
+            index = sequence.block_digests.index(digest)
+            parent = sequence.block_digests[index - 1] if index else sequence.root
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlocksStored)

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from itertools import islice
 from math import ceil
 
-from ...proto.digests import DIGEST_BYTES, child_digest
+from ...proto.digests import DIGEST_BYTES, child_digest, parent_with_media
+from ..sequences.sequence import Sequence
 from .cache_events import CacheEvents, CacheKey, TierLog, tier_log
 from .cache_journal import CacheJournal
 
@@ -54,14 +55,21 @@ class PrefixCache:
     def __contains__(self, block_id: int) -> bool:
         return block_id in self._digest_of
 
-    def extend(self, root: bytes, digests: list[bytes], token_ids: array[int], num_blocks: int) -> None:
-        """Append the digests that a chain lacks for the first `num_blocks` full blocks of `token_ids`."""
-        if len(digests) >= num_blocks:
-            return
+    def extend(self, sequence: Sequence, num_blocks: int) -> None:
+        """Append the digests that a sequence lacks for the first `num_blocks` full blocks of its tokens."""
+        if len(sequence.block_digests) < num_blocks:
+            self.extend_chain(sequence, sequence.block_digests, sequence.token_ids, num_blocks)
+
+    def extend_chain(
+        self, sequence: Sequence, digests: list[bytes], token_ids: array[int], num_blocks: int
+    ) -> None:
+        """Append the digests that a sequence's chain lacks for the first `num_blocks` full blocks of `token_ids`."""
         raw, width = memoryview(token_ids).cast("B"), 4 * self.block_size
-        parent = digests[-1] if digests else root
-        for start in range(len(digests) * width, num_blocks * width, width):
-            parent = child_digest(parent, raw[start : start + width])
+        parent, media = digests[-1] if digests else sequence.root, sequence.media
+        for index in range(len(digests), num_blocks):
+            if media:
+                parent = parent_with_media(parent, media, index, self.block_size)
+            parent = child_digest(parent, raw[index * width : (index + 1) * width])
             digests.append(parent)
 
     def find(self, digest: bytes) -> int | None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray
 from ...proto.codec import NO_PAIRS
+from ..sequences.sequence import Sequence
 from .block_pool import BlockPool
 from .cache_events import CacheKey
 from .planned_moves import PendingFills
@@ -154,20 +155,20 @@ class StateSlots:
             self._pending.add(newest_step, [slot], [])
 
     def candidates(
-        self, root: bytes, digests: list[bytes], tokens: bytes, block_size: int
+        self, sequence: Sequence, digests: list[bytes], tokens: bytes, block_size: int
     ) -> Iterator[tuple[int, int, int]]:
         """Yield the snapshots of prefixes of a sequence as (full blocks, tokens after these, slot), longest first.
 
         Args:
-            root: start of the chain of digests.
             digests: of the full blocks in question.
             tokens: all tokens in question, int32.
         """
         if not self._snapshots:
             return
         for count in range(len(digests), -1, -1):
-            digest = digests[count - 1] if count else root
-            found = [(self._snapshots[slot].key[2], slot) for slot in self._tails.get(digest, ())]
+            digest = digests[count - 1] if count else sequence.root
+            parent = sequence.parent_of_block(count, block_size)
+            found = [(self._snapshots[slot].key[2], slot) for slot in self._tails.get(parent, ())]
             for tail, slot in sorted(found, key=lambda each: -len(each[0])):
                 if tokens.startswith(tail, 4 * count * block_size):
                     yield count, len(tail) // 4, slot

@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from ...proto.digests import parent_with_media
 from ...proto.kv_transfer import KvOffer
 from ...proto.lora import LoraReference
+from ...proto.media import MediaItem
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingDefaults, SamplingParams
 from ...proto.step import PromptScoring, RowLogitsProcessors, RowSampling
@@ -60,6 +62,8 @@ class Sequence:
         kv: its blocks at the replica that it left, until they are pulled or given up; None without any.
         num_pulled_tokens: tokens whose KV came from there.
         moves_at_first_token: another replica is to continue it after its prompt.
+        media: the images of its prompt, in order.
+        media_ids: of the encoder's output of each of them, by `MediaQueue`.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
 
@@ -115,6 +119,8 @@ class Sequence:
     kv: KvOffer | None = None
     num_pulled_tokens: int = 0
     moves_at_first_token: bool = False
+    media: tuple[MediaItem, ...] = ()
+    media_ids: tuple[int, ...] = ()
 
     @property
     def is_scoring(self) -> bool:
@@ -178,6 +184,11 @@ class Sequence:
             extra_args=params.extra_arg_pairs,
         )
         return None if logits_processors == RowLogitsProcessors(num_prompt_tokens) else logits_processors
+
+    def parent_of_block(self, index: int, block_size: int) -> bytes:
+        """Return the digest that its block number `index` continues; the digests of all blocks before are known."""
+        parent = self.block_digests[index - 1] if index else self.root
+        return parent_with_media(parent, self.media, index, block_size) if self.media else parent
 
     def tokens_to_snapshot(self, num_scheduled: int) -> int | None:
         """Return the tokens from `num_scheduled` to the next end where its state is saved; None if there is none."""

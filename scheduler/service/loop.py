@@ -25,6 +25,7 @@ from ...proto.stream import (
     GatewayMessage,
     LoadLora,
     LoraLoaded,
+    MediaUpload,
     Recall,
     StatusQuery,
     Stop,
@@ -154,9 +155,12 @@ class StepLoop:
                 break
             if self._is_idle:
                 self._step_after_idle, self._is_idle = plan.step_id, False
+            for image in scheduler.media.take_inputs():
+                self._group.send_media(image)
             self._group.broadcast(plan)
         self._send_all(scheduler.take_outgoing())
         self._send_control_replies()
+        self._ask_for_images()
         if not scheduler.num_in_flight:
             self._is_idle = True
             self._set_activity(Activity.IDLE)
@@ -283,6 +287,9 @@ class StepLoop:
         match message:
             case Submit():
                 self._send_finish(gateway, self._scheduler.add(gateway, message, self._clock()))
+                self._ask_for_images()
+            case MediaUpload():
+                self._scheduler.receive_media(message, self._clock())
             case Abort():
                 self._scheduler.abort(gateway, message.handle, self._clock())
             case Stop():
@@ -309,6 +316,11 @@ class StepLoop:
             case Drain():
                 _log.info("%s is draining: running sequences have %g s", self._replica_id, message.grace_s)
                 self._scheduler.drain(message.grace_s, self._clock())
+
+    def _ask_for_images(self) -> None:
+        """Ask gateways for images. One that does not read lets its requests end by the deadline of uploads."""
+        for gateway, wanted in self._scheduler.media.take_asks():
+            self._mailbox.send(gateway, wanted)
 
     def _order_adapter(self, gateway: bytes, message: LoadLora) -> None:
         lora = self._scheduler.lora

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...proto.replica_status import RankStatus
-from ...proto.step import StepPlan, StepResult
+from ...proto.step import EncoderInput, StepPlan, StepResult
 from ..kv.kv_tiers import KvTiers
 
 
@@ -28,6 +28,10 @@ class WorkerGroup(Protocol):
 
     def broadcast(self, plan: StepPlan) -> None:
         """Send one plan to every rank. May return before a rank has begun."""
+        ...
+
+    def send_media(self, image: EncoderInput) -> None:
+        """Send the tensors of an image to every rank, before the plan that has it encoded is broadcast."""
         ...
 
     def gather(self, timeout_s: float) -> StepResult | None:

@@ -9,8 +9,9 @@ from fakes import FakeFiles, FakeWorkerGroup, submit
 
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed
+from quire.proto.media import MediaTensors
 from quire.proto.step import StepPlan
-from quire.proto.stream import Finish, FinishReason, TokenBatch
+from quire.proto.stream import Finish, FinishReason, TokenBatch, media_uploads
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.kv.kv_tiers import KvTiers
 
@@ -28,6 +29,9 @@ class Driver:
         vectors: handle |-> vector of a pooled sequence.
         moved: handle |-> Finish of a sequence that was handed off and not submitted again.
         plans: all plans that were broadcast.
+        images: digest |-> tensors, which the gateway sends when it is asked for them.
+        asked: digests that were asked for, in order.
+        sends_images: otherwise the asks wait in `unanswered`.
     """
 
     config: EngineConfig
@@ -38,6 +42,10 @@ class Driver:
     scores: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)
     plans: list[StepPlan] = field(default_factory=list)
+    images: dict[bytes, MediaTensors] = field(default_factory=dict)
+    asked: list[bytes] = field(default_factory=list)
+    unanswered: list[bytes] = field(default_factory=list)
+    sends_images: bool = True
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
@@ -52,7 +60,18 @@ class Driver:
         rejection = self.scheduler.add(gateway, request, self.now)
         if rejection is not None:
             self.finishes[handle] = rejection
+        self.answer_asks()
         return rejection
+
+    def answer_asks(self) -> None:
+        """Send the images that were asked for, if the gateway does."""
+        for _, wanted in self.scheduler.media.take_asks():
+            self.asked += wanted.digests
+            self.unanswered += wanted.digests
+        while self.sends_images and self.unanswered:
+            digest = self.unanswered.pop(0)
+            for upload in media_uploads(digest, self.images[digest]):
+                self.scheduler.receive_media(upload, self.now)
 
     def abort(self, handle: int, gateway: bytes = GATEWAY) -> bool:
         return self.scheduler.abort(gateway, handle, self.now)
@@ -91,12 +110,15 @@ class Driver:
 
     def plan(self) -> StepPlan | None:
         """Plan and broadcast one step, if there is work."""
+        self.answer_asks()
         plan = self.scheduler.schedule(self.now)
         self.record(self.scheduler.take_outgoing())
         self.scheduler.check_integrity()
         if plan is not None:
             self.plans.append(plan)
             self._check_size(plan.step_id)
+            for image in self.scheduler.media.take_inputs():
+                self.group.send_media(image)
             self.group.broadcast(plan)
         return plan
 
@@ -140,7 +162,9 @@ class Driver:
         while self.scheduler.num_in_flight < depth and self.plan() is not None:
             pass
         if not self.scheduler.num_in_flight:
-            return False
+            self.answer_asks()
+            if self.scheduler.num_in_flight or self.plan() is None:
+                return False
         self.apply_result()
         return True
 

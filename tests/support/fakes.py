@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +13,18 @@ from fake_kv_peer import FakeKvPeer
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
-from quire.proto.block_tables import BlockTables
+from quire.proto.block_tables import BlockTables, add_digests, outputs_digest
 from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
 from quire.proto.kv_transfer import KvReport
 from quire.proto.lora import LoraReport
+from quire.proto.media import MediaItem, MediaTensors
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import (
+    EncoderInput,
     Logprobs,
     NewSequence,
     PromptLogprobs,
@@ -32,12 +35,14 @@ from quire.proto.step import (
 from quire.proto.stored_kv import StoredOrder, StoredReport, split_keys
 from quire.proto.stream import Submit
 from quire.proto.structured_outputs import OutputConstraint
+from quire.proto.vision import VisionSpec
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.sequences.beam_search import BeamSearch
 from quire.scheduler.service.worker_group import Rebuilt
 
 VOCAB_SIZE = 64
 EOS = 1
+IMAGE_TOKEN = VOCAB_SIZE - 1
 
 
 def small_config(
@@ -54,6 +59,8 @@ def small_config(
     layer_windows: tuple[int, ...] = (0,),
     num_kv_partitions: int = 1,
     num_state_slots: int | None = None,
+    encoder_cache_rows: int | None = None,
+    attends_within: bool = False,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a configuration for tests of the control plane; its model does not exist.
@@ -63,6 +70,9 @@ def small_config(
         pooling_type: of a model that pools prompts beside generating; None for one that generates only.
         layer_windows: of each layer, 0 for none.
         num_state_slots: of a model that keeps states; None for one that keeps none.
+        encoder_cache_rows: of a model that reads images, the image tokens that the encoder cache holds; None for one
+            that reads none.
+        attends_within: the tokens of an image attend to each other.
         num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
     """
     model = ModelConfig(
@@ -71,11 +81,15 @@ def small_config(
         eos_token_ids=eos, layer_windows=layer_windows,
         pooling=None if pooling_type is None else PoolingConfig(pooling_type, 2),
         has_states=num_state_slots is not None,
+        vision=None
+        if encoder_cache_rows is None
+        else VisionSpec("fake", IMAGE_TOKEN, embedding_size=1, attends_within=attends_within),
     )  # fmt: skip
     defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
     options = EngineOptions(
         "fake", block_size=block_size, num_kv_blocks=num_blocks, prefix_caching=prefix_caching,
-        num_host_kv_blocks=num_host_blocks, num_state_slots=num_state_slots, **(defaults | scheduler),
+        num_host_kv_blocks=num_host_blocks, num_state_slots=num_state_slots,
+        encoder_cache_memory=4 * encoder_cache_rows if encoder_cache_rows else None, **(defaults | scheduler),
     )  # fmt: skip
     config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
     if num_kv_partitions > 1:
@@ -106,6 +120,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
             "lora",
             "constraint",
             "kv",
+            "media",
         )
         if name in settings
     }
@@ -144,11 +159,26 @@ def pooling_oracle(prompt: list[int]) -> list[float]:
     return [next_token(state), len(prompt)]
 
 
-def score_oracle(prompt: list[int]) -> list[tuple[int, float]]:
+def images_of(rows: list[bytes]) -> dict[bytes, MediaTensors]:
+    """Return digest |-> tensors of images, which the fake encoder turns into their digest."""
+    return {digest: {"digest": np.frombuffer(digest, np.uint8)} for digest in rows}
+
+
+def see(prompt: list[int], media: Sequence[MediaItem]) -> list[int]:
+    """Return what the fake model reads: a number of its own for each token of an image in place of the token."""
+    seen = list(prompt)
+    for item in media:
+        for place in range(item.start, item.end):
+            number = hashlib.blake2b(item.digest + bytes([place - item.start]), digest_size=3).digest()
+            seen[place] = VOCAB_SIZE + int.from_bytes(number, "little")
+    return seen
+
+
+def score_oracle(prompt: list[int], media: Sequence[MediaItem] = ()) -> list[tuple[int, float]]:
     """Return (position, log-probability) of the prompt's tokens by the fake model, from the second on."""
-    state, scores = b"", []
+    state, scores, seen = b"", [], see(prompt, media)
     for place in range(1, len(prompt)):
-        state = chain(state, prompt[place - 1])
+        state = chain(state, seen[place - 1])
         scores.append((place, float(logprobs_of(state)[prompt[place]])))
     return scores
 
@@ -305,6 +335,7 @@ class FakeWorkerGroup:
 
     def _forget_plans(self) -> None:
         self.plans: deque[bytes] = deque()
+        self.images: dict[int, EncoderInput] = {}
         self.touched: deque[set[int]] = deque()  # blocks, by each plan in flight
         self.touched_slots: deque[set[int]] = deque()
         rows = self._config.scheduler.max_num_seqs
@@ -339,6 +370,10 @@ class FakeWorkerGroup:
         self.pooling: list[PoolingParams | None] = [None] * rows
         self.constraints: list[OutputConstraint | None] = [None] * rows
         self.num_hidden = [0] * rows  # tokens whose hidden states were computed in the row
+        # Of each row: what the model reads of its known prompt, and place |-> the media_id of the image there.
+        self.seen: list[list[int]] = [[] for _ in range(rows)]
+        self.images_at: list[dict[int, tuple[int, bytes]]] = [{} for _ in range(rows)]
+        self.outputs: dict[int, bytes] = {}  # media_id |-> digest of the encoded image
 
     def broadcast(self, plan: StepPlan) -> None:
         if plan.command is not None:
@@ -346,6 +381,21 @@ class FakeWorkerGroup:
             self.planned_tables = self._make_tables()
         self._check_fences(plan)
         self.plans.append(plan.encode())
+
+    def send_media(self, image: EncoderInput) -> None:
+        assert image.media_id not in self.images, f"image {image.media_id} is sent twice"
+        self.images[image.media_id] = EncoderInput.decode(image.encode())
+
+    def _encode(self, plan: StepPlan) -> None:
+        for media_id in plan.media_drops.tolist():
+            del self.outputs[media_id]
+        for media_id in plan.encodes.tolist():
+            assert media_id not in self.outputs, f"image {media_id} is encoded twice"
+            self.outputs[media_id] = self.images.pop(media_id).data
+
+    def _input(self, row: int, place: int) -> int:
+        """Return what the model reads at a place of a row."""
+        return self.seen[row][place] if place < len(self.seen[row]) else self.tokens[row][place]
 
     def _check_fences(self, plan: StepPlan) -> None:
         fresh = {*plan.appended_ids.tolist(), *plan.copies[:, 1].tolist(), *plan.swap_in[:, 1].tolist()}
@@ -542,7 +592,7 @@ class FakeWorkerGroup:
         for row, count in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
             scoring, start, state = self.scoring[row], self.num_computed[row], self._state_before(row)
             for place in range(start + 1, start + count + 1):
-                state = chain(state, self.tokens[row][place - 1])
+                state = chain(state, self._input(row, place - 1))
                 if scoring is not None and scoring.start <= place < scoring.end:
                     entries.append((row, place, float(logprobs_of(state)[self.tokens[row][place]])))
         if not entries:
@@ -575,17 +625,26 @@ class FakeWorkerGroup:
         for row in plan.released_rows:
             self.decoding[row] = False
             self.tokens[row] = []
+            self.seen[row], self.images_at[row] = [], {}
             self.constraints[row] = None
         for new in plan.new:
             assert not self.tokens[new.row], f"row {new.row} is taken"
             self.constraints[new.row] = self._constraint_of(new)
             self.tokens[new.row] = self._tokens_of(new)
+            self.seen[new.row] = see(self.tokens[new.row], new.media)
+            self.images_at[new.row] = {
+                place: (media_id, item.digest)
+                for item, media_id in zip(new.media, new.media_ids.tolist(), strict=True)
+                for place in range(item.start, item.end)
+            }
             self.num_computed[new.row] = new.num_computed_tokens
             self.num_logprobs[new.row] = new.sampling.logprobs
             self.scoring[new.row] = new.sampling.scoring
             self.pooling[new.row] = new.pooling
             self.num_hidden[new.row] = 0
-        assert self.tables.digest == plan.digest, f"block tables differ at step {plan.step_id}"
+        self._encode(plan)
+        digest = add_digests(self.tables.digest, outputs_digest(self.outputs))
+        assert digest == plan.digest, f"block tables or encoder outputs differ at step {plan.step_id}"
         self._check_partitions(plan)
         for source, destination in plan.swap_out.tolist():
             self.host_kv[destination] = list(self.kv[source])
@@ -650,7 +709,10 @@ class FakeWorkerGroup:
             assert slot, f"row {row} has the scratch slot"
             assert self.states[slot] == state, f"row {row} has the state of another prefix"
         for position in range(self.num_computed[row], self.num_computed[row] + count):
-            state = chain(state, self.tokens[row][position])
+            if position in self.images_at[row]:
+                media_id, digest = self.images_at[row][position]
+                assert self.outputs.get(media_id) == digest, f"row {row} reads an image that is not encoded"
+            state = chain(state, self._input(row, position))
             self._store(row, position, state)
         if self.states:
             self.states[self.tables.state_slots[row]] = state
@@ -667,8 +729,8 @@ class FakeWorkerGroup:
 
     def _state_before(self, row: int) -> bytes:
         state = b""
-        for token_id in self.tokens[row][: self.num_computed[row]]:
-            state = chain(state, token_id)
+        for place in range(self.num_computed[row]):
+            state = chain(state, self._input(row, place))
         return state
 
     def _read(self, row: int, num_queries: int) -> bytes:
@@ -676,7 +738,7 @@ class FakeWorkerGroup:
         state, end = b"", self.num_computed[row]
         firsts = [max(0, end - num_queries + 1 - kind.window) if kind.window else 0 for kind in self.groups]
         for position in range(end):
-            state = chain(state, self.tokens[row][position])
+            state = chain(state, self._input(row, position))
             index, offset = divmod(position, self.block_size)
             for group, first in enumerate(firsts):
                 if position < first:

@@ -37,7 +37,10 @@ def check_admission(
     in_use = [handle for handle in handles if (gateway, handle) in state.requests]
     if in_use:
         return ProtocolError(f"handle {in_use[0]} is in use")
-    checks = (_check_kind, _check_prompt, _check_vocabulary, _check_generated, _check_beams, _check_adapter)
+    checks = (
+        *(_check_kind, _check_prompt, _check_vocabulary, _check_generated),
+        *(_check_beams, _check_adapter, _check_media),
+    )
     for check in checks:
         error = check(config, submit)
         if error is not None:
@@ -141,6 +144,27 @@ def _check_beams(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
     most = min(config.scheduler.max_num_seqs, config.model.vocab_size - num_stops)
     if params.beam_width > most:
         return InvalidRequest("sampling.beam_width", f"is {params.beam_width}, must be at most {most}")
+    return None
+
+
+def _check_media(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
+    """Check that the model reads images, and that the prompt has a place for each embedding of each image."""
+    vision = config.model.vision
+    if not submit.media:
+        return None
+    if vision is None:
+        return InvalidRequest("media", f"has images, and {config.model.name} reads none")
+    for index, item in enumerate(submit.media):
+        tokens = submit.prompt_token_ids[item.start : item.end]
+        num_places = int((tokens == vision.image_token_id).sum())
+        problem = vision.check_item(item)
+        if num_places != item.num_embeddings:
+            problem = f"has {item.num_embeddings} embeddings for {num_places} image tokens of the prompt"
+        most = config.scheduler.max_num_batched_tokens
+        if vision.attends_within and item.num_tokens > most:
+            problem = f"has {item.num_tokens} tokens, a step computes at most {most} (max_num_batched_tokens)"
+        if problem:
+            return InvalidRequest("media", f"image {index + 1} {problem}")
     return None
 
 

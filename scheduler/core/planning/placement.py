@@ -26,6 +26,7 @@ class Place:
         num_free, num_unheld: blocks that are free now, and also once the steps in flight are done.
         is_full: the running sequences lack blocks, so no sequence starts or takes blocks there in this step.
         has_slot, will_have_slot: a state slot is free now, and once the steps in flight are done.
+        block_size: tokens per block.
     """
 
     prefix: Prefix
@@ -35,10 +36,15 @@ class Place:
     is_full: bool
     has_slot: bool
     will_have_slot: bool
+    block_size: int
 
     @property
     def partition(self) -> int:
         return self.prefix.partition
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.prefix.num_tokens(self.block_size)
 
     @property
     def has_room(self) -> bool:
@@ -118,5 +124,12 @@ class Placement:
             num_needed += int(WATERMARK * num_blocks)
         is_full, states = partition in self._full, blocks.state_slots
         return Place(
-            prefix, num_needed, num_free, num_unheld, is_full, states.has_room, states.will_have_room
+            prefix,
+            num_needed,
+            num_free,
+            num_unheld,
+            is_full,
+            states.has_room,
+            states.will_have_room,
+            blocks.block_size,
         )

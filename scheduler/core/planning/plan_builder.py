@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ....proto.block_tables import IntArray, RowArray
+from ....proto.block_tables import IntArray, RowArray, add_digests
 from ....proto.codec import NO_INTS, NO_PAIRS
 from ....proto.step import NewSequence, StepPlan
 from ..state import SchedulerState
@@ -75,6 +75,7 @@ class PlanBuilder:
         if rows.num_beam_rows:
             rows.freeze(sampling[rows.is_beam[sampling]])
         num_tokens = int(advancing.size) + sum(self.chunk_lens)
+        media_drops, encodes = state.media.take_orders()
         state.in_flight.add(
             InFlightStep(
                 self.step_id,
@@ -86,6 +87,7 @@ class PlanBuilder:
                 num_drafted if draft_rows.size else None,
                 tuple(self.chunk_rows),
                 tuple(sorted(self.pooled_rows)),
+                encodes=encodes.size > 0,
             )
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
@@ -99,7 +101,7 @@ class PlanBuilder:
         return StepPlan(
             step_id=self.step_id,
             epoch=epoch,
-            digest=tables.digest,
+            digest=add_digests(tables.digest, state.media.cache.digest),
             released_rows=released,
             new=tuple(self.new),
             trimmed_rows=trimmed_rows,
@@ -124,6 +126,8 @@ class PlanBuilder:
             state_saves=state_saves,
             kv=state.kv_moves.take_orders(),
             stored_orders=state.blocks.stored.take_orders(self.now),
+            media_drops=media_drops,
+            encodes=encodes,
         )
 
     def _keeps_states(self, state: SchedulerState) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ....proto.block_tables import IntArray, RowArray
+from ....proto.codec import NO_INTS
 from ....proto.lora import NO_SLOT
 from ....proto.step import NewSequence, RowSampling, StepPlan
 from ...kv.prefix_lookup import Prefix
@@ -15,7 +16,7 @@ from ...sequences.sequence import Sequence
 from ...speculation.draft_switch import ends_repeated
 from ..admission.forecast import Forecast
 from ..state import SchedulerState, row_of
-from .placement import Place, Placement
+from .placement import MAX_PASSED, Place, Placement
 from .plan_builder import PlanBuilder
 from .rationing import find_victim, grow, ration_blocks
 
@@ -65,6 +66,7 @@ class Planner:
         # a plan has had its effects, and `plan` repeats it only if no result can come that would change more.
         state = self._state
         state.blocks.begin_plan()
+        state.media.begin_plan()
         advancing = self._without_others(state.rows.advancing())
         builder = PlanBuilder(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
         builder.num_tokens_left -= advancing.size
@@ -128,16 +130,24 @@ class Planner:
                 continue
             row = row_of(sequence)
             num_unplanned = len(sequence.token_ids) - int(self._state.rows.num_scheduled[row])
-            chunks[row] = self._chunk_len(builder, sequence, num_unplanned)
-            builder.num_tokens_left -= chunks[row]
+            num_tokens = self._chunk_len(builder, sequence, num_unplanned)
+            if num_tokens:
+                chunks[row] = num_tokens
+                builder.num_tokens_left -= num_tokens
         return chunks
 
     def _chunk_len(self, builder: PlanBuilder, sequence: Sequence, num_unplanned: int) -> int:
-        """Return the tokens of a sequence's next chunk, which ends where its state is to be saved."""
+        """Return the tokens of a sequence's next chunk, which ends where its state is to be saved.
+
+        It ends before an image that cannot be encoded yet as well: there may be none.
+        """
         num_scheduled = int(self._state.rows.num_scheduled[row_of(sequence)])
         to_snapshot = sequence.tokens_to_snapshot(num_scheduled)
         most = num_unplanned if to_snapshot is None else min(num_unplanned, to_snapshot)
-        return min(builder.num_tokens_left, most)
+        num_tokens = min(builder.num_tokens_left, most)
+        if not sequence.media:
+            return num_tokens
+        return self._state.media.chunk_len(sequence, num_scheduled, num_tokens, builder.now)
 
     def _add_drafts(self, builder: PlanBuilder, advancing: RowArray, chunks: dict[int, int]) -> None:
         """Choose how many drafted tokens the ranks may propose, within half of the tokens left: prompts wait too.
@@ -310,6 +320,8 @@ class Planner:
         lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.num_free_in(partition)
         if partition in builder.full_partitions or lacks_blocks:
             return False
+        if not self._can_read_from(builder, child, num_tokens):
+            return False
         row = state.start(child, builder.step_id)
         state.blocks.open_fork(row, parent.row, num_tokens)
         self._plan_first_chunk(builder, child, num_tokens, parent.row)
@@ -327,8 +339,9 @@ class Planner:
         if not state.waiting:
             return preempted
         placement = Placement(state.blocks, builder.full_partitions)
+        without_images: set[int] = set()
         while builder.num_tokens_left > 0 and placement.is_open:
-            sequence = self._next_waiting(placement.passed)
+            sequence = self._next_waiting(placement.passed | without_images)
             if sequence is None:
                 break
             if self._fail_unless_in_time(sequence, builder.now) or self._park_for_adapter(sequence):
@@ -341,6 +354,12 @@ class Planner:
             if state.rows.num_free and places and places[0].has_room:
                 if state.kv_moves.begin(sequence, builder.now):
                     state.waiting.park(sequence)
+                    continue
+                num_cached_tokens = sequence.num_host_tokens or places[0].num_cached_tokens
+                if not self._can_read_from(builder, sequence, num_cached_tokens):
+                    without_images.add(sequence.seq_id)
+                    if len(without_images) >= MAX_PASSED:
+                        break
                     continue
                 state.waiting.remove(sequence)
                 self._start(builder, sequence, places[0].prefix)
@@ -355,6 +374,10 @@ class Planner:
             else:
                 break
         return preempted
+
+    def _can_read_from(self, builder: PlanBuilder, sequence: Sequence, start: int) -> bool:
+        """Return whether a sequence may compute its token number `start`: none of an image that is not there yet."""
+        return not sequence.media or self._state.media.chunk_len(sequence, start, 1, builder.now) > 0
 
     def _keeps_rows(self, builder: PlanBuilder, advancing: RowArray) -> bool:
         """Return whether every row is taken and no sequence is preempted for a waiting one; see `_preempt_for`.
@@ -492,6 +515,8 @@ class Planner:
                 state_slot=state.blocks.state_slots.slot_of(row),
                 num_source_tokens=num_source_tokens,
                 takes_constraint=takes_constraint,
+                media=sequence.media,
+                media_ids=np.array(sequence.media_ids, np.int32) if sequence.media else NO_INTS,
             )
         )
         self._plan_chunk(builder, sequence, num_tokens)

@@ -12,6 +12,7 @@ from ....proto.block_tables import IntArray
 from ....proto.codec import FrameCodec
 from ....proto.digests import content_digest
 from ....proto.lora import LoraReference
+from ....proto.media import MediaItem
 from ....proto.sampling import SamplingParams
 from ....proto.stream import Finish, Recall, RecalledOutput
 from ...sequences.sequence import Sequence
@@ -42,6 +43,7 @@ class KnownOutput:
     num_prompt_tokens: int
     token_ids: IntArray
     finish: Finish
+    media: tuple[MediaItem, ...] = ()
 
     @staticmethod
     def of(sequence: Sequence, token_ids: array[int], finish: Finish) -> KnownOutput | None:
@@ -59,6 +61,7 @@ class KnownOutput:
             sequence.num_prompt_tokens,
             np.array(token_ids, np.int32),  # a view would keep the sequence from adding tokens
             finish,
+            sequence.media,
         )
 
     def answer(self, recall: Recall) -> RecalledOutput | None:
@@ -69,7 +72,7 @@ class KnownOutput:
         if not 0 <= index < recall.num_outputs:
             return None
         prompt, generated = self.token_ids[: self.num_prompt_tokens], self.token_ids[self.num_prompt_tokens :]
-        if content_digest(prompt, self.sampling, self.lora) != recall.content:
+        if content_digest(prompt, self.sampling, self.lora, self.media) != recall.content:
             return None
         return RecalledOutput(index, generated, self.finish)
 

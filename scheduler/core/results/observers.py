@@ -31,7 +31,7 @@ class TimeObserver:
         num_tokens = step.num_tokens + result.token_ids.size - step.rows.size  # with accepted drafts
         seconds = self._throughput.count_step(num_tokens, step.planned_at, now)
         self._pace.observe_step(seconds, is_done=step.has_results)
-        self._step_times.observe(step.num_tokens, step.planned_at, now)
+        self._step_times.observe(step.num_tokens, step.planned_at, now, is_typical=not step.encodes)
 
 
 class CostObserver:

@@ -49,10 +49,16 @@ class StepTimes:
         """Return when the ranks began the oldest step in flight: once the step before it was done."""
         return max(planned_at, self._ended_at)
 
-    def observe(self, num_tokens: int, planned_at: float, done_at: float) -> None:
-        """Record a step that is done."""
+    def observe(self, num_tokens: int, planned_at: float, done_at: float, *, is_typical: bool = True) -> None:
+        """Record a step that is done.
+
+        Args:
+            is_typical: it did nothing else that takes long; otherwise its duration predicts none.
+        """
         seconds = max(0.0, done_at - self.began_at(planned_at))
         self._ended_at = done_at
+        if not is_typical:
+            return
         size = num_tokens.bit_length()
         old = self._seconds.get(size, 0.0)
         self._seconds[size] = max(seconds, old + _DECAY * (seconds - old))

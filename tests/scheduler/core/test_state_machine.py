@@ -18,12 +18,15 @@ import pytest
 from driver import Driver
 from fakes import (
     EOS,
+    IMAGE_TOKEN,
     VOCAB_SIZE,
     beam_oracle,
     constraint_for,
+    images_of,
     oracle,
     pooling_oracle,
     score_oracle,
+    see,
     small_config,
 )
 from hypothesis import HealthCheck, Phase, settings
@@ -38,9 +41,11 @@ from hypothesis.stateful import (
 )
 
 from quire.proto.errors import ReplicaUnavailable, RequestQuarantined
+from quire.proto.media import MediaItem
 from quire.proto.pooling import PoolingParams
 from quire.scheduler.core.steps.row_state import RowState
 from quire.scheduler.kv.block_pool import BlockPool
+from quire.scheduler.kv.encoder_cache import EncoderCache
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.kv.planned_moves import PlannedMoves
 from quire.scheduler.kv.state_slots import StateSlots
@@ -48,6 +53,8 @@ from quire.scheduler.kv.state_slots import StateSlots
 HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for head in range(3)]
 # Of each layer: one cache group, with or without a window, up to four groups of several windows.
 WINDOWS = [(0,), (0,), (6,), (0, 5), (0, 1), (0, 9, 9), (0, 7, 3, 3)]
+# Images, of which one is larger than some caches |-> their tokens.
+IMAGES = {bytes([each]) * 16: length for each, length in enumerate((1, 3, 6))}
 POLICIES = ["fcfs", "priority", "fair", "shortest-prefill", "longest-prefix"]
 
 
@@ -66,6 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kv_partitions=st.sampled_from([1, 1, 2, 3]),
         num_state_slots=st.sampled_from([None, None, 2, 4, 9]),
         stores_blocks=st.booleans(),
+        encoder_cache_rows=st.sampled_from([3, 5, 30]),
+        attends_within=st.booleans(),
     )
     def start(self, budget: int, stores_blocks: bool, **config: Any) -> None:
         may_store = (
@@ -75,10 +84,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             config |= {"kv_disk": "/nowhere:64MiB"}
         if config["num_state_slots"] is not None:  # neither drafts nor data-parallel attention
             config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
-        self.driver = Driver(small_config(max_model_len=40, max_num_batched_tokens=budget, **config))
+        self.driver = Driver(
+            small_config(max_model_len=40, max_num_batched_tokens=budget, **config),
+            images=images_of([*IMAGES]),
+        )
         self.expected: dict[int, list[int]] = {}
         self.group_of: dict[int, range] = {}  # handles that end together
-        self.scored: dict[int, list[int]] = {}  # first handle |-> the prompt whose scores it asks for
+        # first handle |-> the prompt whose scores it asks for, and its images
+        self.scored: dict[int, tuple[list[int], list[MediaItem]]] = {}
         self.pooled: dict[int, list[int]] = {}  # handle |-> the prompt that is pooled
         self.excused: set[int] = set()  # aborted, late or failed: need not be complete
         self.requests: dict[int, tuple[list[int], dict[str, Any]]] = {}  # handle |-> its prompt and settings
@@ -96,6 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         timeout_s=st.sampled_from([None, None, None, 5.0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         is_constrained=st.booleans(),
+        images=st.lists(st.sampled_from([*IMAGES]), max_size=3),
     )
     def arrive(
         self,
@@ -106,28 +120,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         n: int,
         beams: int | None,
         is_constrained: bool,
+        images: list[bytes],
         **rest: Any,
     ) -> None:
-        prompt, handle, config = head[:shared] + own, len(self.expected), self.driver.config
+        prompt, handle, config = head[:shared], len(self.expected), self.driver.config
+        media = list[MediaItem]()
+        for digest in images:
+            media.append(
+                MediaItem(digest, len(prompt), IMAGES[digest], IMAGES[digest], num_bytes=len(digest))
+            )
+            prompt += [IMAGE_TOKEN] * IMAGES[digest]
+        prompt += own
+        vision = config.model.vision
+        assert vision is not None
+        most_in_step = config.scheduler.max_num_batched_tokens
+        is_too_large = vision.attends_within and any(item.num_tokens > most_in_step for item in media)
         room = config.max_servable_tokens - len(prompt)
         width = None if beams is None or beams > config.scheduler.max_num_seqs else max(n, beams)
         if width is not None and width > config.scheduler.max_num_seqs:
             width = None
         constraint = constraint_for(prompt) if is_constrained else None
         settings = {"max_tokens": max_tokens, "n": n, "beam_width": width, "constraint": constraint, **rest}
+        settings["media"] = tuple(media)
         self.requests |= dict.fromkeys(range(handle, handle + n), (prompt, settings))
         if rest["prompt_logprobs"] is not None:
-            self.scored[handle] = prompt
+            self.scored[handle] = prompt, media
         rejection = self.driver.add(handle, prompt, **settings)
         if rejection is None or rest["timeout_s"] is None:  # others may be refused for their deadlines
-            assert (rejection is not None) == (room < 1 and not self.driver.scheduler.is_draining)
+            is_refused = room < 1 or is_too_large
+            assert (rejection is not None) == (is_refused and not self.driver.scheduler.is_draining)
         most = min(max_tokens, room)
-        outputs = [[]] * n if room < 1 else self._outputs(prompt, most, n, width)
+        outputs = [[]] * n if room < 1 or is_too_large else self._outputs(see(prompt, media), most, n, width)
         for index, output in enumerate(outputs):
             self.expected[handle + index] = output
             alone = range(handle + index, handle + index + 1)
             self.group_of[handle + index] = range(handle, handle + n) if width else alone
-        if room < 1 or rest["timeout_s"] is not None:
+        if room < 1 or is_too_large or rest["timeout_s"] is not None:
             self.excused |= set(range(handle, handle + n))
 
     def _outputs(self, prompt: list[int], most: int, n: int, width: int | None) -> list[list[int]]:
@@ -178,6 +206,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run_on(self, depth: int, steps: int) -> None:
         for _ in range(steps):
             self.driver.step(depth)
+
+    @rule()
+    def gateway_sends_images_or_not(self) -> None:
+        """Let the gateway be slow to send the images that it is asked for, or quick again."""
+        self.driver.sends_images = not self.driver.sends_images
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]))
     def time_passes(self, seconds: float) -> None:
@@ -266,6 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver") or sys.exc_info()[1] is not None:
             return  # the example failed already
+        self.driver.sends_images = True
         while self.driver.scheduler.num_in_flight:
             self.driver.apply_result()
         self.driver.files.faults = set()
@@ -277,7 +311,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if handle not in self.excused:
                 assert self.driver.outputs[handle] == expected
                 assert handle in self.driver.finishes
-                assert handle not in self.scored or self._scores(handle) == score_oracle(self.scored[handle])
+                assert handle not in self.scored or self._scores(handle) == score_oracle(*self.scored[handle])
                 if handle in self.pooled:
                     assert self.driver.vectors[handle] == pooling_oracle(self.pooled[handle])
         blocks = self.driver.scheduler.blocks
@@ -341,6 +375,19 @@ def give_a_fork_an_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateSlots, "_copy_of", copy_nothing)
 
 
+def hit_a_prefix_with_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: the digests of blocks do not have the images in them."""
+    monkeypatch.setattr(
+        "quire.scheduler.sequences.sequence.parent_with_media",
+        lambda parent, media, index, block_size: parent,
+    )
+
+
+def evict_an_image_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: an image may leave the encoder cache although a chunk of the same plan reads it."""
+    monkeypatch.setattr(EncoderCache, "pin", lambda cache, media_id: None)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -349,6 +396,8 @@ def give_a_fork_an_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
         free_without_a_fence,
         keep_rejected_tokens,
         give_a_fork_an_old_state,
+        hit_a_prefix_with_another_image,
+        evict_an_image_that_is_read,
     ],
 )
 def test_state_machine_finds_planted_faults(

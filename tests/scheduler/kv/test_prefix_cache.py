@@ -5,16 +5,25 @@ from array import array
 import pytest
 
 from quire.proto.digests import child_digest, make_root
+from quire.proto.sampling import SamplingParams
 from quire.scheduler.kv.cache_events import CacheKey
 from quire.scheduler.kv.prefix_cache import PrefixCache
+from quire.scheduler.sequences.sequence import Sequence
 
 ROOT = make_root("model")
 
 
 def chain(cache: PrefixCache, tokens: list[int], num_blocks: int, root: bytes = ROOT) -> list[bytes]:
-    digests: list[bytes] = []
-    cache.extend(root, digests, array("i", tokens), num_blocks)
-    return digests
+    sequence = make_sequence(tokens, root)
+    cache.extend(sequence, num_blocks)
+    return sequence.block_digests
+
+
+def make_sequence(tokens: list[int], root: bytes = ROOT) -> Sequence:
+    sampling = SamplingParams()
+    return Sequence(
+        1, 1, b"gateway", 1, "request", sampling, 0, len(tokens), 99, array("i", tokens), (), 0.0, root
+    )
 
 
 def key(parent: bytes, tokens: list[int]) -> CacheKey:
@@ -54,13 +63,12 @@ def test_tenants_of_a_pool_have_one_root() -> None:
 
 def test_extend_adds_missing_digests_only() -> None:
     cache = PrefixCache(2)
-    tokens = array("i", [1, 2, 3, 4])
-    digests: list[bytes] = []
-    cache.extend(ROOT, digests, tokens, 1)
-    first = list(digests)
-    cache.extend(ROOT, digests, tokens, 2)
-    assert digests[:1] == first
-    assert digests == chain(cache, [1, 2, 3, 4], 2)
+    sequence = make_sequence([1, 2, 3, 4])
+    cache.extend(sequence, 1)
+    first = list(sequence.block_digests)
+    cache.extend(sequence, 2)
+    assert sequence.block_digests[:1] == first
+    assert sequence.block_digests == chain(cache, [1, 2, 3, 4], 2)
 
 
 def test_insert_keeps_the_first_block_until_it_is_forgotten() -> None:
