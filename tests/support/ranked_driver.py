@@ -12,19 +12,25 @@ from driver import Driver
 from reference import Reference
 
 from quire.proto.config import EngineConfig
-from quire.proto.step import Logprobs, StepPlan, StepResult
+from quire.proto.step import EncoderInput, Logprobs, StepPlan, StepResult
 from quire.proto.stream import TokenBatch
 
 
 class _Ranks:
     """A worker group that executes a plan when its result is gathered, in no time."""
 
-    def __init__(self, step: Callable[[StepPlan], StepResult]) -> None:
-        self._step = step
+    def __init__(
+        self, step: Callable[[StepPlan], StepResult], take_media: Callable[[EncoderInput], None] | None = None
+    ) -> None:
+        self._step, self._take_media = step, take_media
         self._plans: deque[StepPlan] = deque()
 
     def broadcast(self, plan: StepPlan) -> None:
         self._plans.append(plan)
+
+    def send_media(self, image: EncoderInput) -> None:
+        assert self._take_media is not None, "images are for an engine that is asked to take them"
+        self._take_media(EncoderInput.decode(image.encode()))
 
     def gather(self, timeout_s: float) -> StepResult:
         return replace(self._step(self._plans.popleft()), stage_times={})
@@ -37,15 +43,21 @@ class RankedDriver(Driver):
         logprobs: handle |-> log-probabilities of its tokens, as lists of (chosen, rank, top ids, top).
     """
 
-    def __init__(self, config: EngineConfig, step: Callable[[StepPlan], StepResult]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        step: Callable[[StepPlan], StepResult],
+        take_media: Callable[[EncoderInput], None] | None = None,
+    ) -> None:
         super().__init__(config)
-        self.group = _Ranks(step)  # type: ignore[assignment]
+        self.group = _Ranks(step, take_media)  # type: ignore[assignment]
         self.logprobs: dict[int, list[Any]] = {}
 
     def empty_ranks(self) -> None:
-        """Release the rows of ended sequences on the ranks, for another driver."""
+        """Release the rows of ended sequences and the images on the ranks, for another driver."""
         released, _, _ = self.scheduler._state.deltas.take()
-        self.group.broadcast(StepPlan(0, 1, 0, released_rows=released))
+        outputs = np.array([*self.scheduler.media.cache._outputs], np.int32)
+        self.group.broadcast(StepPlan(0, 1, 0, released_rows=released, media_drops=outputs))
         self.group.gather(1.0)
 
     def finish(self, prompts: dict[int, list[int]], reference: Reference, num_tokens: int) -> None:

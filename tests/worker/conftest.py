@@ -22,7 +22,7 @@ from quire.cluster.config.resolve import engine_config as combine
 from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig
 from quire.proto.lora import NO_SLOT
-from quire.proto.step import NewSequence, RowSampling, StepPlan, StepResult
+from quire.proto.step import EncoderInput, NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
 from quire.worker.graphs.graphs import GraphBackend
 from quire.worker.rank.runner import ModelRunner
@@ -34,7 +34,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
     enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots,
-    attention_backend.
+    attention_backend, language_model_only.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -43,6 +43,8 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         quantization=settings.get("quantization"),
         pooling=settings.get("pooling"),
     )
+    if settings.get("language_model_only"):
+        model = replace(model, vision=None)
     options = EngineOptions(
         str(folder),
         tensor_parallel_size=tp,
@@ -247,6 +249,11 @@ class Engine:
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
         assert all(result.token_ids.size == 0 for result in results[1:])
         return replace(results[0], lora_reports=tuple(own for each in results for own in each.lora_reports))
+
+    def take_media(self, image: EncoderInput) -> None:
+        """Give an image to every rank."""
+        for runner in self.runners:
+            runner.take_media(image)
 
     def generate(
         self, sequences: list[Planned], chunk_len: int = 512, seed: int = 0, record: list[bytes] | None = None

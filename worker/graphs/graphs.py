@@ -297,6 +297,8 @@ class StepGraphs:
         num_chunks = len(batch.rows) - num_decodes
         if (
             batch.scored is not None
+            or batch.media is not None
+            or batch.positions.dim() > 1
             or (num_chunks > 0 and not batch.lora.is_empty)
             or batch.pooled is not None
             or (num_chunks == 0 and num_sampled < num_decodes)

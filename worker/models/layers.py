@@ -177,6 +177,8 @@ class RotaryTable:
 
     Attributes:
         table: [P, 2, R].
+        axes: [R] int64, whether a token's time, row or column rotates a number of a head; None if each token has one
+            position.
     """
 
     def __init__(self, load: LoadContext, rope: Rope, num_positions: int) -> None:
@@ -185,8 +187,16 @@ class RotaryTable:
             lambda: _rotary_table(rope, num_positions).to(load.device, load.dtype),
         )
 
+        self.axes = torch.tensor(rope.axes() * 2, device=load.device) if rope.sections else None
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] -> cosines and sines, each [T, R], where R dimensions of a head are rotated."""
+        """[T] or [3, T] -> cosines and sines, each [T, R], where R dimensions of a head are rotated."""
+        if positions.dim() > 1:
+            assert self.axes is not None, "positions of several dimensions rotate by one"
+            found = self.table[positions]  # [3, T, 2, R]
+            index = self.axes.expand(1, *found.shape[1:])
+            cos, sin = found.gather(0, index)[0].unbind(1)
+            return cos.contiguous(), sin.contiguous()
         cos, sin = self.table.index_select(0, positions).unbind(1)
         return cos, sin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -21,7 +21,9 @@ from .gemma.gemma3n import Gemma3nDecoder
 from .gemma.gemma4 import Gemma4Decoder
 from .llama.decoder import Decoder
 from .load_context import LoadContext
+from .media_embeddings import MediaEmbeddings
 from .output_tokens import OutputTokens
+from .vision.encoder import ignore_encoder
 from .vocab_parallel import NoHead, VocabParallelHead
 from .zamba import Zamba2Decoder
 
@@ -96,6 +98,31 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsMedia(Protocol):
+    """A Model that takes the embeddings of images."""
+
+    reads_media: bool
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: list[LayerCache],
+        inputs: AttentionInputs,
+        aux: AuxStates | None = None,
+        outputs: OutputTokens | None = None,
+        media: MediaEmbeddings | None = None,
+    ) -> Tensor:
+        """Return hidden states as Model.forward does.
+
+        Args:
+            positions: [T] int64, or [3, T] for multi-dimensional rotary positions.
+            media: embeddings that stand in the place of those of image tokens; None if the step has none.
+        """
+        ...
+
+
 def load_model(load: LoadContext, model: ModelConfig) -> Model:
     """Build the model and load its weights.
 
@@ -105,6 +132,7 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     """
     spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
     if isinstance(spec, DecoderSpec):
+        ignore_encoder(load)  # it is read before, if at all
         _name_as_text_model(load)
         _rename_tensors(load, spec)
         if not model.generates:

@@ -26,7 +26,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import RankFailed, in_one_line
 from ...proto.faults import SIGNALS, Fault, FaultKind
 from ...proto.replica_status import RankStatus
-from ...proto.step import StepFailure, StepPlan, StepResult
+from ...proto.step import EncoderInput, StepFailure, StepPlan, StepResult
 from ...proto.transport.channel import ChannelAddress, StepReceiver
 from ...proto.transport.network import tcp_endpoint
 from ..comm.deadline import ends_within
@@ -366,7 +366,7 @@ class WorkerActor:
     def _serve(self, receiver: StepReceiver, runner: ModelRunner) -> None:
         """Execute each plan and reply, until the channel closes or a step fails."""
         replied_at = time.perf_counter()
-        while (frame := receiver.receive()) is not None:
+        while (frame := self._next_plan(receiver, runner)) is not None:
             waited_s = time.perf_counter() - replied_at
             reply = self._finish(self._launch(frame, runner))
             if isinstance(reply, StepResult):
@@ -376,6 +376,12 @@ class WorkerActor:
                 return
             replied_at = time.perf_counter()
 
+    def _next_plan(self, receiver: StepReceiver, runner: ModelRunner) -> bytes | None:
+        """Return the frame of the next plan, after the images that come before it; None if the channel has closed."""
+        while (frame := receiver.receive()) is not None and EncoderInput.is_frame(frame):
+            runner.take_media(EncoderInput.decode(frame))
+        return frame
+
     def _serve_ahead(self, receiver: StepReceiver, runner: ModelRunner) -> None:
         """As `_serve`, but launch each plan when it arrives; a thread waits for the device and replies."""
         steps: SimpleQueue[LaunchedStep | StepFailure | None] = SimpleQueue()
@@ -383,7 +389,7 @@ class WorkerActor:
         num_launched = 0
         while not replies.has_ended:
             waits_since = time.perf_counter()
-            if (frame := receiver.receive()) is None:
+            if (frame := self._next_plan(receiver, runner)) is None:
                 break
             # While the device computes another step, the wait costs nothing.
             is_idle = replies.num_sent == num_launched

@@ -23,8 +23,10 @@ from ..memory.allocation import out_of_memory_as
 from ..memory.shared_segment import SegmentAddress
 from ..models.drafts.draft_head import load_draft_head
 from ..models.load_context import LoadContext
-from ..models.loader import Model, load_model
+from ..models.loader import Model, ReadsMedia, load_model
+from ..models.media_embeddings import MediaEmbeddings
 from ..models.output_tokens import OutputTokens
+from ..models.vision.encoder import Encoder, load_encoder
 from ..pooling.head import read_head
 from ..pooling.pooler import Pooler
 from ..sampling.sampler import Sampler
@@ -51,6 +53,8 @@ class LoadedModel:
         digest: of the checkpoint, as Checkpoint.digest returns it.
         tap: hands hidden states of the model to a draft head, if there is one.
         drafts: source of drafted tokens, set by ModelLoader.load_drafts.
+        encoder: of images; None for a model that reads none.
+        has_deep_features: the outputs of the encoder have several embeddings of each image token.
     """
 
     model: Model
@@ -59,6 +63,8 @@ class LoadedModel:
     digest: int
     tap: FeatureTap = field(default_factory=FeatureTap)
     drafts: Speculator = field(init=False)
+    encoder: Encoder | None = None
+    has_deep_features: bool = False
 
     def forward(
         self,
@@ -67,10 +73,15 @@ class LoadedModel:
         kv_caches: list[LayerCache],
         inputs: AttentionInputs,
         outputs: OutputTokens | None = None,
+        media: MediaEmbeddings | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm as Model.forward does, those of all tokens if the tap is open."""
         aux = self.tap.make_aux()
-        hidden = self.model.forward(token_ids, positions, kv_caches, inputs, aux, outputs)
+        if media is None:
+            hidden = self.model.forward(token_ids, positions, kv_caches, inputs, aux, outputs)
+        else:
+            assert isinstance(self.model, ReadsMedia), "images are read by a model that cannot"
+            hidden = self.model.forward(token_ids, positions, kv_caches, inputs, aux, outputs, media)
         self.tap.keep(hidden, aux)
         return hidden
 
@@ -128,6 +139,7 @@ class ModelLoader:
             if model.pooling is not None:
                 head = read_head(load, model, model.pooling)
                 pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
+            encoder = None if model.vision is None else load_encoder(load, model.vision)
             served = load_model(load, model)
             digest = load.checkpoint.digest()
         if self._linear is not OWN_LINEAR:
@@ -135,7 +147,10 @@ class ModelLoader:
         if adapters.layers.num_slots:
             adapters.layers.check_targets()
             _log.info("slots for LoRA adapters: %s", adapters.layers.summary)
-        return LoadedModel(served, pooler, adapters, digest)
+        has_deep_features = model.vision is not None and model.vision.num_deep_features > 0
+        return LoadedModel(
+            served, pooler, adapters, digest, encoder=encoder, has_deep_features=has_deep_features
+        )
 
     def load_drafts(
         self,

@@ -28,6 +28,7 @@ from ..sampling.sampler import Sampler
 from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import ProgressCallback
 from ..weights.same_layout import check_same_layout
+from .encoder_outputs import EncoderOutputs
 from .kv_budget import LargestSteps, profile_kv_bytes
 from .loaded_model import LoadedModel, ModelLoader
 from .step_executor import StepExecutor, StepStages
@@ -50,6 +51,7 @@ class RankMemory:
         kv: the KV cache.
         stored: blocks in files.
         attention: what computes the attention of the steps.
+        encoder_outputs: the embeddings of images.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RankMemory:
             loaded = self.loader.load(self._model, on_progress)
             self.sampler = Sampler(loaded.model.head.shard, comm, device)
             self.rows = DeviceRows(config, loaded.model.head.shard, device, comm)
+            self.encoder_outputs = EncoderOutputs(config.model.vision, device)
             self._keep(loaded)
 
     @property
@@ -157,6 +160,7 @@ class RankMemory:
             sampler=self.sampler,
             stages=self._stages,
             attention=self.attention,
+            encoder_outputs=self.encoder_outputs,
         )
         if self._wants_graphs and not loaded.model.supports_graphs:
             _log.warning("graphs are disabled: each step of this model reads results back from the device")
@@ -181,6 +185,7 @@ class RankMemory:
     def clear(self) -> None:
         """Empty all rows."""
         self.rows.clear()
+        self.encoder_outputs.clear()
         if self._loaded is not None:
             self._loaded.clear()
 
@@ -355,4 +360,5 @@ class RankMemory:
             partial(self.run_largest_steps, scratch),
             partial(self._record_graphs, scratch),  # they are recorded again on the whole cache
         )
-        return max(0, num_bytes - self.loaded.model.reserved_bytes)
+        reserved = self.loaded.model.reserved_bytes + self._config.encoder_cache_bytes
+        return max(0, num_bytes - reserved)

@@ -12,13 +12,13 @@ import torch
 from ...kernels.dispatch import forget_failed_compilation, is_compiling, num_compilations
 from ...kernels.native.instruction_sets import instruction_set
 from ...kernels.native.memory import keep_freed_memory
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, add_digests
 from ...proto.config import EngineConfig
 from ...proto.engine_command import ALL_TAGS, EngineCommand
 from ...proto.errors import ConfigError, RankFailed, in_one_line
 from ...proto.kv_layout import layout_of
 from ...proto.replica_status import COMPILE_STAGE
-from ...proto.step import StepPlan, StepResult
+from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stored_kv import StoredReport
 from ...proto.transport.network import CurveKeys
 from ..comm.communicator import Communicator
@@ -92,9 +92,10 @@ class ModelRunner:
 
     @property
     def stage(self) -> str:
-        """Return ``idle``, ``apply``, ``draft``, ``forward``, ``sample``, ``command``, ``record`` or ``compile``.
+        """Return the stage of a step: ``idle``, ``apply``, ``encode``, ``draft``, ``forward`` or ``sample``.
 
-        It is ``compile`` while a kernel variant is compiled in any other stage, which no step is expected to do.
+        Outside of steps it is ``command`` or ``record``. It is ``compile`` while a kernel variant is compiled in any
+        other stage, which no step is expected to do.
         """
         return COMPILE_STAGE if is_compiling() else self._stages.stage
 
@@ -178,6 +179,10 @@ class ModelRunner:
         with on_device(self.device):
             body()
 
+    def take_media(self, image: EncoderInput) -> None:
+        """Keep the tensors of an image until the plan that has it encoded."""
+        self.memory.encoder_outputs.take(image)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch one step and wait for its tokens; see `launch`."""
         return self.launch(plan).result()
@@ -236,10 +241,18 @@ class ModelRunner:
         rows, kv = self.memory.rows, self.memory.kv
         self.memory.loaded.adapters.apply(plan)
         rows.apply(plan)
-        digest = rows.tables.digest
+        outputs = self.memory.encoder_outputs
+        digest = add_digests(rows.tables.digest, outputs.digest_after(plan))
         if digest != plan.digest:
-            reason = f"its block tables have digest {digest:016x}, the scheduler's {plan.digest:016x}"
+            reason = (
+                f"its block tables and encoder outputs have digest {digest:016x}, the scheduler's "
+                f"{plan.digest:016x}"
+            )
             raise self._failure(plan, reason)
+        if plan.encodes.size or plan.media_drops.size:
+            self._stages.begin("encode")
+            outputs.apply(plan, self.memory.loaded.encoder)
+            self._stages.begin("apply")
         if rows.partition is not None:
             plan = rows.partition.own_moves(plan)
         if len(plan.swap_out):

@@ -26,6 +26,7 @@ from ..sampling.sampler import SampledLogprobs, Sampler
 from ..speculation.verification import verify
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
+from .encoder_outputs import EncoderOutputs
 from .loaded_model import LoadedModel
 from .lost_device import step_failed
 
@@ -109,6 +110,7 @@ class StepExecutor:
         graphs: recorded steps; others are launched kernel by kernel.
         stages: those of the rank's steps.
         attention: what computes the attention of steps that are not replayed.
+        encoder_outputs: the embeddings of images.
     """
 
     config: EngineConfig
@@ -121,6 +123,7 @@ class StepExecutor:
     sampler: Sampler
     stages: StepStages
     attention: AttentionBackend
+    encoder_outputs: EncoderOutputs
 
     def launch(self, batch: Batch, result: StepResult) -> LaunchedStep:
         """Launch a step, whose result is `result` when the device has computed it."""
@@ -149,7 +152,10 @@ class StepExecutor:
         )
         attention = with_states(attention, batch.state_runs, self.cache.states)
         attention = self.attention.begin_step(attention)
-        hidden = self.loaded.forward(batch.token_ids, batch.positions, self.cache.layers, attention, outputs)
+        media = None if batch.media is None else self.encoder_outputs.embeddings(batch.media)
+        hidden = self.loaded.forward(
+            batch.token_ids, batch.positions, self.cache.layers, attention, outputs, media
+        )
         if outputs is not None:
             sampled_index = outputs.sampled_index
         is_first = self.rank == 0
@@ -179,6 +185,8 @@ class StepExecutor:
         could need kernel variants that are not compiled yet.
         """
         reads_all = self.loaded.tap.is_open or batch.scored is not None or batch.pooled is not None
+        if batch.media is not None and self.loaded.has_deep_features:
+            return None  # the last layer may be among the first, to whose outputs they are added
         if reads_all or not batch.lora.is_empty or batch.sampled_index is None:
             return None
         if self.device.type != "cpu" or not self.loaded.model.supports_outputs:

@@ -17,10 +17,11 @@ from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
 from ..attention import AttentionInputs, GeneratedTokens, OwnTokens, split_groups, with_groups
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters, make_step_adapters
-from ..memory.host_to_device import to_device_together
+from ..memory.host_to_device import to_device_once, to_device_together
 from ..pooling.pooler import PooledTokens, select_pooled_tokens
 from ..sampling.prompt_logprobs import ScoredTokens, select_scored_tokens
 from .device_rows import DeviceRows
+from .media_rows import StepMedia
 
 LongArray = npt.NDArray[np.int64]
 
@@ -40,7 +41,7 @@ class Batch:
         rows: [S] int64, the row of each sequence in this order; a row with drafted tokens repeats.
         lens: [S], computed tokens of each row after the step.
         token_ids: [T] int32.
-        positions: [T] int64.
+        positions: [T] int64, the rotary positions of the tokens, or [3, T] if some are within a prompt with images.
         num_decodes: sequences with one token, which come first; with data-parallel attention those of all ranks.
         sampled_rows: [N] int64 ascending, rows whose last known token is in the step; repeated for drafted tokens,
             without pooled rows.
@@ -54,6 +55,7 @@ class Batch:
             of each one's first token, and its number of tokens.
         pooled: prompt tokens of pooled rows.
         state_runs: the tokens and the state slot of each sequence; None for models without states.
+        media: the image tokens of the step; None if there are none.
     """
 
     rows: LongArray
@@ -75,6 +77,7 @@ class Batch:
     lora: StepAdapters = NO_ADAPTERS
     pooled: PooledTokens | None = None
     state_runs: StateRuns | None = None
+    media: StepMedia | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,15 @@ def gather_batch(
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
     own = _own_part(rows, layout)
-    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, own, block_size)
+    media, rotary = None, None
+    if rows.media.has_any(layout.row_ids):
+        spans = zip(
+            *(each.tolist() for each in (plan.chunk_rows, starts, plan.chunk_lens, sources)), strict=True
+        )
+        own_chunks = list(spans)
+        media = rows.media.image_tokens(own_chunks)
+        rotary = rows.media.rotary_positions(layout.token_rows, layout.positions, own_chunks)
+    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, own, block_size, rotary)
     lora = make_step_adapters(
         rows.lora_slots[layout.token_rows],
         None if layout.samples_all else rows.lora_slots[layout.rows[sampled]],
@@ -172,6 +183,7 @@ def gather_batch(
         row_lens=layout.row_lens,
         pooled=_pooled_tokens(rows, plan, starts, sources),
         state_runs=_state_runs(rows, layout.rows, layout.query_lens, layout.seq_lens, positions.device),
+        media=media,
     )
 
 
@@ -193,11 +205,14 @@ def _gather_decodes(
     inputs = gather_decodes(tables, row_ids, counts, width)
     token_rows, positions = inputs.token_rows, inputs.positions.numpy()
     seq_lens = positions + 1
+    rotary = inputs.positions
+    if rows.media.has_any(row_ids):
+        rotary = rotary + torch.from_numpy(rows.media.shifts[token_rows])
     return Batch(
         rows=token_rows,
         lens=seq_lens,
         token_ids=inputs.token_ids,
-        positions=inputs.positions,
+        positions=rotary,
         num_decodes=token_rows.size,
         attention=AttentionInputs(
             num_decodes=token_rows.size,
@@ -270,9 +285,17 @@ def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> 
 
 
 def _gather_inputs(
-    rows: DeviceRows, layout: _Layout, own_part: _OwnPart | None, block_size: int
+    rows: DeviceRows,
+    layout: _Layout,
+    own_part: _OwnPart | None,
+    block_size: int,
+    rotary: LongArray | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
-    """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device."""
+    """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device.
+
+    Args:
+        rotary: rotary positions, if they are not the places of the tokens.
+    """
     own = layout if own_part is None else own_part.layout
     num_decodes, seq_lens, num_groups = own.num_decodes, own.seq_lens, rows.tables.num_groups
     chunk_lens = own.query_lens[num_decodes:]
@@ -315,7 +338,7 @@ def _gather_inputs(
         attention = with_groups(attention, *of_layers)
     return (
         rows.token_ids[token_rows, positions],
-        positions,
+        positions if rotary is None else to_device_once(rotary, device),
         others[0] if others else None,
         attention,
     )

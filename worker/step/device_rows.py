@@ -22,6 +22,7 @@ from ..sampling.custom_processors import load_custom_processors
 from ..sampling.logits_processors import LogitsProcessorState
 from ..sampling.sampling_table import SamplingTable
 from ..structured.constraint_state import ConstraintState
+from .media_rows import MediaRows
 
 
 class DeviceRows:
@@ -42,6 +43,7 @@ class DeviceRows:
         num_computed: [R] int32, tokens whose KV is in the cache.
         lora_slots: [R] int32, slot of each row's adapter; NO_SLOT for none.
         decoding: [R] bool, rows that compute their newest token in each step.
+        media: the images of rows.
         sampling: sampling parameters.
         logits_processors: logits processors.
         pooling: [R], the params of pooled rows; None for rows that generate.
@@ -75,6 +77,7 @@ class DeviceRows:
             block_tables = self.device_tables.ids
             self.row_tables = RowTables(self.token_ids, self.lens, block_tables, config.cache.block_size)
         self.partition: KvPartition | None = None
+        self.media = MediaRows(config.model.vision, num_rows)
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.pooling: list[PoolingParams | None] = [None] * num_rows
         self.pools = np.zeros(num_rows, dtype=np.bool_)
@@ -109,6 +112,7 @@ class DeviceRows:
         self.decoding[rows] = False
         self.lora_slots[rows] = NO_SLOT
         self.logits_processors.release(rows)
+        self.media.release(rows)
 
     def mark_computed(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> None:
         """Set the number of tokens of rows whose KV is in the cache."""
@@ -198,6 +202,7 @@ class DeviceRows:
         self.pooling[row] = sequence.pooling
         self.pools[row] = sequence.pooling is not None
         self.logits_processors.put(sequence)
+        self.media.put(sequence)
 
 
 class DeviceTables:

@@ -22,6 +22,7 @@ from ..layers import Rotations
 from ..llama.decoder import Decoder
 from ..llama.decoder_layer import FeedForward
 from ..load_context import LoadContext
+from ..media_embeddings import MediaEmbeddings
 from ..mlp import Mlp
 from ..output_tokens import OutputTokens
 from .shared import GemmaLayer, InputGate, PerLayerEmbedding, whole_linear
@@ -184,8 +185,10 @@ class Gemma3nDecoder(Decoder):
         inputs: AttentionInputs,
         aux: AuxStates | None = None,
         outputs: OutputTokens | None = None,
+        media: MediaEmbeddings | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E]."""
+        assert media is None, "images of Gemma 3n are not read"
         assert aux is None, "the streams of Gemma 3n have no hidden states for draft heads"
         assert outputs is None
         embedded = self.embedding.forward(token_ids)

@@ -23,6 +23,7 @@ from ..aux_states import AuxStates
 from ..fused_decode import FusedDecode, log_op_by_op, plan_fused_decode
 from ..layers import PartialSum, RotaryTable, Rotations
 from ..load_context import LoadContext
+from ..media_embeddings import MediaEmbeddings
 from ..mixers.head_steps import TEMPERATURE, TemperatureTable
 from ..mixers.state_mixer import StateMixer
 from ..moe.expert_layout import other_experts
@@ -43,6 +44,7 @@ class Decoder:
     """
 
     layer_class: type[DecoderLayer] = DecoderLayer
+    reads_media = True
 
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
@@ -133,9 +135,14 @@ class Decoder:
         inputs: AttentionInputs,
         aux: AuxStates | None = None,
         outputs: OutputTokens | None = None,
+        media: MediaEmbeddings | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E] or [N, E]; add those between layers to `aux`."""
         hidden = self.embedding.forward(token_ids)
+        deep: Sequence[Tensor] = ()
+        if media is not None:
+            hidden.index_copy_(0, media.index, media.rows)
+            deep = media.deep
         rotated = {key: table.at(inputs.own(positions)) for key, table in self.rotary.items()}
         fused = self.fused_decode
         if fused is not None and fused.supports(len(hidden), inputs):
@@ -155,6 +162,8 @@ class Decoder:
                 x, hidden = layer.forward_outputs(x, hidden, rotations, kv_cache, outputs)
             else:
                 x = layer.forward(x, hidden, rotations, kv_cache, inputs)
+            if media is not None and index < len(deep):
+                hidden.index_add_(0, media.index, deep[index])
         if aux is not None and len(self.layers) in aux.layers:
             aux.states.append(self.layers[-1].input_of(x, hidden))
         return self.layers[-1].add(x, hidden, self.norm)

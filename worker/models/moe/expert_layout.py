@@ -168,7 +168,9 @@ def _alias_stack(
                 f"{stack!r} has quantized experts in one stack ({name}_weight_scale), which is not supported; take a "
                 "checkpoint that stores each expert by itself, for example one of compressed-tensors"
             )
-    inner, transposed = experts.intermediate_size, experts.transposed
+    inner, stored = experts.intermediate_size, checkpoint.shape_of(f"{stack}.down_proj")
+    # Those of Qwen3-VL are published transposed, and not when transformers has saved them.
+    transposed = experts.transposed or (stored[1:] == (inner, hidden_size) != (hidden_size, inner))
     matrices = [("down_proj", "down_proj", hidden_size, inner, 0)]
     if experts.gated:
         matrices += [

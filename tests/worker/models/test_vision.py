@@ -1,0 +1,203 @@
+"""Models that read images compute what transformers computes, however their prompts are scheduled."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranked_driver import RankedDriver
+from vision_models import (
+    IMAGE_TOKEN,
+    VIDEO_TOKEN,
+    VISION_KINDS,
+    VisionPrompt,
+    VisionReference,
+    make_prompt,
+    random_image,
+    save_model,
+)
+
+from quire.proto.config import EngineConfig
+from quire.proto.media import MediaTensors
+
+# Width and height, one of them far from square.
+SIZES = ((32, 32), (80, 16), (20, 44), (9, 70))
+NUM_TOKENS = 6
+# transformers would look for the image of a generated image token.
+SAMPLING: dict[str, Any] = {
+    "max_tokens": NUM_TOKENS,
+    "ignore_eos": True,
+    "logit_bias": {IMAGE_TOKEN: -100.0, VIDEO_TOKEN: -100.0},
+}
+
+
+class Model:
+    """A small random model, and prompts for it: with no image, one, several, and one twice."""
+
+    def __init__(self, kind: str, folder: Path, seed: int) -> None:
+        self.folder = folder
+        processor = save_model(VISION_KINDS[kind], folder, seed)
+        self.reference = VisionReference(folder)
+        rng = random.Random(seed)
+        images = [random_image(rng, *size) for size in SIZES]
+
+        def prompt(*chosen: int) -> VisionPrompt:
+            lens = [rng.randrange(1, 12) for _ in range(len(chosen) + 1)]
+            return make_prompt(VISION_KINDS[kind], processor, rng, [images[each] for each in chosen], lens)
+
+        self.prompts = [prompt(), prompt(0), prompt(1, 2, 3), prompt(2, 2), prompt(3)]
+        self._kind, self._processor = VISION_KINDS[kind], processor
+
+    def same_shape(self, prompt: VisionPrompt) -> VisionPrompt:
+        """Return a prompt with the same tokens as one with the first image, and another image."""
+        item = prompt.media[0]
+        image = random_image(random.Random(99), *SIZES[0])
+        start, end = item.start - 1, item.end + 1
+        other = make_prompt(self._kind, self._processor, random.Random(0), [image], [start, 0])
+        tokens = prompt.token_ids[:start] + other.token_ids[start:] + prompt.token_ids[end:]
+        return replace(other, token_ids=tokens)
+
+    def encoded(self) -> Iterator[tuple[MediaTensors, torch.Tensor]]:
+        """Yield the tensors of images and what transformers makes of them."""
+        for prompt in self.prompts[1:3]:
+            with torch.inference_mode():
+                embeddings = self.reference.encode(prompt)
+            yield from zip((prompt.tensors[item.digest] for item in prompt.media), embeddings, strict=True)
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: Any) -> Any:
+    """`model_of(kind, seed) -> Model`, each made once."""
+    made: dict[tuple[str, int], Model] = {}
+
+    def make(kind: str, seed: int = 0) -> Model:
+        if (kind, seed) not in made:
+            made[kind, seed] = Model(kind, tmp_path_factory.mktemp(f"{kind}-{seed}"), seed)
+        return made[kind, seed]
+
+    return make
+
+
+def run(
+    model: Model,
+    engine: Any,
+    prompts: list[VisionPrompt],
+    *,
+    num_blocks: int = 64,
+    config: EngineConfig | None = None,
+) -> RankedDriver:
+    """Run prompts together, and compare the outputs with transformers."""
+    config = engine.config if config is None else config
+    driver = RankedDriver(config.with_num_blocks(num_blocks), engine.step, engine.take_media)
+    for prompt in prompts:
+        driver.images.update(prompt.tensors)
+    for handle, prompt in enumerate(prompts):
+        rejected = driver.add(handle, prompt.token_ids, media=prompt.media, **SAMPLING)
+        assert rejected is None, rejected
+    driver.run(depth=2)
+    driver.empty_ranks()
+    for handle, prompt in enumerate(prompts):
+        assert len(driver.outputs[handle]) == NUM_TOKENS, driver.finishes[handle]
+        model.reference.check_greedy(prompt, driver.outputs[handle])
+    return driver
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_images_give_the_tokens_of_transformers(
+    kind: str, seed: int, model_of: Any, make_engine: Any
+) -> None:
+    model = model_of(kind, seed)
+    run(model, make_engine(model.folder, max_model_len=512), model.prompts)
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_ranks_share_a_model_that_reads_images(kind: str, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    for tp in (2, 4):
+        run(model, make_engine(model.folder, tp, max_model_len=512), model.prompts)
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_chunks_may_end_within_an_image(kind: str, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=512, max_num_batched_tokens=7, block_size=4)
+    driver = run(model, engine, model.prompts)
+    rows, places, is_cut = {}, {}, False
+    for plan in driver.plans:
+        for sequence in plan.new:
+            rows[sequence.row], places[sequence.row] = sequence, sequence.num_computed_tokens
+        for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
+            places[row] += length
+            is_cut = is_cut or any(item.start < places[row] < item.end for item in rows[row].media)
+    assert is_cut == (not engine.config.model.vision.attends_within)
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_a_prefix_with_an_image_is_found_with_that_image_only(
+    kind: str, model_of: Any, make_engine: Any
+) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=512, block_size=4)
+    driver = RankedDriver(engine.config.with_num_blocks(96), engine.step, engine.take_media)
+    first, other = model.prompts[1], model.same_shape(model.prompts[1])
+    assert first.token_ids == other.token_ids
+    num_computed = []
+    for handle, prompt in enumerate((first, other, first, other)):
+        driver.images.update(prompt.tensors)
+        driver.add(handle, prompt.token_ids, media=prompt.media, **SAMPLING)
+        driver.run()
+        num_computed.append(driver.finishes[handle].num_cached_tokens)
+        model.reference.check_greedy(prompt, driver.outputs[handle])
+    end = first.media[0].end
+    assert num_computed[1] <= first.media[0].start
+    assert min(num_computed[2:]) >= end // 4 * 4
+    assert len(driver.asked) == 2  # a cached prefix needs no image
+    driver.empty_ranks()
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_preempted_prompts_and_small_caches_change_no_token(
+    kind: str, model_of: Any, make_engine: Any
+) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=512, max_num_batched_tokens=16, block_size=4)
+    row_bytes = engine.config.encoder_row_bytes
+    cache = replace(engine.config.cache, encoder_cache_memory=9 * row_bytes)
+    longest = max(len(prompt.token_ids) for prompt in model.prompts) + NUM_TOKENS
+    driver = run(
+        model,
+        engine,
+        model.prompts * 2,
+        num_blocks=-(-longest // 4) + 6,
+        config=replace(engine.config, cache=cache),
+    )
+    assert driver.scheduler.stats.num_preemptions
+    assert driver.scheduler.media.cache.num_encoded > 6
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_encoder_outputs_are_those_of_transformers(kind: str, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=512)
+    encoder = engine.runners[0].memory.loaded.encoder
+    num_parameters = sum(each.numel() for each in model.reference.encoder.parameters())
+    assert engine.config.model.vision.num_parameters == num_parameters
+    for tensors, expected in model.encoded():
+        with torch.inference_mode():
+            ours = encoder.encode({name: torch.from_numpy(each.copy()) for name, each in tensors.items()})
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_text_model_alone_is_served_without_the_encoder(kind: str, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=512, language_model_only=True)
+    assert engine.runners[0].memory.loaded.encoder is None
+    (generated,) = engine.greedy([model.prompts[0].token_ids], NUM_TOKENS)
+    model.reference.check_greedy(model.prompts[0], generated)

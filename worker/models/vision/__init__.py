@@ -1,0 +1,1 @@
+"""Encoders of images, one file for each kind, and load_encoder."""

@@ -1,0 +1,83 @@
+"""Encoder: the interface of an encoder of images to the ranks, and load_encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from ....proto.errors import ModelLoadError
+from ....proto.vision import VisionSpec
+from ...comm.communicator import SingleRank
+from ...lora.layers import NO_LORA
+from ..load_context import LoadContext
+from .pixtral import PixtralEncoder
+from .qwen2_5_vl import Qwen2_5VLEncoder
+from .qwen3_vl import Qwen3VLEncoder
+
+
+class Encoder(Protocol):
+    """Encoder of images, which every rank holds whole. It computes one image at a time.
+
+    So its output does not depend on what else is in a step, and is the same on each rank.
+    """
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings of an image, [rows, VisionSpec.row_size].
+
+        Args:
+            tensors: name |-> tensor, as the model's image processor returned it for one image.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind of encoder.
+
+    Attributes:
+        make: reads it from a checkpoint, given what the names of its tensors begin with before its modules.
+        modules: of a model, that it consists of.
+    """
+
+    make: Callable[[LoadContext, VisionSpec, str], Encoder]
+    modules: tuple[str, ...]
+
+
+_KINDS = {
+    "qwen2_5_vl": _Kind(Qwen2_5VLEncoder, ("visual.",)),
+    "qwen3_vl": _Kind(Qwen3VLEncoder, ("visual.",)),
+    "pixtral": _Kind(PixtralEncoder, ("vision_tower.", "multi_modal_projector.")),
+}
+# Before the modules of an encoder, in published checkpoints and in those of transformers 5.
+_ROOTS = ("", "model.")
+
+
+def load_encoder(load: LoadContext, vision: VisionSpec) -> Encoder:
+    """Read an encoder from the checkpoint of its model.
+
+    Raises:
+        ModelLoadError: its weights cannot be read.
+    """
+    kind, names = _KINDS[vision.kind], load.checkpoint.names()
+    found = [root for root in _ROOTS if any(name.startswith(root + kind.modules[0]) for name in names)]
+    if not found:
+        raise ModelLoadError(
+            f"the checkpoint has no encoder of images: no tensor's name begins with {kind.modules[0]}; "
+            "language_model_only serves the text model alone"
+        )
+    quantization = load.quantization
+    if quantization is not None and quantization.is_online:
+        quantization = None
+    own = replace(load, comm=SingleRank(), peers=None, lora=NO_LORA, quantization=quantization)
+    return kind.make(own, vision, found[0])
+
+
+def ignore_encoder(load: LoadContext) -> None:
+    """Leave the weights of an encoder unread."""
+    prefixes = tuple(root + module for root in _ROOTS for kind in _KINDS.values() for module in kind.modules)
+    for name in load.checkpoint.names():
+        if name.startswith(prefixes):
+            load.checkpoint.ignore(name)

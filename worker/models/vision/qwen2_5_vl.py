@@ -1,0 +1,116 @@
+"""Encoder of Qwen2.5-VL (Bai et al., 2025): attention within windows in most layers, embeddings of 2 x 2 patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....kernels.norm import rms_norm
+from ....proto.vision import VisionSpec
+from ..load_context import LoadContext
+from .parts import attend_within, grid_angles, read_linear, rotate
+
+_NORM_EPS = 1e-6
+_THETA = 10000.0
+
+
+class Qwen2_5VLEncoder:
+    """The encoder; see `Encoder`."""
+
+    def __init__(self, load: LoadContext, spec: VisionSpec, root: str) -> None:
+        hf: Mapping[str, Any] = spec.hf
+        name = f"{root}visual"
+        self._merge_size, size = spec.merge_size, int(hf["hidden_size"])
+        self._num_heads, self._head_dim = int(hf["num_heads"]), size // int(hf["num_heads"])
+        # Embeddings on a side of a window.
+        self._window = int(hf["window_size"]) // self._merge_size // int(hf["patch_size"])
+        self._whole_layers = frozenset(hf["fullatt_block_indexes"])
+        patch = (int(hf["in_channels"]), int(hf["temporal_patch_size"]), *[int(hf["patch_size"])] * 2)
+        self._patches = load.replicated(f"{name}.patch_embed.proj.weight", size, *patch).flatten(1)
+        self._layers = [
+            _Layer(load, f"{name}.blocks.{index}", size, int(hf["intermediate_size"]), self._num_heads)
+            for index in range(int(hf["depth"]))
+        ]
+        merged = size * self._merge_size**2
+        self._norm = load.norm(f"{name}.merger.ln_q", size)
+        self._inner = read_linear(load, [f"{name}.merger.mlp.0"], merged, merged)
+        self._output = read_linear(load, [f"{name}.merger.mlp.2"], merged, spec.embedding_size)
+
+    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the embeddings of an image, [rows, E]; its frames are attended to one by one."""
+        patches = tensors["pixel_values"].to(self._patches.dtype)
+        frames, rows, columns = tensors["image_grid_thw"].flatten().tolist()
+        order, windows = _window_order(
+            frames, rows // self._merge_size, columns // self._merge_size, self._window
+        )
+        order = order.to(patches.device)
+        unit = self._merge_size**2
+        angles = grid_angles(rows, columns, self._merge_size, self._head_dim, _THETA).repeat(frames, 1)
+        angles = angles.view(-1, unit, angles.shape[1])[order.cpu()].flatten(0, 1).to(patches.device)
+        cos, sin = angles.cos(), angles.sin()
+        x = F.linear(patches, self._patches)
+        x = x.view(-1, unit, x.shape[1])[order].flatten(0, 1)
+        in_windows = [(count, length * unit) for count, length in windows]
+        # The windows of a frame follow each other, so that each frame is one run for the layers without windows.
+        for index, layer in enumerate(self._layers):
+            lens = [(frames, rows * columns)] if index in self._whole_layers else in_windows
+            x = layer.forward(x, cos, sin, lens)
+        x = rms_norm(x, self._norm, _NORM_EPS).view(len(order), -1)
+        x = self._output.forward(F.gelu(self._inner.forward(x)))
+        return torch.empty_like(x).index_copy_(0, order, x)
+
+
+class _Layer:
+    """Attention and a gated feed-forward network, each after an RMSNorm and added to the residual."""
+
+    def __init__(self, load: LoadContext, name: str, size: int, inner: int, num_heads: int) -> None:
+        self._norms = [load.norm(f"{name}.norm{number}", size) for number in (1, 2)]
+        self._qkv = read_linear(load, [f"{name}.attn.qkv"], size, 3 * size)
+        self._proj = read_linear(load, [f"{name}.attn.proj"], size, size)
+        self._gate_up = read_linear(load, [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], size, inner)
+        self._down = read_linear(load, [f"{name}.mlp.down_proj"], inner, size)
+        self._num_heads, self._scale = num_heads, (size // num_heads) ** -0.5
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lens: list[tuple[int, int]]) -> Tensor:
+        """[N, E] -> [N, E]; the patches of each run in `lens` attend to each other."""
+        q, k, v = (
+            self._qkv.forward(rms_norm(x, self._norms[0], _NORM_EPS))
+            .view(len(x), 3, self._num_heads, -1)
+            .unbind(1)
+        )
+        attended = attend_within(rotate(q, cos, sin), rotate(k, cos, sin), v, lens, self._scale)
+        x = x + self._proj.forward(attended.flatten(1))
+        gated = self._gate_up.forward_gated(rms_norm(x, self._norms[1], _NORM_EPS), "silu")
+        return x + self._down.forward(gated)
+
+
+def _window_order(frames: int, rows: int, columns: int, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Return an order of an image's embeddings in which those of a window follow each other.
+
+    Windows of equal numbers of embeddings follow each other too, frame by frame, so that they are attended together.
+
+    Returns:
+        [frames * rows * columns] int64, and (number, length) of equal windows in this order.
+    """
+    places = torch.arange(frames * rows * columns).view(frames, rows, columns)
+    windows = [
+        places[frame, top : top + side, left : left + side].flatten()
+        for frame in range(frames)
+        for top in range(0, rows, side)
+        for left in range(0, columns, side)
+    ]
+    lens: list[tuple[int, int]] = []
+    ordered: list[Tensor] = []
+    for frame in range(frames):
+        own = windows[frame * len(windows) // frames : (frame + 1) * len(windows) // frames]
+        for window in sorted(own, key=len):
+            if lens and lens[-1][1] == len(window):
+                lens[-1] = (lens[-1][0] + 1, len(window))
+            else:
+                lens.append((1, len(window)))
+            ordered.append(window)
+    return torch.cat(ordered), lens
