@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ...proto.cache_groups import CacheLayout, make_layout
-from ...proto.config import ModelConfig
+from ...proto.config import ENCODER_CACHE_STEPS, ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.model.registry import state_layers
 from ...proto.model.state import state_bytes
@@ -92,7 +92,15 @@ def capacity(
     # With one group a block has all layers, which may differ; otherwise places for the largest.
     slot_bytes = sum(of_layers) if len(layout.groups) == 1 else layout.layers_per_block * max(of_layers)
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
-    used = rank_bytes + lora_bytes + FIXED_BYTES + _activation_bytes(model, tensor_parallel_size, workload)
+    if model.vision is not None:
+        rank_bytes += model.vision.num_parameters * workload.dtype_bytes
+    used = (
+        rank_bytes
+        + _embedding_bytes(model, workload)
+        + lora_bytes
+        + FIXED_BYTES
+        + _activation_bytes(model, tensor_parallel_size, workload)
+    )
     num_free = int(gpu_bytes * workload.utilization) - used
     own_state_bytes = state_bytes(state_layers(model, tensor_parallel_size), workload.dtype_bytes)
     num_state_slots = 0
@@ -115,6 +123,14 @@ def capacity(
         own_state_bytes,
         num_state_slots,
     )
+
+
+def _embedding_bytes(model: ModelConfig, workload: Workload) -> int:
+    """Return the bytes of the cache of encoder outputs; 0 for a model that reads no images."""
+    if model.vision is None:
+        return 0
+    num_rows = ENCODER_CACHE_STEPS * workload.max_num_batched_tokens
+    return num_rows * model.vision.row_size * workload.dtype_bytes
 
 
 def _activation_bytes(model: ModelConfig, tensor_parallel_size: int, workload: Workload) -> int:

@@ -14,6 +14,7 @@ from ...proto.model.eagle3_config import read_speculators
 from ...proto.model.registry import (
     ARCHITECTURE_ALIASES,
     FAMILIES,
+    TEXT_FIELDS,
     TEXT_MODELS,
     WITHOUT_ATTENTION,
     check_architecture,
@@ -23,6 +24,7 @@ from ...proto.model.registry import (
     state_layers,
 )
 from ...proto.model.transformers_spec import MODEL_TYPE_ALIASES, import_transformers
+from ...proto.model.vision import VISION_READERS, read_vision
 from ...proto.options.values import in_words
 from ...proto.sampling import SamplingDefaults, check_sampling_settings
 from .model_checks import read_config_file, read_json_object
@@ -79,8 +81,13 @@ def _describe(
     hf = _load_hf_config(path, stored, read_speculators(stored, name))
     recommended = read_generation_config(path)
     _add_modelopt(hf, path)
-    hf, architecture = _text_model(hf, _architecture(hf, path), name)
-    fields = hf.to_dict()
+    whole, stated = hf.to_dict(), _architecture(hf, path)
+    hf, architecture = _text_model(hf, stated, name)
+    fields = hf.to_dict() | TEXT_FIELDS.get(hf.model_type, {})
+    if (
+        stated in VISION_READERS and "tie_word_embeddings" in stored
+    ):  # the text model has a default of its own
+        fields["tie_word_embeddings"] = bool(stored["tie_word_embeddings"])
     task = read_task(path, fields, architecture, runner)
     architecture = task.architecture
     check(name, architecture, fields)
@@ -109,6 +116,8 @@ def _describe(
         generates=task.generates,
         pooling=task.pooling,
         latent_dim=latent_dim(architecture, fields),
+        # A checkpoint of the text model alone has the architecture, and no settings of an encoder.
+        vision=read_vision(name, stated, whole) if "vision_config" in stored and not task.pooling else None,
     )
     model = replace(model, kv_layers=kv_layers(model))
     return replace(model, layer_windows=layer_windows(model), has_states=bool(state_layers(model, 1)))

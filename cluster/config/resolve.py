@@ -272,6 +272,7 @@ def _resolve_model(options: EngineOptions, source: ModelSource, device: str) -> 
         hub_id=source.hub_id,
         commit=source.commit,
         **_choices(ModelConfig, options),
+        vision=None if options.language_model_only else described.vision,
         dtype=resolve_dtype(options.dtype, described.dtype, device),
         max_model_len=resolve_max_model_len(options.max_model_len, described.max_model_len),
     )

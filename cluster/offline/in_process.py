@@ -19,7 +19,7 @@ from ...proto.config import EngineConfig
 from ...proto.engine_command import EngineCommand
 from ...proto.errors import InvalidRequest, QuireError, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus, ReplicaStatus
-from ...proto.step import StepPlan, StepResult
+from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
 from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
 from ...worker import LaunchedStep, ModelRunner, SingleRank, compute_device, on_device
@@ -58,11 +58,19 @@ class InProcessGroup:
 
     def broadcast(self, plan: StepPlan) -> None:
         with on_device(self._device):
-            if self._must_reset:
-                self._runner.reset(has_new_ranks=False)
-                self._must_reset = False
+            self._reset_if_due()
             with self._noting_failure():
                 self._launched.append(self._runner.launch(plan))
+
+    def send_media(self, image: EncoderInput) -> None:
+        with on_device(self._device):
+            self._reset_if_due()
+            self._runner.take_media(image)
+
+    def _reset_if_due(self) -> None:
+        if self._must_reset:
+            self._runner.reset(has_new_ranks=False)
+            self._must_reset = False
 
     def gather(self, timeout_s: float) -> StepResult:
         """Return the result of the oldest plan, when the device has computed it."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...proto.config import EngineConfig
 from ...proto.replica_status import RankStatus, ReplicaStatus
-from ...proto.step import StepPlan, StepResult
+from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stream import CacheReport, GatewayMessage, ReplicaMessage, TokenBatch
 from ...scheduler import Rebuilt, Scheduler, StepLoop, WorkerGroup
 from ..fleet.controller.fleet_state import ReplicaState
@@ -104,6 +104,9 @@ class SimulatedRanks:
         result = StepResult(plan.step_id, plan.epoch, 0, token_ids, None, {"forward": seconds})
         self._results.append((self._busy_until, result))
 
+    def send_media(self, image: EncoderInput) -> None:
+        """Take no notice of an image."""
+
     def gather(self, timeout_s: float) -> StepResult:
         """Return the oldest result, and move the clock to its time."""
         done_at, result = self._results.popleft()
@@ -160,6 +163,9 @@ class MeteredRanks:
         work, _ = self._meter.measure(plan)
         self._began.append((self._clock(), work))
         self._ranks.broadcast(plan)
+
+    def send_media(self, image: EncoderInput) -> None:
+        self._ranks.send_media(image)
 
     def gather(self, timeout_s: float) -> StepResult | None:
         result = self._ranks.gather(timeout_s)

@@ -22,7 +22,7 @@ from ....proto.errors import RankFailed, ReplicaUnavailable
 from ....proto.kv_transfer import KvReport
 from ....proto.lora import LoraReport
 from ....proto.replica_status import RankStatus
-from ....proto.step import StepFailure, StepPlan, StepResult, decode_reply
+from ....proto.step import EncoderInput, StepFailure, StepPlan, StepResult, decode_reply
 from ....proto.stored_kv import StoredReport
 from ....proto.transport.channel import ChannelAddress, StepSender
 from ....scheduler import KvTiers, Rebuilt
@@ -88,6 +88,9 @@ class ChannelWorkerGroup:
         if plan.command is not None:
             self._command_step = plan.step_id
         self._life.broadcast(plan)
+
+    def send_media(self, image: EncoderInput) -> None:
+        self._life.send_media(image)
 
     def gather(self, timeout_s: float) -> StepResult | None:
         result = self._life.gather(timeout_s)
@@ -186,6 +189,9 @@ class _Epoch:
             self._replied_steps = [self._gathered_step] * len(self._ranks)
         self._broadcast_step = plan.step_id
         self._sender.send(plan.encode())
+
+    def send_media(self, image: EncoderInput) -> None:
+        self._sender.send(image.encode())
 
     def gather(self, timeout_s: float) -> StepResult | None:
         deadline = time.monotonic() + timeout_s

@@ -350,7 +350,9 @@ class ReplicaPool:
             tokens = np.concatenate([tokens, request.generated_token_ids])
         adapter = "" if request.lora is None else request.lora.cache_key
         root = make_root(self.model, request.salt, adapter, tenant=request.tenant, pool=request.prefix_pool)
-        return prefix_hashes(tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, root)
+        return prefix_hashes(
+            tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, root, request.media
+        )
 
     def _on_message(self, member: _Member, message: ReplicaStatus | CacheReport) -> None:
         if isinstance(message, ReplicaStatus):

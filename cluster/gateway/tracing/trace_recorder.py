@@ -71,7 +71,7 @@ class TraceRecorder:
             tenant=request.tenant,
             pool=request.prefix_pool,
         )
-        names = prefix_hashes(request.prompt_token_ids, BLOCK_TOKENS, root)
+        names = prefix_hashes(request.prompt_token_ids, BLOCK_TOKENS, root, request.media)
         # Half of each: 32 bits are enough for prompts to differ, and short to write.
         return [int.from_bytes(name[:4], "little") for name in names]
 

@@ -89,7 +89,7 @@ class Request(SequenceRequest):
             self.request_id,
             self.sampling.seed or 0,
             self.sampling.num_sequences,
-            content_digest(self.prompt_token_ids, self.sampling, self.lora),
+            content_digest(self.prompt_token_ids, self.sampling, self.lora, self.media),
         )
 
     def resumed(self, index: int, token_ids: Sequence[int]) -> Request:

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from quire.cluster.gateway.routing.router import KV_SLACK, QUEUE_SLACK_TOKENS, ReplicaLoad, Router
 from quire.proto.digests import make_root, prefix_hashes
+from quire.proto.sampling import SamplingParams
 from quire.proto.stream import CacheReport
 from quire.scheduler.kv.cache_journal import CacheJournal
 from quire.scheduler.kv.prefix_cache import PrefixCache
+from quire.scheduler.sequences.sequence import Sequence
 
 BLOCK_SIZE = 16
 IDLE = ReplicaLoad(0, 0.0)
@@ -111,9 +113,12 @@ class TestCachedPrefix:
         tokens = np.arange(5 * BLOCK_SIZE + 3, dtype=np.int32)
         journal = CacheJournal()
         cache, parent = PrefixCache(BLOCK_SIZE, journal), make_root("m", b"salt")
-        cache_digests: list[bytes] = []
-        cache.extend(parent, cache_digests, array("i", tokens.tolist()), 4)
-        for block_id, digest in enumerate(cache_digests):
+        known = array("i", tokens.tolist())
+        sequence = Sequence(
+            1, 1, b"gateway", 1, "request", SamplingParams(), 0, len(known), 99, known, (), 0.0, parent
+        )
+        cache.extend(sequence, 4)
+        for block_id, digest in enumerate(sequence.block_digests):
             content = tokens[block_id * BLOCK_SIZE : (block_id + 1) * BLOCK_SIZE].tobytes()
             cache.insert((digest, parent, content), block_id)
             parent = digest
