@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,24 @@ def test_steps_of_unknown_lengths_are_computed_by_own_kernels() -> None:
 
 def on_stand_in(function: Callable[..., Tensor], *args: Any) -> Any:
     return current_gpu().launch_kernel("flashinfer", function, args, {})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_plan_waits_until_the_device_has_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched ahead, and a plan overwrites the pinned memory that the one before is copied from."""
+    paged = Paged([9, 3], BLOCK_SIZE, 2, HEAD_DIM, torch.bfloat16)
+    host = make_inputs(paged, 2, [])
+    with installed(monkeypatch, stand_in=find_reference) as gpu:
+        device = torch.device("cuda", 0)
+        backend = FlashInfer(FakeFlashInfer(on_stand_in), device)
+        inputs = replace(host, block_tables=paged.tables.to(device), seq_lens=paged.lens.to(device))
+        q, cache = torch.randn(2, 2, HEAD_DIM).bfloat16().to(device), LayerCache(paged.cache.to(device))
+        gpu.num_syncs.clear()
+        for _ in range(3):
+            paged_attention(q, cache, backend.begin_step(inputs), 0.2)
+        assert dict(gpu.num_syncs) == {"event.synchronize": 3}
+        torch.cuda.synchronize()  # the stand-in GPU finds sources that changed too early
+        del backend, inputs, q, cache
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
