@@ -60,8 +60,6 @@ class Sequence:
         snapshot_ends: numbers of its known tokens after which its state is saved; empty for models without states.
         num_snapshot_tokens: tokens of its newest snapshot, its own or the one from which it started.
         kv: its blocks at the replica that it left, until they are pulled or given up; None without any.
-        num_pulled_tokens: tokens whose KV came from there.
-        moves_at_first_token: another replica is to continue it after its prompt.
         media: the images of its prompt, in order.
         media_ids: of the encoder's output of each of them, by `MediaQueue`.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
@@ -117,8 +115,6 @@ class Sequence:
     snapshot_ends: tuple[int, ...] = ()
     num_snapshot_tokens: int = 0
     kv: KvOffer | None = None
-    num_pulled_tokens: int = 0
-    moves_at_first_token: bool = False
     media: tuple[MediaItem, ...] = ()
     media_ids: tuple[int, ...] = ()
 

@@ -28,7 +28,7 @@ from ..memory.host_to_device import to_device
 from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
 from ..transfer.kv_blocks import KvBlocks
-from ..transfer.service import KvService, NoKvService
+from ..transfer.service import KvService, NoKvService, open_service
 from ..weights.checkpoint import ProgressCallback
 from .device import compute_device, on_device
 from .lost_device import step_failed
@@ -173,7 +173,7 @@ class ModelRunner:
         weights = f"{memory.loaded.digest & (1 << 64) - 1:016x}"
         layout = layout_of(self._config, self._comm.rank, weights)
         blocks = KvBlocks(memory.kv.cache, self._config.cache_layout, layout, self.device)
-        self._kv = KvService(blocks, weights, *self._kv_address, run=self._run_on_device)
+        self._kv = open_service(blocks, weights, *self._kv_address, run=self._run_on_device)
 
     def _run_on_device(self, body: Callable[[], None]) -> None:
         with on_device(self.device):

@@ -16,6 +16,7 @@ from itertools import chain
 from queue import SimpleQueue
 
 import numpy as np
+import zmq
 
 from ...proto.block_tables import IntArray
 from ...proto.errors import in_one_line
@@ -205,6 +206,23 @@ class KvService:
 
     def _report(self, kind: KvReportKind, number: int = 0, **values: object) -> None:
         self._reports.put(KvReport(self._rank, kind, number, **values))  # type: ignore[arg-type]
+
+
+def open_service(
+    blocks: KvBlocks,
+    weights: str,
+    endpoint: str,
+    keys: CurveKeys | None,
+    run: Callable[[Callable[[], None]], None],
+) -> KvService | NoKvService:
+    """Return a service, or none if its endpoint cannot be bound: the rank computes without."""
+    try:
+        return KvService(blocks, weights, endpoint, keys, run)
+    except zmq.ZMQError as error:
+        _log.warning(
+            "rank %d: blocks do not travel, %s cannot be bound: %s", blocks.layout.rank, endpoint, error
+        )
+        return NoKvService()
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,8 +296,7 @@ class KvMoves:
             pulls.release(pull)
             return
         self._blocks.publish_pulled(sequence, pull.complete)
-        sequence.num_pulled_tokens = self._blocks.block_size * len({each.index for each in pull.complete})
-        self.num_kv_pulled_tokens += sequence.num_pulled_tokens
+        self.num_kv_pulled_tokens += self._blocks.block_size * len({each.index for each in pull.complete})
         self._ready.append(sequence)
 
     def _count(self, pull: Pull) -> None:

@@ -22,6 +22,7 @@ from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import StepPlan, StepResult, decode_reply
 from quire.proto.transport.channel import ChannelAddress
+from quire.proto.transport.network import CurveKeys
 from quire.worker.comm import torch_distributed
 from quire.worker.comm.communicator import ReplaceableGroup
 from quire.worker.comm.torch_distributed import TorchDistributed
@@ -61,6 +62,10 @@ class Runner:
         self._record("close")
 
     def drop_graphs(self) -> None: ...
+
+    def serve_blocks(self, endpoint: str, keys: CurveKeys | None) -> None: ...
+
+    def end_serving(self) -> None: ...
 
     def reset(self, *, has_new_ranks: bool) -> None:
         self._record("reset")
