@@ -179,10 +179,10 @@ class MediaAssembly:
             self._end = end
 
     @property
-    def data(self) -> bytes:
-        """Return a copy of the bytes of all tensors."""
+    def data(self) -> memoryview:
+        """Return the bytes of all tensors, which do not change any more."""
         assert self.is_complete, "the tensors of an image are read before all of them are there"
-        return self._bytes.tobytes()
+        return memoryview(self._bytes)
 
     def tensors(self) -> MediaTensors:
         """Return name |-> the tensor, a view of the memory."""

@@ -46,9 +46,10 @@ from .codec import (
     unpack_ints,
 )
 from .engine_command import EngineCommand
+from .errors import ProtocolError
 from .kv_transfer import KvOrders, KvReport
 from .lora import NO_SLOT, LoraLoad, LoraReport
-from .media import MediaAssembly, MediaItem, MediaTensors, TensorLayout
+from .media import MediaItem, MediaTensors, TensorLayout
 from .pooling import Pooled, PoolingParams
 from .stored_kv import StoredOrder, StoredReport
 from .structured_outputs import OutputConstraint
@@ -188,10 +189,12 @@ class EncoderInput:
 
     media_id: int
     layout: tuple[TensorLayout, ...]
-    data: bytes
+    data: bytes | memoryview
 
     def encode(self) -> bytes:
-        return _media.encode(self)
+        """Return the frame: the bytes of the tensors, up to 512 MB, are copied once and stand behind a header."""
+        header = _media.encode(_InputHeader(self.media_id, self.layout))
+        return b"".join((header[:1], len(header).to_bytes(4, "little"), header, self.data))
 
     @staticmethod
     def is_frame(frame: bytes) -> bool:
@@ -201,13 +204,28 @@ class EncoderInput:
     @staticmethod
     def decode(frame: bytes) -> EncoderInput:
         """Return the input of a frame; raise ProtocolError if the version or the shape is unknown."""
-        return _media.decode(frame)
+        end = 5 + int.from_bytes(frame[1:5], "little")
+        header, data = _media.decode(frame[5:end]), memoryview(frame)[end:]
+        if len(data) != sum(each.num_bytes for each in header.layout):
+            raise ProtocolError(f"image {header.media_id} has {len(data)} bytes, not those of its tensors")
+        return EncoderInput(header.media_id, header.layout, data)
 
     def tensors(self) -> MediaTensors:
-        """Return name |-> the tensor, a view of the bytes."""
-        assembly = MediaAssembly(self.layout)
-        assembly.add(0, self.data)
-        return assembly.tensors()
+        """Return name |-> a copy of the tensor."""
+        found, start = {}, 0
+        for each in self.layout:
+            raw = np.frombuffer(self.data, np.uint8, each.num_bytes, start)
+            found[each.name] = raw.copy().view(each.dtype).reshape(each.shape)
+            start += each.num_bytes
+        return found
+
+
+@dataclass(frozen=True)
+class _InputHeader:
+    """The beginning of an EncoderInput's frame."""
+
+    media_id: int
+    layout: tuple[TensorLayout, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +449,7 @@ class StepFailure:
 
 
 _plans = FrameCodec("step", VERSION, {"plan": StepPlan})
-_media = FrameCodec("media", MEDIA_VERSION, {"input": EncoderInput})
+_media = FrameCodec("media", MEDIA_VERSION, {"input": _InputHeader})
 _replies = FrameCodec[StepResult | StepFailure]("step", VERSION, {"ok": StepResult, "failed": StepFailure})
 
 

@@ -22,6 +22,8 @@ from .wakeup import Wakeup
 _HELLO = b"hello"
 _END = b"end"
 _GREETING_INTERVAL_MS = 20
+# Frames of this size are not copied to be sent; a smaller one is copied in less time than it takes to share it.
+_SHARED_BYTES = 1 << 16
 # A rank without a tcp connection to its scheduler for this long ends. Over ipc both are on one host.
 _LOST_S = 60.0
 
@@ -112,7 +114,7 @@ class StepSender:
 
     def send(self, frame: bytes) -> None:
         """Broadcast one frame to every rank without blocking."""
-        self._plans.send(frame)
+        self._plans.send(frame, copy=len(frame) < _SHARED_BYTES)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next reply of any rank, or None after `timeout_s` or when interrupted."""
