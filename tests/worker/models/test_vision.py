@@ -201,3 +201,19 @@ def test_text_model_alone_is_served_without_the_encoder(kind: str, model_of: Any
     assert engine.runners[0].memory.loaded.encoder is None
     (generated,) = engine.greedy([model.prompts[0].token_ids], NUM_TOKENS)
     model.reference.check_greedy(model.prompts[0], generated)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5", "mistral3"])
+def test_outputs_of_one_prompt_share_its_images(kind: str, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=512)
+    driver = RankedDriver(engine.config.with_num_blocks(64), engine.step, engine.take_media)
+    prompt = model.prompts[2]
+    driver.images.update(prompt.tensors)
+    driver.add(0, prompt.token_ids, media=prompt.media, n=3, **SAMPLING)
+    driver.run(depth=2)
+    driver.empty_ranks()
+    assert driver.scheduler.media.cache.num_encoded == len(prompt.media)
+    for handle in range(3):
+        assert len(driver.outputs[handle]) == NUM_TOKENS
+        model.reference.check_greedy(prompt, driver.outputs[handle])
