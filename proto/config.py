@@ -178,11 +178,13 @@ class ParallelConfig(ParallelOptions):
 
     Attributes:
         threads_per_rank: compute threads per rank on a CPU.
+        stage_sizes: layers of each pipeline stage; empty with one.
     """
 
     device: str = field()
     batch_invariant: bool = field()
     threads_per_rank: int
+    stage_sizes: tuple[int, ...] = ()
 
     @property
     def num_kv_partitions(self) -> int:
@@ -291,7 +293,9 @@ class EngineConfig:
         num_slots = parallel.num_kv_partitions * (cache.num_kv_blocks - 1) * cache.block_size
         num_sequences = num_slots / self.cache_layout.num_slots(model.max_model_len)
         num_kv_tokens = int(num_sequences * model.max_model_len)
-        ranks = f"{parallel.tensor_parallel_size} {'rank' if parallel.tensor_parallel_size == 1 else 'ranks'}"
+        ranks = f"{parallel.num_ranks} {'rank' if parallel.num_ranks == 1 else 'ranks'}"
+        if parallel.stage_sizes:
+            ranks += f" in {len(parallel.stage_sizes)} stages of {', '.join(map(str, parallel.stage_sizes))} layers"
         states = ""
         if model.has_states and cache.num_state_slots is not None:
             num_rows = min(self.scheduler.max_num_seqs, cache.num_state_slots - 1)
@@ -321,9 +325,13 @@ class EngineConfig:
     def drafts_jump_forward(self) -> bool:
         """Return whether steps draft the text that grammars force, and nothing else.
 
-        A state in place cannot take back the tokens of rejected drafts.
+        A state in place cannot take back the tokens of rejected drafts. With several stages the first one would
+        have to wait for the last one's verdict before it knows the positions of the next step.
         """
-        return self.model.generates and self.speculative is None and not self.model.has_states
+        is_one_stage = self.parallel.pipeline_parallel_size == 1
+        return (
+            self.model.generates and self.speculative is None and not self.model.has_states and is_one_stage
+        )
 
     @property
     def encoder_row_bytes(self) -> int:

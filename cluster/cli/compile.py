@@ -110,7 +110,7 @@ def engine_of_gpu(options: EngineOptions, memory: int) -> "EngineConfig":
         raise ConfigError(
             "--fused-all-reduce needs the memory of other GPUs; its kernels compile at the start"
         )
-    size = options.tensor_parallel_size
+    size = options.num_ranks
     config = resolve(replace(options, device="cuda"), Machine(len(os.sched_getaffinity(0)), size, memory))
     limits, num_groups = config.scheduler, sum(config.cache_layout.splits)
     num_blocks = limits.max_num_batched_tokens // config.cache.block_size + 2 * limits.max_num_seqs + 64

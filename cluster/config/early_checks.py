@@ -46,7 +46,7 @@ def check_early(options: EngineOptions, machine: Machine, *, with_weights: bool 
     problems = Problems()
     device = resolve_device(options.device, machine)
     with problems:
-        threads_per_rank(options.tensor_parallel_size, device, machine)
+        threads_per_rank(options, device, machine)
     with problems:
         _check_combinations(options, device)
     if not options.hub_id:
@@ -66,19 +66,19 @@ def resolve_policy(options: EngineOptions) -> str:
     return options.policy or "fair"
 
 
-def threads_per_rank(num_ranks: int, device: str, machine: Machine) -> int:
+def threads_per_rank(options: EngineOptions, device: str, machine: Machine) -> int:
     """Return a CPU rank's share of the cores. Raises ConfigError if the machine has too few cores or GPUs."""
+    num_ranks, sizes = options.num_ranks, f"tensor_parallel_size is {options.tensor_parallel_size}"
+    if options.pipeline_parallel_size > 1:
+        sizes += f" in each of {options.pipeline_parallel_size} stages (pipeline_parallel_size)"
     if device == "cuda":
         if num_ranks > machine.num_gpus:
-            raise ConfigError(
-                f"tensor_parallel_size is {num_ranks}, but this machine has {machine.num_gpus} CUDA GPUs"
-            )
+            raise ConfigError(f"{sizes}, but this machine has {machine.num_gpus} CUDA GPUs")
         return 1
     max_ranks = MAX_CPU_RANKS_PER_CORE * machine.num_cores
     if num_ranks > max_ranks:
         raise ConfigError(
-            f"tensor_parallel_size is {num_ranks}, but this machine has {machine.num_cores} CPU cores, "
-            f"which carry {max_ranks} ranks at most"
+            f"{sizes}, but this machine has {machine.num_cores} CPU cores, which carry {max_ranks} ranks at most"
         )
     return max(1, machine.num_cores // num_ranks)
 
@@ -112,6 +112,7 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         "linear_backend": options.linear_backend,
     }
     libraries = {name: value for name, value in backends.items() if value not in ("auto", "triton")}
+    is_pipeline = options.pipeline_parallel_size > 1
     adapters, most = [name for name, _ in options.lora_modules], options.max_cpu_loras
     # problem |-> whether the options have it
     problems = {
@@ -121,6 +122,12 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         and device != "cpu",
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
+        "pipeline_parallel_size is for ranks on CPUs so far: leave it out, or set device to cpu": is_pipeline
+        and device != "cpu",
+        "speculative_config does not support pipeline_parallel_size, whose first stage would wait for the verdict "
+        "on each draft; leave one of the two out": is_pipeline and options.speculative_config is not None,
+        "enable_dp_attention does not support pipeline_parallel_size; leave one of the two out": is_pipeline
+        and options.enable_dp_attention,
         **{f"{name} {value} is for GPUs": device != "cuda" for name, value in libraries.items()},
         **{
             f"{name} is {value}, whose bits depend on the batch; batch_invariant needs triton": (
@@ -165,6 +172,8 @@ def _check_directory(problems: Problems, options: EngineOptions, device: str, wi
         _check_names(folder / "config.json", options.name, fields)
     with problems:
         _check_heads(options, fields)
+    with problems:
+        _check_stages(options, fields)
     dtype = "float32"
     with problems:
         dtype = resolve_dtype(options.dtype, _stored_dtype(fields), device)
@@ -206,6 +215,16 @@ def _check_heads(options: EngineOptions, fields: dict[str, Any]) -> None:
         check_heads(options.name, num_heads, num_kv_heads, options.tensor_parallel_size)
 
 
+def _check_stages(options: EngineOptions, fields: dict[str, Any]) -> None:
+    """Check that each stage gets a layer, if config.json states their number."""
+    num_stages, num_layers = options.pipeline_parallel_size, _whole(fields, "num_hidden_layers")
+    if num_layers is not None and num_stages > num_layers:
+        raise ConfigError(
+            f"{options.name}: pipeline_parallel_size is {num_stages}, but it has {num_layers} layers; use "
+            f"pipeline_parallel_size {num_layers} or less"
+        )
+
+
 def _stored_dtype(fields: dict[str, Any]) -> str:
     stored = fields.get("dtype") or fields.get("torch_dtype")
     return stored.removeprefix("torch.") if isinstance(stored, str) else DTYPES[0]
@@ -229,10 +248,8 @@ def _check_kv_memory(options: EngineOptions, fields: dict[str, Any], dtype_bytes
         per_rank = block_bytes * options.num_kv_blocks
     per_rank += block_bytes * options.num_host_kv_blocks
     available = available_bytes()
-    if available is not None and per_rank * options.tensor_parallel_size > available:
-        ranks = (
-            f" for each of {options.tensor_parallel_size} ranks" if options.tensor_parallel_size > 1 else ""
-        )
+    if available is not None and per_rank * options.num_ranks > available:
+        ranks = f" for each of {options.num_ranks} ranks" if options.num_ranks > 1 else ""
         raise ConfigError(
             f"the KV cache would take {per_rank / 2**30:,.1f} GiB{ranks}, but this host has "
             f"{available / 2**30:,.1f} GiB left; lower kv_cache_memory, num_kv_blocks or num_host_kv_blocks"
@@ -249,6 +266,7 @@ def _block_bytes(options: EngineOptions, fields: dict[str, Any], dtype_bytes: in
     family = FAMILIES.get(_architecture(fields))
     if family is not None and family.change_layers is not None:
         num_layers = 1  # others may keep a state instead
+    num_layers //= options.pipeline_parallel_size
     value_bytes = dtype_bytes if options.kv_cache_dtype == "auto" else 1
     if dim := latent_dim(_architecture(fields), fields):
         return num_layers * options.block_size * dim * value_bytes

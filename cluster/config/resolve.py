@@ -20,6 +20,7 @@ from ...proto.config import (
 )
 from ...proto.errors import ConfigError
 from ...proto.model import eagle3_config
+from ...proto.model.divide_layers import divide_layers
 from ...proto.model.mtp_layouts import num_mtp_heads
 from ...proto.model.registry import (
     FAMILIES,
@@ -30,6 +31,7 @@ from ...proto.model.registry import (
     check_supported,
     state_layers,
 )
+from ...proto.model.spec import DecoderSpec
 from ...proto.model.state import state_bytes
 from ...proto.options.option import declared_options
 from ...proto.options.sections import ChatOptions, StructuredOutputsOptions
@@ -74,7 +76,7 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
     """
     check_early(options, machine, with_weights=with_weights)
     device = resolve_device(options.device, machine)
-    num_threads = threads_per_rank(options.tensor_parallel_size, device, machine)
+    num_threads = threads_per_rank(options, device, machine)
     model = _resolve_model(options, locate_model(options, with_weights=with_weights), device)
     expert_parallel = options.enable_expert_parallel
     spec = check_supported(model, options.tensor_parallel_size, expert_parallel=expert_parallel)
@@ -101,7 +103,7 @@ def resolve_deployment(deployment: Deployment, has_gpus: bool, gpu_bytes: int = 
     Raises:
         ConfigError: the model does not allow an option.
     """
-    num_ranks = deployment.engine.tensor_parallel_size
+    num_ranks = deployment.engine.num_ranks
     num_cores = max(1, round(dict(deployment.rank_resources).get("CPU", 1.0)))
     machine = Machine(num_cores * num_ranks, num_ranks if has_gpus else 0, gpu_bytes)
     return resolve(deployment.engine, machine, with_weights=False)
@@ -127,13 +129,16 @@ def engine_config(
             device=device,
             batch_invariant=device == "cpu" if options.batch_invariant is None else options.batch_invariant,
             threads_per_rank=threads_per_rank,
+            stage_sizes=_stage_sizes(options, model),
         ),
         _section(
             SchedulerConfig,
             options,
             max_num_seqs=options.max_num_seqs or limits.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens or limits.max_num_batched_tokens,
-            max_steps_in_flight=options.max_steps_in_flight or DEFAULT_STEPS_IN_FLIGHT,
+            # One step for each stage, and one that is planned meanwhile.
+            max_steps_in_flight=options.max_steps_in_flight
+            or DEFAULT_STEPS_IN_FLIGHT + options.pipeline_parallel_size - 1,
             policy=resolve_policy(options),
         ),
         _section(ChatOptions, options, chat_template=_read_template(options.chat_template)),
@@ -160,6 +165,8 @@ def _with_host_blocks(config: EngineConfig) -> EngineConfig:
     names = " and ".join(name for name in ("kv_disk", "kv_shared") if getattr(cache, name) is not None)
     if config.parallel.enable_dp_attention:
         raise ConfigError(f"{names} cannot store the blocks of enable_dp_attention; leave one of them out")
+    if config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(f"{names} cannot store the blocks of pipeline_parallel_size; leave one of them out")
     if not cache.prefix_caching:
         raise ConfigError(f"{names} needs prefix_caching, which is off")
     if not config.kv_directories:
@@ -174,6 +181,30 @@ def _with_host_blocks(config: EngineConfig) -> EngineConfig:
     num_blocks = len(config.cache_layout.groups) * config.max_blocks_per_seq
     num_blocks = min(_MOST_STAGING_BLOCKS, max(_FEWEST_STAGING_BLOCKS, num_blocks))
     return replace(config, cache=replace(cache, num_host_kv_blocks=num_blocks))
+
+
+def _stage_sizes(options: EngineOptions, model: ModelConfig) -> tuple[int, ...]:
+    """Return the layers of each pipeline stage; empty with one stage.
+
+    Raises:
+        ConfigError: the model cannot be divided so.
+    """
+    if options.pipeline_parallel_size == 1:
+        return ()
+    if model.vision is not None:
+        raise ConfigError(
+            f"{model.name}: pipeline_parallel_size does not support models that read images; set "
+            "language_model_only, or use tensor_parallel_size"
+        )
+    spec = check_supported(
+        model, options.tensor_parallel_size, expert_parallel=options.enable_expert_parallel
+    )
+    if not isinstance(spec, DecoderSpec):
+        raise ConfigError(
+            f"{model.name}: pipeline_parallel_size does not support {model.architecture}, which is served with the "
+            "modules of transformers; leave it out, or use tensor_parallel_size"
+        )
+    return divide_layers(model.name, spec, options.pipeline_parallel_size)
 
 
 def _check_states(options: EngineOptions, model: ModelConfig) -> None:

@@ -129,7 +129,6 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "limit_mm_per_prompt": (str, Refused("models take text only")),
     "load_format": (str, Refused("weights are read from safetensors files", ("auto", "safetensors"))),
     "override_generation_config": (str, Refused("change the model's generation_config.json")),
-    "pipeline_parallel_size": (int, Refused("models are split by tensor parallelism only", (1,))),
     "rope_scaling": (str, Refused("the model is that of its config.json; change the file")),
     "task": (str, Refused("--runner pooling serves embeddings and scores", ("auto", "generate"))),
     "tokenizer": (str, Refused("the tokenizer is that of the model", ("the model itself",))),

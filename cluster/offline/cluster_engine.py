@@ -36,7 +36,7 @@ class ClusterEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         with ExitStack() as opened:
-            cluster = opened.enter_context(LocalCluster(1 + config.parallel.tensor_parallel_size))
+            cluster = opened.enter_context(LocalCluster(1 + config.parallel.num_ranks))
             self._replica = opened.enter_context(launch_replica(config, new_replica_id(), cluster))
             self._opened = opened.pop_all()
         self.config = self._replica.config

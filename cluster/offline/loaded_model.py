@@ -86,13 +86,13 @@ def _resolve(options: EngineOptions) -> EngineConfig:
     """Resolve the options; with one step in flight by default if the scheduler and a CPU rank share a thread."""
     config = resolve(options, Machine.this())
     parallel = config.parallel
-    if options.max_steps_in_flight or parallel.device != "cpu" or parallel.tensor_parallel_size > 1:
+    if options.max_steps_in_flight or parallel.device != "cpu" or parallel.num_ranks > 1:
         return config
     return replace(config, scheduler=replace(config.scheduler, max_steps_in_flight=1))
 
 
 def _make_engine(config: EngineConfig) -> Engine:
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.num_ranks == 1:
         from .in_process import InProcessEngine  # torch, which a larger LLM leaves to its ranks
 
         return InProcessEngine(config)

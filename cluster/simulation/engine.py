@@ -89,6 +89,10 @@ def make_engine(
     device = find_device(gpu)
     if options.speculative_config is not None:
         raise ConfigError("speculative_config: drafts are not simulated; leave it out")
+    if options.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {options.pipeline_parallel_size}, must be 1: stages are not simulated"
+        )
     # CPUs compute in 32 bits unless another type is asked for.
     dtype = {"auto": "float32"}.get(options.dtype, options.dtype) if device.name == CPU else options.dtype
     dtype_bytes = _DTYPE_BYTES.get(dtype)

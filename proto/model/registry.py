@@ -15,6 +15,7 @@ from .experts import ExpertFields, Experts
 from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba, zamba
 from .family import Family, FieldNames
 from .mla import MlaSpec
+from .parallel_split import WHOLE_MODEL, Stage
 from .quantization import read_quantization
 from .read_spec import read_spec
 from .spec import DecoderSpec, LayerSpec, Norms, attention_of
@@ -269,12 +270,25 @@ def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     return () if sizes == [(model.num_kv_heads, model.head_dim)] * model.num_layers else tuple(sizes)
 
 
-def state_layers(model: ModelConfig, num_ranks: int) -> StateLayers:
+def kv_range(model: ModelConfig, stage: Stage) -> range:
+    """Return which of the layers with keys and values of their own a stage has, at least one.
+
+    A stage whose layers all keep states gets that of a neighbor, so that it has block tables as the others have.
+    """
+    family = FAMILIES.get(model.architecture)
+    if stage.count == 1 or family is None:
+        return range(model.num_kv_layers)
+    layers = _read_layers(model, family)
+    first = min(sum(layer.has_own_kv for layer in layers[: stage.first]), model.num_kv_layers - 1)
+    return range(first, first + max(1, sum(layer.has_own_kv for layer in stage.part(layers))))
+
+
+def state_layers(model: ModelConfig, num_ranks: int, stage: Stage = WHOLE_MODEL) -> StateLayers:
     """Return the tensors of one sequence's state on a rank, of each layer that keeps one; empty if none does."""
     family = FAMILIES.get(model.architecture)
     if family is None:
         return ()
-    layers = _read_layers(model, family)
+    layers = stage.part(_read_layers(model, family))
     return tuple(mixer.state_tensors(num_ranks) for mixer in layers_with_state([own.mixer for own in layers]))
 
 

@@ -88,6 +88,13 @@ class ParallelOptions:
     tensor_parallel_size: int = execution_option(
         1, help="Ranks that share each layer.", unit="ranks", check=at_least(1)
     )
+    pipeline_parallel_size: int = execution_option(
+        1,
+        help="Stages of adjacent layers, each on tensor_parallel_size ranks of its own, which pass hidden states on: "
+        "for models that are larger than a machine (on CPUs only so far).",
+        unit="stages",
+        check=at_least(1),
+    )
     enable_expert_parallel: bool = execution_option(
         False, help="Of a mixture of experts, each rank holds some experts whole, instead of a part of each."
     )
@@ -145,6 +152,11 @@ class ParallelOptions:
         help="On CPUs, keep a started process for each replica, which takes the place of a rank that fails, and the "
         "weights and KV of all ranks in memory that outlives their processes; for ranks on the scheduler's node.",
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks of a replica."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

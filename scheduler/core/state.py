@@ -58,6 +58,9 @@ class PrefillQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    def __len__(self) -> int:
+        return len(self._sequences)
+
     def add(self, sequence: Sequence) -> None:
         insort(self._sequences, sequence, key=by_precedence)
 
@@ -120,7 +123,7 @@ class SchedulerState:
         self.lora: Final = (
             None
             if config.lora is None
-            else LoraAdapters(config.lora, config.parallel.tensor_parallel_size, limits.max_num_seqs)
+            else LoraAdapters(config.lora, config.parallel.num_ranks, limits.max_num_seqs)
         )
         self.step_times: Final = StepTimes()
         self.quarantine: Final = Quarantine()

@@ -61,6 +61,7 @@ def small_config(
     num_state_slots: int | None = None,
     encoder_cache_rows: int | None = None,
     attends_within: bool = False,
+    num_stages: int = 1,
     **scheduler: Any,
 ) -> EngineConfig:
     """Return a configuration for tests of the control plane; its model does not exist.
@@ -74,6 +75,7 @@ def small_config(
             that reads none.
         attends_within: the tokens of an image attend to each other.
         num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
+        num_stages: pipeline stages, with as many steps in flight and one more.
     """
     model = ModelConfig(
         path="", name="fake", architecture="Fake", hf={}, dtype="float32", max_model_len=max_model_len,
@@ -92,6 +94,10 @@ def small_config(
         encoder_cache_memory=4 * encoder_cache_rows if encoder_cache_rows else None, **(defaults | scheduler),
     )  # fmt: skip
     config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
+    if num_stages > 1:
+        parallel = replace(config.parallel, pipeline_parallel_size=num_stages, stage_sizes=(1,) * num_stages)
+        limits = replace(config.scheduler, max_steps_in_flight=num_stages + 1)
+        config = replace(config, parallel=parallel, scheduler=limits)
     if num_kv_partitions > 1:
         parallel = replace(config.parallel, tensor_parallel_size=num_kv_partitions, enable_dp_attention=True)
         config = replace(config, parallel=parallel)

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from quire.proto.model.parallel_split import ParallelSplit
+
 RUN_TIMEOUT_S = 240.0
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ T = TypeVar("T")
 class ThreadGroup:
     """Ranks that exchange tensors in memory; every rank computes the sums itself, in rank order.
 
-    One rank runs at a time, until it needs the tensors of the others. Ranks that run at the same time pass Python's
+    One rank runs at a time, until it needs the tensors of others. Ranks that run at the same time pass Python's
     lock back and forth around every operation of torch, and nearly all of their time is outside of torch.
 
     Args:
@@ -37,14 +39,37 @@ class ThreadGroup:
         for turn in self._turns:
             turn.acquire()
         self._ready: deque[int] = deque()  # ranks whose turns are next
-        self._waiting: list[int] = []  # ranks that need the tensors of the others
+        self._waiting: dict[
+            tuple[int, ...], list[int]
+        ] = {}  # members of a group |-> those that wait for the others
         self._tensors: dict[int, Tensor] = {}  # rank |-> its tensor
-        self._gathered = torch.empty(0)
+        self._gathered: dict[tuple[int, ...], Tensor] = {}  # members of a group |-> their tensors
+        self._sent: dict[tuple[int, int, str], deque[Tensor]] = {}  # sender, receiver and kind |-> tensors
         self._errors: list[BaseException] = []
         self.num_meetings = [0] * size  # by rank
 
-    def communicator(self, rank: int) -> ThreadCommunicator:
-        return ThreadCommunicator(self, rank)
+    def communicator(self, rank: int, members: Sequence[int] | None = None) -> ThreadCommunicator:
+        """Return the communicator of a rank, with all ranks or with some, of which it is one."""
+        return ThreadCommunicator(self, rank, tuple(range(self.size) if members is None else members))
+
+    def send(self, sender: int, receiver: int, kind: str, tensor: Tensor) -> None:
+        self._sent.setdefault((sender, receiver, kind), deque()).append(tensor)
+
+    def forget_sent(self) -> None:
+        self._sent.clear()
+
+    def receive(self, sender: int, receiver: int, kind: str) -> Tensor:
+        """Return the next tensor of a kind; other ranks run until it is sent."""
+        sent = self._sent.setdefault((sender, receiver, kind), deque())
+        while not sent:
+            if self._errors:
+                raise ConnectionError(f"another rank failed: {self._errors[0]!r}")
+            if not self._ready:
+                raise ConnectionError(f"rank {receiver} waits for {kind} that rank {sender} does not send")
+            self._ready.append(receiver)
+            self._pass_turn()
+            self._await_turn(receiver)
+        return sent.popleft()
 
     def run(self, function: Callable[[Any], T], arguments: Sequence[Any]) -> list[T]:
         """Call the function with each rank's argument; raise the first error and end the other calls."""
@@ -60,19 +85,21 @@ class ThreadGroup:
             raise self._errors[0]
         return [call.result(timeout=0) for call in calls]
 
-    def exchange(self, rank: int, tensor: Tensor) -> Tensor:
-        """Return the tensors of all ranks, stacked; the ranks share the result."""
+    def exchange(self, rank: int, tensor: Tensor, members: tuple[int, ...]) -> Tensor:
+        """Return the tensors of all members of a group, stacked; the ranks share the result."""
         self._tensors[rank] = tensor
-        if len(self._waiting) + 1 < self.size:
-            self._waiting.append(rank)
+        waiting = self._waiting.setdefault(members, [])
+        if len(waiting) + 1 < len(members):
+            waiting.append(rank)
             self._pass_turn()
             self._await_turn(rank)
         else:
-            self._gathered = torch.stack([self._tensors[each] for each in range(self.size)])
-            self._release_waiting()
+            self._gathered[members] = torch.stack([self._tensors[each] for each in members])
+            self._ready.extend(waiting)
+            waiting.clear()
         if self._errors:
             raise threading.BrokenBarrierError(f"another rank failed: {self._errors[0]!r}")
-        return self._gathered
+        return self._gathered[members]
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -89,8 +116,9 @@ class ThreadGroup:
             self._pass_turn()
 
     def _release_waiting(self) -> None:
-        self._ready.extend(self._waiting)
-        self._waiting.clear()
+        for waiting in self._waiting.values():
+            self._ready.extend(waiting)
+            waiting.clear()
 
     def _pass_turn(self) -> None:
         if self._ready:
@@ -102,21 +130,67 @@ class ThreadGroup:
 
 
 class ThreadCommunicator:
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._group, self.rank, self.size = group, rank, group.size
+    """The collectives of some ranks of a ThreadGroup.
+
+    Args:
+        own: number of the rank in the ThreadGroup.
+    """
+
+    def __init__(self, group: ThreadGroup, own: int, members: tuple[int, ...]) -> None:
+        self._group, self._own, self._members = group, own, members
+        self.rank, self.size = members.index(own), len(members)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._group.exchange(self.rank, tensor).sum(dim=0)
+        return self._group.exchange(self._own, tensor, self._members).sum(dim=0)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._group.exchange(self.rank, tensor).clone()
+        return self._group.exchange(self._own, tensor, self._members).clone()
 
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
 
     def meet(self, timeout_s: float) -> None:
-        self._group.num_meetings[self.rank] += 1
+        self._group.num_meetings[self._own] += 1
         self.barrier()
 
     def close(self, drop_recordings: Callable[[], object] = lambda: None) -> None:
         drop_recordings()
+
+
+class ThreadLink:
+    """The link of a rank to the pipeline stages before and after it."""
+
+    awaited = ""
+
+    def __init__(self, group: ThreadGroup, rank: int, split: ParallelSplit) -> None:
+        self._group, self._rank, self._size = group, rank, split.tensor
+        self._first = rank % split.tensor
+        self._last = split.result_rank + self._first
+
+    def take_waited_s(self) -> float:
+        return 0.0
+
+    def send_states(self, states: Tensor) -> None:
+        self._group.send(self._rank, self._rank + self._size, "states", states)
+
+    def receive_states(self, out: Tensor) -> Tensor:
+        return out.copy_(self._group.receive(self._rank - self._size, self._rank, "states"))
+
+    def send_tokens(self, token_ids: Tensor) -> None:
+        self._group.send(self._rank, self._first, "tokens", token_ids)
+
+    def receive_tokens(self, count: int) -> ThreadArrival:
+        return ThreadArrival(self._group, self._last, self._rank, count)
+
+    def close(self) -> None:
+        pass
+
+
+class ThreadArrival:
+    def __init__(self, group: ThreadGroup, sender: int, receiver: int, count: int) -> None:
+        self._group, self._sender, self._receiver, self._count = group, sender, receiver, count
+
+    def wait(self) -> Tensor:
+        token_ids = self._group.receive(self._sender, self._receiver, "tokens")
+        assert len(token_ids) == self._count
+        return token_ids

@@ -14,6 +14,7 @@ from ray_nodes import RayNodes
 from quire.cluster.fleet.ray.local_cluster import attach
 from quire.cluster.fleet.replica import placement
 from quire.cluster.fleet.replica.launch_progress import LaunchStage
+from quire.proto.model.parallel_split import ParallelSplit
 
 SPOT, ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
 
@@ -32,7 +33,7 @@ def test_replica_is_placed_on_demand_where_no_spot_machine_is(monkeypatch: pytes
             monkeypatch.setenv(name, nodes.environment[name])
         stack.enter_context(attach(nodes.address))
         made = placement.Reservation(
-            "replica-spot", [{"CPU": 1.0}] * 2, target, lambda stage, _: stages.append(stage)
+            "replica-spot", [{"CPU": 1.0}] * 2, ParallelSplit(), target, lambda stage, _: stages.append(stage)
         )
         placed = made.reserve()
         (node,) = ray.nodes()

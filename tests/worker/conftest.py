@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import triton_device  # noqa: F401
-from thread_group import ThreadGroup
+from thread_group import ThreadGroup, ThreadLink
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.model_config import describe_model
@@ -22,8 +22,10 @@ from quire.cluster.config.resolve import engine_config as combine
 from quire.proto.block_tables import BlockTables
 from quire.proto.config import EngineConfig
 from quire.proto.lora import NO_SLOT
+from quire.proto.model.parallel_split import ParallelSplit
 from quire.proto.step import EncoderInput, NewSequence, RowSampling, StepPlan, StepResult
 from quire.worker.comm.communicator import Communicator, SingleRank
+from quire.worker.comm.pipeline import Pipeline
 from quire.worker.graphs.graphs import GraphBackend
 from quire.worker.rank.runner import ModelRunner
 
@@ -34,7 +36,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
     enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots,
-    attention_backend, language_model_only.
+    attention_backend, language_model_only, pp.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -48,6 +50,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     options = EngineOptions(
         str(folder),
         tensor_parallel_size=tp,
+        pipeline_parallel_size=settings.get("pp", 1),
         block_size=settings.get("block_size", 16),
         num_kv_blocks=settings.get("num_blocks"),
         kv_cache_memory=settings.get("memory_bytes"),
@@ -219,14 +222,27 @@ class Engine:
         self.config = make_config(folder, tp, **settings)
         num_blocks = num_blocks or 64 * len(self.config.cache_layout.groups)
         self.num_blocks = num_blocks
-        self._group = ThreadGroup(tp)
-        comms: list[Communicator] = (
-            [SingleRank()] if tp == 1 else [self._group.communicator(r) for r in range(tp)]
-        )
+        self.split = ParallelSplit.of(self.config.parallel)
+        self._group = ThreadGroup(self.split.num_ranks)
         self.runners = self.on_all(
-            lambda comm: ModelRunner(self.config, comm, graph_backend=graph_backend), comms
+            lambda own: ModelRunner(self.config, own.tensor, graph_backend=graph_backend, pipeline=own),
+            [self._pipeline_of(rank) for rank in range(self.split.num_ranks)],
         )
         self.on_all(lambda runner: runner.allocate_cache(num_blocks), self.runners)
+
+    def _pipeline_of(self, rank: int) -> Pipeline:
+        """Return the groups of a rank."""
+        split, group = self.split, self._group
+        members = split.ranks_of(split.place_of(rank).stage)
+        tensor: Communicator = SingleRank() if len(members) == 1 else group.communicator(rank, members)
+        if split.pipeline == 1:
+            return Pipeline.of_one_stage(tensor)
+        link = ThreadLink(group, rank, split)
+        return Pipeline(split.stage_of(rank), rank, tensor, group.communicator(rank), link)
+
+    def forget_transfers(self) -> None:
+        """Forget what stages have sent each other, as with the connections of a group that is left."""
+        self._group.forget_sent()
 
     def divide_blocks(self, num_blocks: int) -> None:
         """Number the blocks of data-parallel ranks as a scheduler does that knows of fewer than there are."""
@@ -244,11 +260,12 @@ class Engine:
         return self._group.run(function, arguments)
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Encode, decode and execute the plan on every rank; return rank 0's result, with all ranks' reports."""
+        """Encode, decode and execute the plan on every rank; return the result, with all ranks' reports."""
         plan = StepPlan.decode(plan.encode())
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
-        assert all(result.token_ids.size == 0 for result in results[1:])
-        return replace(results[0], lora_reports=tuple(own for each in results for own in each.lora_reports))
+        result = results[self.split.result_rank]
+        assert all(each.token_ids.size == 0 for each in results if each is not result)
+        return replace(result, lora_reports=tuple(own for each in results for own in each.lora_reports))
 
     def take_media(self, image: EncoderInput) -> None:
         """Give an image to every rank."""

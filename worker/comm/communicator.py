@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -77,18 +77,21 @@ class SingleRank:
         drop_recordings()
 
 
-class ReplaceableGroup:
+GroupT = TypeVar("GroupT", bound=Communicator)
+
+
+class ReplaceableGroup(Generic[GroupT]):
     """Communicator that passes each collective to the present group. The model keeps its reference to it.
 
     Attributes:
         group: the present group.
     """
 
-    def __init__(self, group: Communicator) -> None:
+    def __init__(self, group: GroupT) -> None:
         self.rank, self.size = group.rank, group.size
         self.group = group
 
-    def replace(self, group: Communicator) -> None:
+    def replace(self, group: GroupT) -> None:
         """Leave the present group; use `group`, in which this rank has the same number."""
         assert (group.rank, group.size) == (self.rank, self.size), "the group has other ranks"
         self.group.close()

@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 def join_group(
-    rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float
+    rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float, name: str = ""
 ) -> Communicator:
     """Join a group as TorchDistributed does, over shared memory if all ranks can map the same memory.
 
     Raises:
         ConnectionError: a rank did not join within `timeout_s`.
     """
-    group = TorchDistributed(rank, size, host, port, device, timeout_s)
+    group = TorchDistributed(rank, size, host, port, device, timeout_s, name)
     if device.type != "cpu":
         return group
     try:

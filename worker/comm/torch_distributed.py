@@ -34,6 +34,25 @@ MEETING_CHECK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
+class Transfer:
+    """A send or a receive that has begun.
+
+    Args:
+        describe: makes the text of an error.
+    """
+
+    def __init__(self, tensor: Tensor, work: Any, describe: Callable[[Exception], str]) -> None:
+        self._tensor, self._work, self._describe = tensor, work, describe
+
+    def wait(self) -> Tensor:
+        """Return the tensor when it is sent or filled. Raises ConnectionError; names the other rank."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise ConnectionError(self._describe(error)) from error
+        return self._tensor
+
+
 class TorchDistributed:
     """Communicator over gloo or NCCL, with a TCPStore for the rendezvous.
 
@@ -44,6 +63,7 @@ class TorchDistributed:
         host, port: address of rank 0's store; see create_store.
         device: of the tensors: gloo on a CPU, NCCL on a GPU. It must be the thread's current device.
         timeout_s: how long to wait for the other ranks, both to join and in each collective.
+        name: of the group, of several that meet at one store.
 
     Attributes:
         store: the store of the rendezvous.
@@ -53,7 +73,14 @@ class TorchDistributed:
     """
 
     def __init__(
-        self, rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float
+        self,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        device: torch.device,
+        timeout_s: float,
+        name: str = "",
     ) -> None:
         self.rank, self.size = rank, size
         self._device = device
@@ -62,6 +89,8 @@ class TorchDistributed:
         self._num_meetings = 0
         try:
             self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            if name:
+                self.store = dist.PrefixStore(name, self.store)
             self._group = _BACKENDS[device.type](self.store, rank, size, host, port, timeout)
             self.barrier()
         except (RuntimeError, ConnectionError) as error:
@@ -79,6 +108,23 @@ class TorchDistributed:
         options = _on_current_stream(dist.distributed_c10d.AllgatherOptions())
         self._run("all-gather", lambda group: group._allgather_base(gathered.view(-1), own.view(-1), options))
         return gathered
+
+    def send(self, tensor: Tensor, rank: int, tag: int) -> Transfer:
+        """Begin to send a contiguous tensor, which nobody writes to until `wait` returns."""
+        return self._transfer(f"send to rank {rank}", tensor, lambda group: group.send([tensor], rank, tag))
+
+    def receive(self, out: Tensor, rank: int, tag: int) -> Transfer:
+        """Begin to receive a tensor that the rank sends with the same tag."""
+        return self._transfer(f"receive from rank {rank}", out, lambda group: group.recv([out], rank, tag))
+
+    def _transfer(self, operation: str, tensor: Tensor, start: Callable[[Any], Any]) -> Transfer:
+        def describe(error: Exception) -> str:
+            return self._describe(operation, error)
+
+        try:
+            return Transfer(tensor, start(self._open_group), describe)
+        except RuntimeError as error:
+            raise ConnectionError(describe(error)) from error
 
     def barrier(self) -> None:
         # item() makes the host wait on a GPU as well.

@@ -76,7 +76,11 @@ def read_adapter(path: str, layers: LoraLayers) -> LoraAdapter:
 
 def _check_modules(tensors: AdapterTensors, stacks: Iterable[StoredStack], layers: LoraLayers) -> None:
     """Check that the model has every module that the adapter changes."""
-    unknown = sorted(tensors.modules - layers.modules - {stack.module for stack in stacks})
+    unknown = sorted(
+        module
+        for module in tensors.modules - layers.modules - {stack.module for stack in stacks}
+        if not layers.is_elsewhere(module)
+    )
     if unknown:
         kinds = sorted({name.rpartition(".")[2] for name in layers.modules})
         others = f" and {len(unknown) - _MAX_LISTED} more" if len(unknown) > _MAX_LISTED else ""
@@ -98,6 +102,8 @@ def _check_embeddings(tensors: AdapterTensors, layers: LoraLayers) -> None:
             shapes[part.name] = part.shape[::-1] if layer.is_embedding else part.shape
     for (module, kind), shape in tensors.base_shapes.items():
         own = shapes.get(module)
+        if layers.is_elsewhere(module):
+            continue
         if own is None or shape != (own if kind == "weight" else own[:1]):
             raise ValueError(
                 f"it has a {kind} of {module} of its own, of shape {list(shape)}; only the adapters of a model's "

@@ -113,6 +113,7 @@ class RankAdapters:
 
     Args:
         config: None without LoRA.
+        comm: all ranks of the replica.
 
     Attributes:
         layers: the slots on the device.

@@ -6,7 +6,7 @@ row-parallel layer has its inputs' part of A and all of B: the ranks' products a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -210,6 +210,7 @@ class LoraLayers:
         num_slots: adapters that a step may use; 0 without LoRA, when no layer is added.
         targets: the modules that adapters may change.
         num_other_bytes: memory of the slots beside the layers' factors.
+        is_elsewhere: whether a module is one of another pipeline stage.
     """
 
     def __init__(
@@ -225,6 +226,7 @@ class LoraLayers:
         self.num_slots = num_slots
         self.targets = targets
         self.num_other_bytes = 0
+        self.is_elsewhere: Callable[[str], bool] = lambda module: False
         self._dtype, self._device = dtype, device
         self._layers: list[LoraLayer] = []
         self._found_targets: set[str] = set()
@@ -260,17 +262,34 @@ class LoraLayers:
             f"{len(self._layers)} layers"
         )
 
-    def check_targets(self) -> None:
+    @property
+    def found_targets(self) -> list[bool]:
+        """Return whether each target is a module of the layers that were added."""
+        return [target in self._found_targets for target in self.targets.names]
+
+    def check_targets(self, has_each: Sequence[bool] | None = None) -> None:
         """Check that the model, all of whose layers were added, has each target.
+
+        Args:
+            has_each: `found_targets` of all pipeline stages; None for those of this one.
 
         Raises:
             ConfigError: it lacks one; names it.
         """
-        missing = sorted(set(self.targets.names) - self._found_targets)
+        missing = sorted(
+            target
+            for target, has_it in zip(self.targets.names, has_each or self.found_targets, strict=True)
+            if not has_it
+        )
         if missing:
             raise ConfigError(
                 f"lora_target_modules has {', '.join(missing)}, which is no module of this model that can be adapted"
             )
+
+    def set_elsewhere(self, is_elsewhere: Callable[[str], bool]) -> None:
+        """Set which tensors other pipeline stages read, by their names."""
+        if self.num_slots:
+            self.is_elsewhere = lambda module: is_elsewhere(f"{module}.")
 
     def add_layer(self, parts: Sequence[WeightSlice], *, of_own_tokens: bool = False) -> Adapted:
         """Add a linear layer whose weight consists of these slices, unless adapters may not change it."""

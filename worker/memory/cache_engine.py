@@ -15,7 +15,8 @@ from torch import Tensor
 from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import EngineConfig, ModelConfig
-from ...proto.model.registry import state_layers
+from ...proto.model.parallel_split import WHOLE_MODEL, Stage
+from ...proto.model.registry import kv_range, state_layers
 from ...proto.model.state import state_bytes
 from ..attention import LayerCache
 from .kv_segment import KvSegment
@@ -40,9 +41,10 @@ class CacheEngine:
         touches_pages: on a CPU, write the device's part now.
         segment: holds all of it, on a CPU; None for memory that ends with the process.
         num_state_slots: slots of each state; None for those of the configuration.
+        stage: the layers of this rank.
 
     Attributes:
-        layers: the cache of each layer; block 0 is scratch for padding rows.
+        layers: the cache of each layer of the stage; block 0 is scratch for padding rows.
         draft_layers: of the draft model, for the same blocks.
         states: the tensors of each layer with a state, [num_state_slots, ...]; slot 0 is scratch for padding rows.
         num_blocks: on the device.
@@ -59,6 +61,7 @@ class CacheEngine:
         touches_pages: bool = True,
         segment: KvSegment | None = None,
         num_state_slots: int | None = None,
+        stage: Stage = WHOLE_MODEL,
     ) -> None:
         self.num_blocks = num_blocks
         num_slots = config.cache.num_state_slots if num_state_slots is None else num_state_slots
@@ -73,7 +76,7 @@ class CacheEngine:
                 )
                 for tensor in layer
             )
-            for layer in state_layers(config.model, config.parallel.tensor_parallel_size)
+            for layer in state_layers(config.model, config.parallel.tensor_parallel_size, stage)
         ]
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
         # [P, num_blocks, elements of a place]; in host memory [P, num_host_blocks + 1, ...], block 0 unused. P is the
@@ -82,7 +85,8 @@ class CacheEngine:
         layers = []
         for model, layout in _models(config):
             parts = [list[Tensor]() for _ in range(layout.num_layers)]
-            for part in _parts(config, model, layout, dtype):
+            own_layers = kv_range(model, stage)
+            for part in _parts(config, model, layout, dtype, own_layers):
                 shape = part.num_places, num_blocks, part.length
                 stored = _zeros(shape, part.dtype, device, touches_pages=touches_pages, segment=segment)
                 self._parts.append(stored)
@@ -94,8 +98,8 @@ class CacheEngine:
             groups = layout.group_of_layers()
             layers.append(
                 [
-                    LayerCache(own[0], own[1] if len(own) > 1 else None, group)
-                    for own, group in zip(parts, groups, strict=True)
+                    LayerCache(own[0], own[1] if len(own) > 1 else None, groups[layer])
+                    for layer, own in ((layer, parts[layer]) for layer in own_layers)
                 ]
             )
         self.layers, *drafts = layers
@@ -198,18 +202,19 @@ def _nothing() -> None:
     """Wait for nothing: on a CPU swaps are done when they return."""
 
 
-def bytes_per_block(config: EngineConfig, dtype: torch.dtype) -> int:
+def bytes_per_block(config: EngineConfig, dtype: torch.dtype, stage: Stage = WHOLE_MODEL) -> int:
     """Return the KV bytes of a block on one rank, in all its layers, for a model of `dtype`."""
     return sum(
         part.num_places * part.length * part.dtype.itemsize
         for model, layout in _models(config)
-        for part in _parts(config, model, layout, dtype)
+        for part in _parts(config, model, layout, dtype, kv_range(model, stage))
     )
 
 
-def bytes_per_state(config: EngineConfig, dtype: torch.dtype) -> int:
+def bytes_per_state(config: EngineConfig, dtype: torch.dtype, stage: Stage = WHOLE_MODEL) -> int:
     """Return the bytes of a state slot on one rank, in all its layers; 0 for a model without states."""
-    return state_bytes(state_layers(config.model, config.parallel.tensor_parallel_size), dtype.itemsize)
+    layers = state_layers(config.model, config.parallel.tensor_parallel_size, stage)
+    return state_bytes(layers, dtype.itemsize)
 
 
 def _models(config: EngineConfig) -> list[tuple[ModelConfig, CacheLayout]]:
@@ -238,20 +243,26 @@ class _Part:
     layers: dict[int, tuple[int, tuple[int, ...]]]
 
 
-def _parts(config: EngineConfig, model: ModelConfig, layout: CacheLayout, dtype: torch.dtype) -> list[_Part]:
+def _parts(
+    config: EngineConfig, model: ModelConfig, layout: CacheLayout, dtype: torch.dtype, own_layers: range
+) -> list[_Part]:
     """Return the tensors of a model's blocks: first those of keys and values, then those of scales.
 
     All groups share the places for keys and values. With one group, layers of each shape have places of their own,
     as all scales have: layers of one size may differ in heads, of each of which a token has a scale.
+
+    Args:
+        own_layers: the layers of this rank's stage.
     """
     shapes = model.kv_shapes(config.parallel.tensor_parallel_size)
     by_shape = {
-        heads: [layer for layer, own in enumerate(shapes) if own == heads] for heads in dict.fromkeys(shapes)
+        heads: [layer for layer in own_layers if shapes[layer] == heads]
+        for heads in dict.fromkeys(shapes[layer] for layer in own_layers)
     }
     alike = list(by_shape.values())
     block_size, quantized = config.cache.block_size, QUANTIZED_DTYPES.get(config.cache.kv_cache_dtype)
     blocks = [(parts, heads, block_size, dim) for parts, heads, dim in shapes]
-    shared = alike if len(layout.groups) == 1 else [list(range(len(shapes)))]
+    shared = alike if len(layout.groups) == 1 else [list(own_layers)]
     found = [_make_part(layout, layers, blocks, quantized or dtype) for layers in shared]
     if quantized is not None:
         scales = [block[:3] for block in blocks]

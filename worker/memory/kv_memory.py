@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
+from ...proto.model.parallel_split import WHOLE_MODEL, Stage
 from ...proto.step import StepPlan
 from .allocation import check_host_memory, out_of_memory_as
 from .cache_engine import CacheEngine, bytes_per_block, bytes_per_state
@@ -30,6 +31,7 @@ class KvMemory:
 
     Args:
         rank: named in errors.
+        stage: the layers of this rank.
 
     Attributes:
         block_bytes: of a block, in all layers of this rank.
@@ -42,13 +44,14 @@ class KvMemory:
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        stage: Stage = WHOLE_MODEL,
     ) -> None:
         self._config, self._rank, self._device = config, rank, device
         self._make_cache: Callable[..., CacheEngine] = partial(
-            CacheEngine, config, dtype=dtype, device=device
+            CacheEngine, config, dtype=dtype, device=device, stage=stage
         )
-        self.block_bytes = bytes_per_block(config, dtype)
-        self.states_bytes = bytes_per_state(config, dtype) * (config.cache.num_state_slots or 0)
+        self.block_bytes = bytes_per_block(config, dtype, stage)
+        self.states_bytes = bytes_per_state(config, dtype, stage) * (config.cache.num_state_slots or 0)
         self._cache: CacheEngine | None = None
         self._segment: KvSegment | None = None
         self._num_blocks = 0

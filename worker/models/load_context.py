@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.all_reduce_norm import Peers
+from ...proto.model.parallel_split import WHOLE_MODEL, Stage
 from ...proto.model.quantization import Quantization
 from ..comm.communicator import Communicator, SingleRank
+from ..comm.pipeline import NO_LINK, StageLink
 from ..comm.shard import Shard, own_indices
 from ..libraries.linear_backend import OWN_LINEAR, LinearBackend, convert_linear
 from ..lora.embedding_adapters import EmbeddingAdapters
@@ -38,6 +40,8 @@ class LoadContext:
         of_own_tokens: layers compute only the tokens that this rank attends for.
         peers: memory for sums that are fused with the following norm; None if there are none.
         linear_backend: what multiplies by the weights of linear layers.
+        stage: the layers of this rank.
+        link: to the ranks of other stages.
     """
 
     checkpoint: Checkpoint
@@ -54,6 +58,8 @@ class LoadContext:
     of_own_tokens: bool = False
     peers: Peers | None = None
     linear_backend: LinearBackend = OWN_LINEAR
+    stage: Stage = WHOLE_MODEL
+    link: StageLink = NO_LINK
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""

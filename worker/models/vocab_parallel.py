@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -83,6 +85,7 @@ class VocabParallelHead:
 
     Args:
         tied: the embedding, made with `tied`, that the head shares its weight with; None for a weight of its own.
+        stored: name of the stored weight, if it is not that of the head.
         scale: multiplies the logits.
         soft_cap: bounds logits to ``soft_cap * tanh(logit / soft_cap)``; 0 for unbounded.
     """
@@ -97,6 +100,7 @@ class VocabParallelHead:
         bias: bool = False,
         scale: float = 1.0,
         soft_cap: float = 0.0,
+        stored: str | None = None,
     ) -> None:
         self.scale, self.soft_cap = scale, soft_cap
         self.shard = load.shard(vocab_size)
@@ -104,7 +108,7 @@ class VocabParallelHead:
         self.lora = load.adapters([part])
         self.weight: LinearWeight
         if tied is None:
-            self.weight = load.linear([part], allow_online=False)
+            self.weight = load.linear([replace(part, name=stored or name)], allow_online=False)
         else:
             assert tied.head_weight is not None, "the embedding was not made for a tied head"
             self.weight = PlainWeight(tied.head_weight)

@@ -1,4 +1,4 @@
-"""WorkerActor: the process of one tensor-parallel rank; the cluster makes it a Ray actor.
+"""WorkerActor: the process of one rank; the cluster makes it a Ray actor.
 
 Ray starts and monitors the process; plans and results travel over the step channel. The actor needs a concurrency of
 two: `run` occupies one call for the rank's whole life, and `status` is answered by the other. Ray calls the
@@ -25,6 +25,7 @@ from ...kernels.native.build import build_library
 from ...proto.config import EngineConfig
 from ...proto.errors import RankFailed, in_one_line
 from ...proto.faults import SIGNALS, Fault, FaultKind
+from ...proto.model.parallel_split import ParallelSplit
 from ...proto.replica_status import RankStatus
 from ...proto.step import EncoderInput, StepFailure, StepPlan, StepResult
 from ...proto.transport.channel import ChannelAddress, StepReceiver
@@ -38,7 +39,8 @@ from .start_log import StartLog, StartRecord
 if TYPE_CHECKING:
     import torch
 
-    from ..comm.communicator import Communicator, ReplaceableGroup
+    from ..comm.pipeline import Pipeline
+    from ..comm.replica_groups import ReplicaGroups
     from .runner import ModelRunner
     from .step_executor import LaunchedStep
 
@@ -149,7 +151,7 @@ class WorkerActor:
         self._stage = "start"
         self._seconds: dict[str, float] = {}
         self._runner: ModelRunner | None = None
-        self._group: ReplaceableGroup | None = None  # None for a single rank
+        self._groups: ReplicaGroups | None = None  # None for a single rank
         self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
         self._is_loaded = False
@@ -164,12 +166,11 @@ class WorkerActor:
         with self._timed("import"):
             import torch
 
-            from ..comm import communicator, shared_memory, torch_distributed
+            from ..comm import pipeline, replica_groups, torch_distributed
             from . import runner
         gc.freeze()  # a full collection of all modules takes 0.1 s; models come later and can be freed
-        self._single_rank, self._create_store = communicator.SingleRank, torch_distributed.create_store
-        self._replaceable = communicator.ReplaceableGroup
-        self._runner_class, self._join_group = runner.ModelRunner, shared_memory.join_group
+        self._create_store, self._groups_class = torch_distributed.create_store, replica_groups.ReplicaGroups
+        self._runner_class, self._single_rank = runner.ModelRunner, pipeline.SINGLE_RANK
         kind = config.parallel.device
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
         # Ray sets OMP_NUM_THREADS to 1, or, if the process had imported torch before, to nothing.
@@ -213,10 +214,15 @@ class WorkerActor:
         """
         with self._start_log.recording(), on_device(self._device):
             with self._timed("join"):
-                comm = self._single_rank() if store is None else self._join_replaceable(*store)
+                own = self._single_rank if store is None else self._join(*store)
             with self._timed("weights"):
                 self._runner = self._runner_class(
-                    self._config, comm, self._on_progress, device=self._device, inherited=inherited
+                    self._config,
+                    own.tensor,
+                    self._on_progress,
+                    device=self._device,
+                    inherited=inherited,
+                    pipeline=own,
                 )
         return LoadReport(self.status(), dict(self._seconds))
 
@@ -235,8 +241,8 @@ class WorkerActor:
         """
         with on_device(self._device):
             self._stage = "join"
-            if self._group is not None and store is not None:
-                self._group.replace(self._join(*store))
+            if self._groups is not None and store is not None:
+                self._groups.join_again(*store)
             self._loaded.reset(has_new_ranks=has_new_ranks)
         self._stage = "ready"
         return self.status()
@@ -406,13 +412,13 @@ class WorkerActor:
 
     def _leave_group(self) -> None:
         """Leave the group within LEAVE_TIMEOUT_S: kernels of a collective may wait forever for a rank that ended."""
-        group = self._group
-        if group is None:
+        groups = self._groups
+        if groups is None:
             return
 
         def leave() -> None:
             with on_device(self._device):
-                group.close(self._drop_graphs)
+                groups.pipeline.close(self._drop_graphs)
 
         if not ends_within(LEAVE_TIMEOUT_S, leave):
             _log.warning("rank %d: the group was not left in %g s", self._rank, LEAVE_TIMEOUT_S)
@@ -464,23 +470,14 @@ class WorkerActor:
     def _on_progress(self, num_read: int, num_expected: int) -> None:
         self._bytes_read = num_read, num_expected
 
-    def _join_replaceable(self, host: str, port: int) -> Communicator:
-        group = self._join(host, port)
-        if self._config.parallel.fused_all_reduce:
-            return group  # its peers' memory is part of the model
-        self._group = self._replaceable(group)
-        return self._group
-
-    def _join(self, host: str, port: int) -> Communicator:
+    def _join(self, host: str, port: int) -> Pipeline:
+        timeout_s = max(self._config.scheduler.step_timeout_s, MIN_COLLECTIVE_TIMEOUT_S)
         parallel = self._config.parallel
-        return self._join_group(
-            self._rank,
-            parallel.tensor_parallel_size,
-            host,
-            port,
-            self._device,
-            max(self._config.scheduler.step_timeout_s, MIN_COLLECTIVE_TIMEOUT_S),
-        )
+        groups = self._groups_class(ParallelSplit.of(parallel), self._rank, self._device, timeout_s)
+        own = groups.join(host, port, replaceable=not parallel.fused_all_reduce)
+        if not parallel.fused_all_reduce:  # its peers' memory is part of the model
+            self._groups = groups
+        return own
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:

@@ -14,7 +14,7 @@ from ...proto.config import EngineConfig, ModelConfig
 from ...proto.model.mtp_layouts import mtp_prefixes
 from ...proto.model.quantization import read_quantization
 from ..attention import AttentionInputs, LayerCache, with_states
-from ..comm.communicator import Communicator
+from ..comm.pipeline import Pipeline
 from ..graphs.graphs import GraphInputs, GraphLimits
 from ..libraries.linear_backend import OWN_LINEAR, choose_linear, log_linear
 from ..lora.adapters import RankAdapters
@@ -117,12 +117,12 @@ class ModelLoader:
     def __init__(
         self,
         config: EngineConfig,
-        comm: Communicator,
+        pipeline: Pipeline,
         dtype: torch.dtype,
         device: torch.device,
         inherited: Sequence[SegmentAddress] = (),
     ) -> None:
-        self._config, self._comm, self._dtype, self._device = config, comm, dtype, device
+        self._config, self._pipeline, self._dtype, self._device = config, pipeline, dtype, device
         self._linear = choose_linear(config, device)
         self.standby = StandbyWeights(inherited, is_on=config.parallel.standby_weights)
 
@@ -133,7 +133,7 @@ class ModelLoader:
             ConfigError: the model is not supported, or does not fit into memory.
             ModelLoadError: the weights cannot be read.
         """
-        adapters = RankAdapters(self._config.lora, self._comm, self._dtype, self._device)
+        adapters = RankAdapters(self._config.lora, self._pipeline.replica, self._dtype, self._device)
         with self._open(model, on_progress, adapters.layers) as load:
             pooler = None
             if model.pooling is not None:
@@ -145,7 +145,8 @@ class ModelLoader:
         if self._linear is not OWN_LINEAR:
             log_linear(self._linear)
         if adapters.layers.num_slots:
-            adapters.layers.check_targets()
+            if self._pipeline.stage.count == 1:  # other stages may have what this one lacks
+                adapters.layers.check_targets()
             _log.info("slots for LoRA adapters: %s", adapters.layers.summary)
         has_deep_features = model.vision is not None and model.vision.num_deep_features > 0
         return LoadedModel(
@@ -194,17 +195,17 @@ class ModelLoader:
         self, model: ModelConfig, on_progress: ProgressCallback | None = None, lora: LoraLayers = NO_LORA
     ) -> Iterator[LoadContext]:
         """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory."""
-        config, comm = self._config, self._comm
+        config, pipeline = self._config, self._pipeline
         folder = weights_folder(model.path)
         with ExitStack() as opened:
-            checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, comm.size)))
-            settings = f"{comm.rank} {self._dtype} {config.parallel} {replace(model, path='')}"
+            checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, pipeline.replica.size)))
+            settings = f"{pipeline.rank} {self._dtype} {config.parallel} {replace(model, path='')}"
             store = opened.enter_context(self.standby.store(folder, settings))
             if isinstance(store, SegmentReader):
                 checkpoint.ignore_all()
             load = LoadContext(
                 checkpoint,
-                comm,
+                pipeline.tensor,
                 self._dtype,
                 self._device,
                 read_quantization(model),
@@ -215,6 +216,8 @@ class ModelLoader:
                 dp_attention=config.parallel.enable_dp_attention,
                 batch_invariant=config.parallel.batch_invariant,
                 linear_backend=self._linear,
+                stage=pipeline.stage,
+                link=pipeline.link,
             )
-            with out_of_memory_as(f"{model.name} does not fit into the memory of rank {comm.rank}"):
+            with out_of_memory_as(f"{model.name} does not fit into the memory of rank {pipeline.rank}"):
                 yield load

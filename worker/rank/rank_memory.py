@@ -15,9 +15,10 @@ from ...proto.errors import ConfigError, ModelLoadError
 from ...proto.model.mtp_layouts import mtp_prefixes
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES
 from ..attention import fixed_item_len
-from ..comm.communicator import Communicator
+from ..comm.pipeline import Pipeline
 from ..graphs.graphs import CudaGraphs, GraphBackend, GraphLimits, NoGraphs, StepGraphs
 from ..libraries.attention_backend import choose_attention
+from ..lora.layers import LoraLayers
 from ..lora.step_adapters import NO_ADAPTERS
 from ..memory.allocation import free_unused_memory
 from ..memory.cache_engine import CacheEngine
@@ -26,6 +27,7 @@ from ..memory.shared_segment import SegmentAddress
 from ..memory.stored_blocks import NoStoredBlocks, StoredBlocks, open_stored_blocks
 from ..sampling.sampler import Sampler
 from ..step.device_rows import DeviceRows
+from ..step.token_relay import make_relay
 from ..weights.checkpoint import ProgressCallback
 from ..weights.same_layout import check_same_layout
 from .encoder_outputs import EncoderOutputs
@@ -44,6 +46,7 @@ class RankMemory:
     The ranks' collectives meet in `prepare`, in `carry_out`, and on a GPU in `num_blocks_that_fit`.
 
     Args:
+        pipeline: the groups of this rank.
         graph_backend, inherited, on_progress: as for ModelRunner.
 
     Attributes:
@@ -57,19 +60,20 @@ class RankMemory:
     def __init__(
         self,
         config: EngineConfig,
-        comm: Communicator,
+        pipeline: Pipeline,
         device: torch.device,
         stages: StepStages,
         graph_backend: GraphBackend | None = None,
         inherited: Sequence[SegmentAddress] = (),
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        self._config, self._comm, self._device, self._stages = config, comm, device, stages
+        self._config, self._pipeline, self._device, self._stages = config, pipeline, device, stages
+        stage, comm = pipeline.stage, pipeline.tensor
         self._graph_backend = graph_backend
         dtype = DTYPES[config.model.dtype]
         self.attention = choose_attention(config, device)
-        self.kv = KvMemory(config, comm.rank, dtype, device)
-        self.loader = ModelLoader(config, comm, dtype, device, inherited)
+        self.kv = KvMemory(config, pipeline.rank, dtype, device, stage)
+        self.loader = ModelLoader(config, pipeline, dtype, device, inherited)
         self._model = config.model  # with the path of the weights in use
         self._loaded: LoadedModel | None = None
         self._executor: StepExecutor | None = None
@@ -79,7 +83,9 @@ class RankMemory:
         with torch.inference_mode():
             loaded = self.loader.load(self._model, on_progress)
             self.sampler = Sampler(loaded.model.head.shard, comm, device)
-            self.rows = DeviceRows(config, loaded.model.head.shard, device, comm)
+            self.rows = DeviceRows(config, loaded.model.head.shard, device, comm, samples=stage.is_last)
+            max_steps = config.scheduler.max_steps_in_flight
+            self.relay = make_relay(stage, self.rows, pipeline.link, max_steps)
             self.encoder_outputs = EncoderOutputs(config.model.vision, device)
             self._keep(loaded)
 
@@ -117,7 +123,7 @@ class RankMemory:
         """Allocate the KV cache for the first time, as KvMemory.allocate does."""
         if self._config.parallel.enable_dp_attention:
             num_host_blocks = self._config.cache.num_host_kv_blocks + 1
-            self.rows.partition = KvPartition(self._comm.rank, num_blocks, num_host_blocks)
+            self.rows.partition = KvPartition(self._pipeline.tensor.rank, num_blocks, num_host_blocks)
         is_inherited = self.kv.allocate(num_blocks, touches_pages=touches_pages, inherited=inherited)
         self._open_stored()
         return is_inherited
@@ -127,14 +133,14 @@ class RankMemory:
         try:
             self._open_stored()
         except ConfigError as problem:
-            _log.error("rank %d stores no KV any more: %s", self._comm.rank, problem)
+            _log.error("rank %d stores no KV any more: %s", self._pipeline.rank, problem)
             self.stored = NoStoredBlocks()
 
     def _open_stored(self) -> None:
         """Open the tiers of stored blocks for the weights and the memory in use. Raises ConfigError."""
         self.stored.close()
         parts = self.kv.cache.host_parts
-        self.stored = open_stored_blocks(self._config, self._comm.rank, self.loaded.digest, parts)
+        self.stored = open_stored_blocks(self._config, self._pipeline.rank, self.loaded.digest, parts)
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -148,10 +154,14 @@ class RankMemory:
         loaded = self.loaded
         self._meet()
         self._check_same_weights(loaded.digest)
+        self._check_targets(loaded.adapters.layers)
         loaded.model.selfcheck()
         self._executor = StepExecutor(
             config=self._config,
-            rank=self._comm.rank,
+            rank=self._pipeline.tensor.rank,
+            stage=self._pipeline.stage,
+            relay=self.relay,
+            waited_s=self._pipeline.link.take_waited_s,
             device=self._device,
             loaded=loaded,
             cache=self.kv.cache,
@@ -169,13 +179,19 @@ class RankMemory:
     def _check_same_weights(self, digest: int) -> None:
         """Raise ConfigError on all ranks if one has read other weights: a rank that was replaced, from new files."""
         own = torch.tensor([digest], dtype=torch.int64, device=self._device)
-        digests = self._comm.all_gather(own).flatten().cpu().tolist()
+        digests = self._pipeline.replica.all_gather(own).flatten().cpu().tolist()
         for rank, other in enumerate(digests):
             if other != digests[0]:
                 raise ConfigError(
                     f"rank {rank} has read other weights than rank 0: the files in {self._model.path} were replaced "
                     "while they were served, or the nodes have different ones"
                 )
+
+    def _check_targets(self, layers: LoraLayers) -> None:
+        """Raise ConfigError if no pipeline stage has a module that adapters are to change."""
+        if self._pipeline.stage.count > 1 and layers.targets.names:
+            own = torch.tensor(layers.found_targets, dtype=torch.int32, device=self._device)
+            layers.check_targets(self._pipeline.replica.all_gather(own).any(dim=0).tolist())
 
     def drop_graphs(self) -> None:
         """Drop the recorded steps, also while another thread executes one."""
@@ -186,6 +202,7 @@ class RankMemory:
         """Empty all rows."""
         self.rows.clear()
         self.encoder_outputs.clear()
+        self.relay.clear()
         if self._loaded is not None:
             self._loaded.clear()
 
@@ -343,12 +360,12 @@ class RankMemory:
 
     def _meet(self) -> None:
         """Wait for the other ranks, which may still read weights or allocate memory."""
-        self._comm.meet(COMMAND_TIMEOUT_S)
+        self._pipeline.replica.meet(COMMAND_TIMEOUT_S)
 
     def _all_ranks(self, is_true: bool) -> bool:
         """Return whether the argument is true on all ranks, which call this together."""
         own = torch.tensor([is_true], dtype=torch.int32, device=self._device)
-        return bool(self._comm.all_gather(own).all())
+        return bool(self._pipeline.replica.all_gather(own).all())
 
     @torch.inference_mode()
     def _gpu_kv_bytes(self) -> int:

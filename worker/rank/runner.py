@@ -22,6 +22,7 @@ from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stored_kv import StoredReport
 from ...proto.transport.network import CurveKeys
 from ..comm.communicator import Communicator
+from ..comm.pipeline import Pipeline
 from ..graphs.graphs import GraphBackend
 from ..libraries.attention_backend import log_attention
 from ..memory.host_to_device import to_device
@@ -48,6 +49,7 @@ class ModelRunner:
     Args:
         config: resolved; its tensor_parallel_size equals comm.size.
         comm: the tensor-parallel group.
+        pipeline: the groups of this rank; None if `comm` has all ranks.
         on_progress: called with the bytes read and the total while weights load.
         graph_backend: records steps; None for CUDA graphs on a GPU and no graphs on a CPU.
         device: of the weights and the KV cache; None for the thread's current one. It must be the current device of
@@ -72,16 +74,17 @@ class ModelRunner:
         graph_backend: GraphBackend | None = None,
         device: torch.device | None = None,
         inherited: Sequence[SegmentAddress] = (),
+        pipeline: Pipeline | None = None,
     ) -> None:
         self._stages = StepStages()
         self._config = config
-        self._comm = comm
+        self._pipeline = Pipeline.of_one_stage(comm) if pipeline is None else pipeline
         self.device = compute_device(config.parallel.device) if device is None else device
         if self.device.type == "cpu":
             torch.set_num_threads(config.parallel.threads_per_rank)
             _check_instruction_set()
         self.memory = RankMemory(
-            config, comm, self.device, self._stages, graph_backend, inherited, on_progress
+            config, self._pipeline, self.device, self._stages, graph_backend, inherited, on_progress
         )
         if self.device.type == "cpu":
             keep_freed_memory(KEPT_BYTES)
@@ -92,12 +95,17 @@ class ModelRunner:
 
     @property
     def stage(self) -> str:
-        """Return the stage of a step: ``idle``, ``apply``, ``encode``, ``draft``, ``forward`` or ``sample``.
+        """Return the stage of the step, and what another pipeline stage is awaited for.
+
+        The former is ``idle``, ``apply``, ``encode``, ``draft``, ``forward`` or ``sample``.
 
         Outside of steps it is ``command`` or ``record``. It is ``compile`` while a kernel variant is compiled in any
         other stage, which no step is expected to do.
         """
-        return COMPILE_STAGE if is_compiling() else self._stages.stage
+        if is_compiling():
+            return COMPILE_STAGE
+        awaited = self._pipeline.link.awaited
+        return f"{self._stages.stage}, awaits {awaited}" if awaited else self._stages.stage
 
     @property
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
@@ -156,7 +164,8 @@ class ModelRunner:
             endpoint, keys: where readers connect; see ZmqTransport.
         """
         config = self._config
-        can_travel = not config.model.has_states and config.parallel.num_kv_partitions == 1
+        is_whole = config.parallel.num_kv_partitions == config.parallel.pipeline_parallel_size == 1
+        can_travel = is_whole and not config.model.has_states
         if config.cache.kv_transfer and can_travel:
             self._kv_address = endpoint, keys
             self._open_transfers()
@@ -171,7 +180,7 @@ class ModelRunner:
         if self._kv_address is None or memory.parts != ALL_TAGS:
             return
         weights = f"{memory.loaded.digest & (1 << 64) - 1:016x}"
-        layout = layout_of(self._config, self._comm.rank, weights)
+        layout = layout_of(self._config, self._pipeline.tensor.rank, weights)
         blocks = KvBlocks(memory.kv.cache, self._config.cache_layout, layout, self.device)
         self._kv = open_service(blocks, weights, *self._kv_address, run=self._run_on_device)
 
@@ -200,14 +209,18 @@ class ModelRunner:
                 no step error.
         """
         stages, memory = self._stages, self.memory
-        result = StepResult(plan.step_id, plan.epoch, self._comm.rank, stage_times=stages.begin_step())
+        result = StepResult(plan.step_id, plan.epoch, self._pipeline.rank, stage_times=stages.begin_step())
         try:
             if plan.command is not None:
+                memory.relay.begin_plan(plan)
                 result.command_error = self._carry_out(plan.command)
                 return LaunchedStep(result)
             stages.begin("apply")
+            memory.relay.begin_plan(plan)
             self._kv.apply(plan.kv)
             self._apply(plan)
+            memory.relay.complete(plan)
+            stages.exclude(self._pipeline.link.take_waited_s())
             num_drafted = self._draft(plan)
             batch = gather_batch(memory.rows, plan, self._config.cache.block_size, num_drafted)
             stages.begin(IDLE)
@@ -232,7 +245,7 @@ class ModelRunner:
     def close(self) -> None:
         """Leave the group, and free the weights, the KV cache and the graphs. Safe to call twice."""
         self.end_serving()
-        self._comm.close(self.drop_graphs)
+        self._pipeline.close(self.drop_graphs)
         if not self._is_closed:
             self._is_closed = True
             self.memory.close()
@@ -270,7 +283,7 @@ class ModelRunner:
         """Return the news of stored blocks; ranks with nothing to compute wait for each other, as for adapters."""
         reports = self.memory.stored.take_reports(is_idle=is_idle)
         if is_idle and self._config.kv_directories:
-            self._comm.barrier()
+            self._pipeline.replica.barrier()
         return reports
 
     def _draft(self, plan: StepPlan) -> IntArray | None:
@@ -316,7 +329,7 @@ class ModelRunner:
         _log.info("compiled or loaded %d kernel variants in %.2f s", num_compilations() - before, seconds)
 
     def _failure(self, plan: StepPlan, reason: str) -> RankFailed:
-        return step_failed(self._comm.rank, reason, plan.step_id, self.stage)
+        return step_failed(self._pipeline.rank, reason, plan.step_id, self.stage)
 
 
 def _check_instruction_set() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.errors import in_one_line
+from ...proto.model.parallel_split import Stage
 from ...proto.step import Logprobs, StepResult
 from ..attention import fixed_item_len, with_splits, with_states
 from ..graphs.graphs import NoGraphs, StepGraphs
@@ -26,6 +28,7 @@ from ..sampling.sampler import SampledLogprobs, Sampler
 from ..speculation.verification import verify
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
+from ..step.token_relay import TokenRelay
 from .encoder_outputs import EncoderOutputs
 from .loaded_model import LoadedModel
 from .lost_device import step_failed
@@ -58,6 +61,12 @@ class StepStages:
         if self.stage != IDLE:
             self.times[self.stage] = self.times.get(self.stage, 0.0) + now - self._began_at
         self.stage, self._began_at = stage, now
+
+    def exclude(self, seconds: float) -> None:
+        """Count a part of the present stage as ``await``: waits for other pipeline stages."""
+        if seconds:
+            self.times["await"] = self.times.get("await", 0.0) + seconds
+            self._began_at += seconds
 
     def reset(self) -> None:
         """Be idle, after a failure too."""
@@ -106,7 +115,10 @@ class StepExecutor:
     """Everything that computes a step, from its batch to its tokens.
 
     Attributes:
-        rank: tensor-parallel rank; rank 0 alone copies tokens to the host.
+        rank: tensor-parallel rank; rank 0 of the last stage alone copies tokens to the host.
+        stage: the layers of this rank; the last stage samples.
+        relay: brings sampled tokens to the first stage.
+        waited_s: as StageLink.take_waited_s.
         graphs: recorded steps; others are launched kernel by kernel.
         stages: those of the rank's steps.
         attention: what computes the attention of steps that are not replayed.
@@ -115,6 +127,9 @@ class StepExecutor:
 
     config: EngineConfig
     rank: int
+    stage: Stage
+    relay: TokenRelay
+    waited_s: Callable[[], float]
     device: torch.device
     loaded: LoadedModel
     cache: CacheEngine
@@ -134,8 +149,11 @@ class StepExecutor:
         replay = self.graphs.replay(batch)
         logits = self._forward(batch, step) if replay is None else replay.logits
         adapters.begin_step(NO_ADAPTERS)  # heads that draft share the embedding
+        self.stages.exclude(self.waited_s())
         self.rows.mark_computed(batch.rows, batch.lens)
-        if logits is not None and batch.sampled_rows.size:
+        if not self.stage.is_last:
+            self.relay.expect(batch.sampled_rows, batch.sampled_positions)
+        elif logits is not None and batch.sampled_rows.size:
             self.stages.begin("sample")
             self._sample(batch, logits, step)
         self.stages.begin(IDLE)
@@ -156,6 +174,8 @@ class StepExecutor:
         hidden = self.loaded.forward(
             batch.token_ids, batch.positions, self.cache.layers, attention, outputs, media
         )
+        if not self.stage.is_last:
+            return None
         if outputs is not None:
             sampled_index = outputs.sampled_index
         is_first = self.rank == 0
@@ -208,6 +228,7 @@ class StepExecutor:
             logprobs = None if logprobs is None else logprobs.select(verdict.retained)
             result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
         self.rows.append(rows, positions, token_ids)
+        self.relay.pass_on(token_ids)
         if self.rank == 0:
             columns = [] if logprobs is None else logprobs.columns()
             step.copied, step.logprobs = HostCopy([token_ids, *columns]), logprobs

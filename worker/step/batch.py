@@ -139,7 +139,7 @@ def gather_batch(
         ValueError: the plan computes tokens or uses blocks that a row does not have; names the row.
     """
     if rows.row_tables is not None and rows.partition is None and not plan.chunk_rows.size:
-        return _gather_decodes(rows, rows.row_tables, _decoding_rows(rows, plan), num_drafted)
+        return _gather_decodes(rows, rows.row_tables, decoding_rows(rows, plan), num_drafted)
     layout = _lay_out(rows, plan, num_drafted)
     if layout is None:
         return None
@@ -254,7 +254,7 @@ def _state_runs(
 
 def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> _Layout | None:
     """Return the order of the step's tokens. Returns None if no row computes."""
-    decode_rows = _decoding_rows(rows, plan)
+    decode_rows = decoding_rows(rows, plan)
     chunk_rows = plan.chunk_rows.astype(np.int64)
     row_ids = np.concatenate((decode_rows, chunk_rows))
     if row_ids.size == 0:
@@ -435,7 +435,7 @@ def _pooled_tokens(
     return select_pooled_tokens(rows.pooling, chunk_rows, starts, plan.chunk_lens, sources, prompt_lens)
 
 
-def _decoding_rows(rows: DeviceRows, plan: StepPlan) -> LongArray:
+def decoding_rows(rows: DeviceRows, plan: StepPlan) -> LongArray:
     """Return the rows that compute their newest token, [n] int64: others index arrays in ten times the time."""
     computes = rows.decoding
     if plan.held_rows.size:

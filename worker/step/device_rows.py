@@ -56,11 +56,21 @@ class DeviceRows:
     Args:
         shard: this rank's part of the vocabulary.
         comm: the tensor-parallel group, which custom logits processors need.
+        samples: this rank's pipeline stage samples; others need no settings of sampling.
     """
 
-    def __init__(self, config: EngineConfig, shard: Shard, device: torch.device, comm: Communicator) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        shard: Shard,
+        device: torch.device,
+        comm: Communicator,
+        *,
+        samples: bool = True,
+    ) -> None:
         num_rows, max_len = config.scheduler.max_num_seqs, config.model.max_model_len
         self.max_len = max_len
+        self._samples = samples
         self.has_states = config.model.has_states
         self.layout = config.cache_layout
         self.tables = BlockTables(num_rows, config.max_blocks_per_seq, len(self.layout.groups))
@@ -128,6 +138,10 @@ class DeviceRows:
         """
         self.write(rows, positions, token_ids)
         self.logits_processors.append(rows, token_ids)
+        self.count_sampled(rows, positions)
+
+    def count_sampled(self, rows: IntArray | RowArray, positions: IntArray | RowArray) -> None:
+        """Count sampled tokens of rows as `append` does, whose values are not here yet."""
         self.lens[rows] = positions + 1
         self.num_computed[rows] = positions
         self.decoding[rows] = True
@@ -201,7 +215,8 @@ class DeviceRows:
         self.sampling.put(row, sequence.sampling)
         self.pooling[row] = sequence.pooling
         self.pools[row] = sequence.pooling is not None
-        self.logits_processors.put(sequence)
+        if self._samples:
+            self.logits_processors.put(sequence)
         self.media.put(sequence)
 
 

@@ -76,7 +76,7 @@ def serve(engine_options: EngineOptions, server_options: ServerOptions, security
             pool = stack.enter_context(ThreadPoolExecutor(1, "prepare"))
             preparation = pool.submit(_prepare, engine_options)
             deliver_held_signal()  # Ray takes seconds to start
-            cluster = stack.enter_context(LocalCluster(1 + engine_options.tensor_parallel_size))
+            cluster = stack.enter_context(LocalCluster(1 + engine_options.num_ranks))
             raise_on_signals()
             stopwatch.lap("ray")
             config, tokenizer = preparation.result()

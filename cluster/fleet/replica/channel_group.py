@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 # come first: Ray reports a killed process 12 to 29 ms later.
 _ROOT_CAUSE_WAIT_S = 0.3
 _UNCHANGED = Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)
+# Weight of the latest step in the mean of recent ones.
+_RECENT = 0.05
 # Begin of the reason in a rank's report that a collective failed: another rank is the cause.
 _COLLECTIVE_FAILED = "ConnectionError"
 # Spare processes start once no step was computed for this long,
@@ -142,6 +144,23 @@ class ChannelWorkerGroup:
             raise ReplicaUnavailable("the replica is shutting down")
 
 
+class StageTimes:
+    """Recent times of a rank's steps: what it computed, and how long it waited for other pipeline stages."""
+
+    def __init__(self) -> None:
+        self.compute_s = self.await_s = 0.0
+
+    def note(self, stage_times: Mapping[str, float]) -> None:
+        """Note a step, by its StepResult.stage_times."""
+        compute_s = sum(stage_times.get(name, 0.0) for name in ("apply", "forward", "sample"))
+        share = _RECENT if self.compute_s else 1.0
+        self.compute_s += share * (compute_s - self.compute_s)
+        self.await_s += share * (stage_times.get("await", 0.0) - self.await_s)
+
+    def __str__(self) -> str:
+        return f"computes {1e3 * self.compute_s:.1f} ms per step, awaits others {1e3 * self.await_s:.1f} ms"
+
+
 class _Epoch:
     """One life of the group.
 
@@ -153,14 +172,15 @@ class _Epoch:
         self, processes: RankProcesses, address: ChannelAddress, join_timeout_s: float, epoch: int
     ) -> None:
         self.failed_ranks: set[int] = set()
-        self._ranks = processes.ranks
+        self._ranks, self._split = processes.ranks, processes.split
         self._epoch = epoch
         self._sender = StepSender(address.of_epoch(epoch), len(self._ranks))
         self._broadcast_step = 0
         # rank |-> step of its latest reply; replies are in order
         self._replied_steps = [0] * len(self._ranks)
-        self._results: deque[StepResult] = deque()  # of rank 0, not gathered yet
+        self._results: deque[StepResult] = deque()  # with the tokens, not gathered yet
         self._gathered_step = 0
+        self._times = [StageTimes() for _ in self._ranks]  # of steps, by rank
         self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
         self._kv_reports: list[KvReport] = []
         self._stored_reports: list[StoredReport] = []  # of other ranks, not gathered yet
@@ -238,7 +258,9 @@ class _Epoch:
     ) -> None:
         rank = failed[0]
         others = ", ".join(f"rank {other} in stage {stages.get(other)}" for other in late if other != rank)
-        silence = "" if rank in stages else f"; its process{self._on_node(rank)} does not answer either"
+        stage = self._split.describe(rank)
+        silence = f"; it is {stage}" if stage else ""
+        silence += "" if rank in stages else f"; its process{self._on_node(rank)} does not answer either"
         waiting = f" (also without an answer: {others})" if others else ""
         self.failed_ranks |= set(failed)
         problem = f"no answer in {waited_s:.1f} s{silence}{waiting}"
@@ -270,6 +292,9 @@ class _Epoch:
 
     def _stage_of(self, rank: Rank, replied_step: int) -> str:
         stage = "idle" if replied_step >= self._broadcast_step else "step"
+        number = rank.status.rank
+        if layers := self._split.describe(number):
+            stage += f"; {layers}: {self._times[number]}"
         return f"{stage}; {lost} died" if (lost := rank.lost_raylet) else stage
 
     def close(self) -> None:
@@ -284,7 +309,8 @@ class _Epoch:
             self._failures.append(reply)
         elif reply.epoch == self._epoch:
             self._replied_steps[reply.rank] = reply.step_id
-            if reply.rank == 0:
+            self._times[reply.rank].note(reply.stage_times)
+            if reply.rank == self._split.result_rank:
                 self._results.append(reply)
             else:
                 self._lora_reports += reply.lora_reports
@@ -345,9 +371,10 @@ class _Epoch:
             self._on_frame(self._sender.receive(remaining_s))
 
     def _on_node(self, rank: int) -> str:
-        """Return the rank's node for an error, if the ranks are on several nodes."""
-        nodes = [each.status.node for each in self._ranks]
-        return f" on {nodes[rank]}" if len(set(nodes)) > 1 else ""
+        """Return the rank's node and stage for an error, if the ranks have several."""
+        nodes, stage = [each.status.node for each in self._ranks], self._split.describe(rank)
+        on_node = f" on {nodes[rank]}" if len(set(nodes)) > 1 else ""
+        return f"{on_node} ({stage})" if stage else on_node
 
     @property
     def _step_in_flight(self) -> int | None:

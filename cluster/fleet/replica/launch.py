@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ....proto.config import EngineConfig
+from ....proto.model.parallel_split import ParallelSplit
 from ....worker import LoadReport, RankProcess, StartRecord, build_ops
 from ...config.hub import download_model
 from ...os_utils.stopwatch import Stopwatch, format_seconds
@@ -101,7 +102,9 @@ class _Launch:
         self._target = target
         self._on_progress = on_progress
         self._bundles = bundles_for(config, target.resources_per_rank)
-        self._reservation = Reservation(replica_id, self._bundles, target, self.report)
+        self._reservation = Reservation(
+            replica_id, self._bundles, ParallelSplit.of(config.parallel), target, self.report
+        )
         self._actors: list[ActorHandle] = []
         self._scheduler_host = ""
         # The scheduler's first, then each rank's.
@@ -138,7 +141,7 @@ class _Launch:
 
     def start_processes(self) -> None:
         """Start the scheduler's process and the ranks'."""
-        size = self._config.parallel.tensor_parallel_size
+        size = self._config.parallel.num_ranks
         self.report(LaunchStage.STARTING, 1 + size)
         self._actors.append(self.starter.start_scheduler())
         self._actors += (self.starter.start_rank(rank) for rank in range(size))
@@ -192,6 +195,7 @@ class _Launch:
             self.starter,
             config.cache.num_kv_blocks,
             self._is_one_host,
+            ParallelSplit.of(config.parallel),
         )
         return start_serving(self.scheduler, host, config, handles, self._replica_id, self._target)
 
@@ -226,6 +230,7 @@ class _Launch:
             tuple(self._bundles),
             tuple(self._config_on.get(node_id, self._config) for node_id in self._node_ids[1:]),
             self._node_ids,
+            self._reservation.arrangement.bundle_of,
         )
 
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:

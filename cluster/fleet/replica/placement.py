@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from ray.util.placement_group import (
 
 from ....proto.config import EngineConfig
 from ....proto.errors import ConfigError, ReplicaUnavailable, joined_lines
+from ....proto.model.parallel_split import ParallelSplit
 from ..ray import compat
 from ..ray.compat import AutoscalerStatus
 from ..ray.errors import describe
@@ -39,6 +41,8 @@ _EXPLAIN_INTERVAL_S = 10.0
 PREFERENCE_TIMEOUT_S = 180.0
 _REMOVE_TIMEOUT_S = 30.0
 _POLL_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 Report = Callable[[LaunchStage, object], None]
 
@@ -111,7 +115,7 @@ def bundles_for(config: EngineConfig, resources_per_rank: Resources | None = Non
     """
     gpu = {"GPU": 1.0} if config.parallel.device == "cuda" else {}
     rank = {"CPU": 1.0} | gpu | dict(resources_per_rank or {})
-    return [{"CPU": 1.0}, *(dict(rank) for _ in range(config.parallel.tensor_parallel_size))]
+    return [{"CPU": 1.0}, *(dict(rank) for _ in range(config.parallel.num_ranks))]
 
 
 def choose_strategy(
@@ -126,11 +130,76 @@ def choose_strategy(
     return STRICT_PACK if any(_holds(resources, needed) for resources in hosts) else PACK
 
 
-def explain_shortage(bundles: Sequence[Resources], strategy: str, view: ClusterView) -> str:
-    """Return one line on a replica without room: its resources, and those of each node and node type."""
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What a replica asks of Ray's placement group.
+
+    Attributes:
+        bundles: of the placement group; a bundle is on one node.
+        bundle_of: index of the bundle of each process: the scheduler, then each rank.
+    """
+
+    strategy: str
+    bundles: tuple[Resources, ...]
+    bundle_of: tuple[int, ...]
+
+
+def arrange(
+    bundles: Sequence[Resources],
+    split: ParallelSplit,
+    nodes: Sequence[Node],
+    node_types: Sequence[NodeType],
+) -> Arrangement:
+    """Return how to place a replica: on one node, or with a bundle per pipeline stage, or with one per rank.
+
+    The ranks of a stage sum after every layer, and are on one node if any can hold them. Stages send each other one
+    tensor per step.
+
+    Args:
+        bundles: resources of the scheduler and of each rank.
+    """
+    strategy = choose_strategy(bundles, nodes, node_types)
+    single = Arrangement(strategy, tuple(bundles), tuple(range(len(bundles))))
+    if strategy == STRICT_PACK or split.pipeline == 1 or split.tensor == 1:
+        return single
+    scheduler, *ranks = bundles
+    stages = [_sum(ranks[rank] for rank in split.ranks_of(stage)) for stage in range(split.pipeline)]
+    if choose_strategy(stages[:1], nodes, node_types) == PACK:
+        return single
+    stage_of = (1 + split.place_of(rank).stage for rank in range(split.num_ranks))
+    return Arrangement(PACK, (scheduler, *stages), (0, *stage_of))
+
+
+def describe_places(split: ParallelSplit, nodes: Sequence[str]) -> str:
+    """Return where the stages are and why it matters, for the log; empty for ranks on one node.
+
+    Args:
+        nodes: of each rank.
+    """
+    if len(set(nodes)) == 1:
+        return ""
+    places = []
+    for stage in range(split.pipeline):
+        own = dict.fromkeys(nodes[rank][:8] for rank in split.ranks_of(stage))
+        name = str(split.stage(stage)) or f"all {split.tensor} ranks"
+        crossing = ", whose ranks sum over the network after every layer" if len(own) > 1 else ""
+        places.append(f"{name} on {' and '.join(own)}{crossing}")
+    return "; ".join(places)
+
+
+def explain_shortage(
+    bundles: Sequence[Resources], strategy: str, view: ClusterView, unit: str = "rank"
+) -> str:
+    """Return one line on a replica without room: its resources, and those of each node and node type.
+
+    Args:
+        unit: what a bundle after the first is of: a rank, or a pipeline stage.
+    """
     needed = _sum(bundles)
     spread = (
-        "on one node" if strategy == STRICT_PACK else f"over several nodes, each rank {_format(bundles[-1])}"
+        "on one node"
+        if strategy == STRICT_PACK
+        else f"over several nodes, each {unit} {_format(bundles[-1])}"
     )
     nodes = ", ".join(f"{node.address} has {_format_free(node, needed)}" for node in view.nodes)
     node_types = ", ".join(
@@ -142,7 +211,7 @@ def explain_shortage(bundles: Sequence[Resources], strategy: str, view: ClusterV
         f"nodes: {nodes or 'none'}",
         f"node types: {node_types}" if node_types else "no autoscaler is known that could add nodes",
         *view.launches,
-        _hard_limit(bundles, view),
+        _hard_limit(bundles, view, unit),
     ]
     return "; ".join(part for part in parts if part)
 
@@ -196,7 +265,7 @@ def _describe_launches(status: AutoscalerStatus) -> list[str]:
     return pending + failed
 
 
-def _hard_limit(bundles: Sequence[Resources], view: ClusterView) -> str:
+def _hard_limit(bundles: Sequence[Resources], view: ClusterView, unit: str) -> str:
     """Return why the bundles fit not even with every node that may be added; empty if they do fit."""
     offers = [(node.total, 1) for node in view.nodes] + [
         (each.resources, each.max_nodes) for each in view.node_types
@@ -206,7 +275,7 @@ def _hard_limit(bundles: Sequence[Resources], view: ClusterView) -> str:
     if lacking := [name for name in sorted(needed) if needed[name] > most.get(name, 0.0)]:
         return f"the whole cluster, fully grown, has {_format(most, lacking)}"
     if not any(_holds(resources, bundles[-1]) for resources, count in offers if count):
-        return f"no node or node type holds one rank: {_format(bundles[-1])}"
+        return f"no node or node type holds one {unit}: {_format(bundles[-1])}"
     return ""
 
 
@@ -238,24 +307,31 @@ class Reservation:
 
     Args:
         bundles: resources of each process.
+        split: how the ranks share the model.
         report: called with the stage, and repeatedly with the reason while there is no room.
 
     Attributes:
         group: the latest placement group; empty before `reserve`.
+        arrangement: of its bundles.
     """
 
     def __init__(
-        self, replica_id: str, bundles: Sequence[Resources], target: LaunchTarget, report: Report
+        self,
+        replica_id: str,
+        bundles: Sequence[Resources],
+        split: ParallelSplit,
+        target: LaunchTarget,
+        report: Report,
     ) -> None:
         self.group: PlacementGroup = PlacementGroup.empty()
         self._replica_id = replica_id
-        self._bundles = bundles
+        self._bundles, self._split = bundles, split
         self._target = target
         self._report = report
-        self._strategy = PACK
+        self.arrangement = Arrangement(PACK, tuple(bundles), tuple(range(len(bundles))))
 
     def reserve(self) -> tuple[str, ...]:
-        """Reserve the resources; return the node of each bundle.
+        """Reserve the resources; return the node of each process.
 
         Each of the target's label selectors but the last is tried for PREFERENCE_TIMEOUT_S.
 
@@ -263,7 +339,7 @@ class Reservation:
             ReplicaUnavailable: there was no room in the target's time, or the group was removed meanwhile.
         """
         view = ClusterView.read(self._target.autoscaling_config)
-        self._strategy = choose_strategy(self._bundles, view.nodes, view.node_types)
+        self.arrangement = arrange(self._bundles, self._split, view.nodes, view.node_types)
         deadline = time.monotonic() + self._target.placement_timeout_s
         *preferred, last = self._target.node_selectors
         for selector in preferred:
@@ -277,11 +353,11 @@ class Reservation:
     def _wait(self, selector: Mapping[str, str], deadline: float) -> bool:
         """Ask for nodes with these labels; return whether there was room before the deadline."""
         self.group = placement_group(
-            [dict(bundle) for bundle in self._bundles],
-            strategy=self._strategy,
+            [dict(bundle) for bundle in self.arrangement.bundles],
+            strategy=self.arrangement.strategy,
             name=placement_name(self._replica_id, self._target.namespace),
             lifetime="detached" if self._target.is_detached else None,
-            bundle_label_selector=[dict(selector) for _ in self._bundles] if selector else None,
+            bundle_label_selector=[dict(selector) for _ in self.arrangement.bundles] if selector else None,
         )
         # From here on `remove_replica` finds the placement. A removal requested earlier is raised by `on_progress`.
         self._report(LaunchStage.PLACING, "")
@@ -307,7 +383,9 @@ class Reservation:
 
     def _shortage(self, selector: Mapping[str, str]) -> str:
         view = ClusterView.read(self._target.autoscaling_config)
-        reason = explain_shortage(self._bundles, self._strategy, view)
+        arrangement = self.arrangement
+        unit = "rank" if len(arrangement.bundles) == len(self._bundles) else "pipeline stage"
+        reason = explain_shortage(arrangement.bundles, arrangement.strategy, view, unit)
         labels = ", ".join(f"{name}={value}" for name, value in selector.items())
         return f"{reason}; only nodes with {labels} are asked for" if labels else reason
 
@@ -316,4 +394,7 @@ class Reservation:
 
     def _node_ids(self) -> tuple[str, ...]:
         nodes = placement_group_table(self.group)["bundles_to_node_id"]
-        return tuple(nodes[bundle] for bundle in range(len(self._bundles)))
+        places = tuple(nodes[bundle] for bundle in self.arrangement.bundle_of)
+        if where := describe_places(self._split, places[1:]):
+            _log.info("%s is over several nodes: %s", self._replica_id, where)
+        return places

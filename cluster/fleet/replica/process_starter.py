@@ -109,9 +109,10 @@ class ProcessStarter:
     """Starts a replica's processes. Picklable.
 
     Attributes:
-        bundles: resources of the scheduler and then of each rank, as in the placement group.
+        bundles: resources of the scheduler and then of each rank.
         configs: configuration of each rank, with the path of the model on its node.
         node_ids: nodes of the scheduler and then of each rank.
+        bundle_of: index in the placement group of the bundle of the scheduler and then of each rank.
     """
 
     replica_id: str
@@ -120,6 +121,7 @@ class ProcessStarter:
     bundles: tuple[Resources, ...]
     configs: tuple[EngineConfig, ...]
     node_ids: tuple[str, ...]
+    bundle_of: tuple[int, ...]
 
     def spare_processes(self) -> SpareProcesses:
         """Return the spare processes of the replica's nodes."""
@@ -148,9 +150,9 @@ class ProcessStarter:
         return self._start(ray.remote(WorkerActor), role, 0, self.configs[0], None, is_standby=True)
 
     def _start(
-        self, kind: Any, role: str, bundle: int, *arguments: Any, is_standby: bool = False
+        self, kind: Any, role: str, process: int, *arguments: Any, is_standby: bool = False
     ) -> ActorHandle:
-        resources = {"CPU": 0.0} if is_standby else dict(self.bundles[bundle])
+        resources = {"CPU": 0.0} if is_standby else dict(self.bundles[process])
         options: dict[str, Any] = {
             "name": actor_name(self.replica_id, role),
             "namespace": self.namespace,
@@ -162,7 +164,7 @@ class ProcessStarter:
             # One call may be long, a rank's run or a scheduler's start; short queries need the second thread.
             "max_concurrency": 2,
             "max_restarts": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.placement, bundle),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.placement, self.bundle_of[process]),
         }
         return _once_free(lambda: kind.options(**options).remote(*arguments))
 

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from ....proto.errors import QuireError, ReplicaUnavailable
+from ....proto.model.parallel_split import ONE_RANK, ParallelSplit
 from ....proto.replica_status import RankStatus
 from ....scheduler import KvTiers, Rebuilt
 from ....worker import RankProcess, SegmentAddress
@@ -50,6 +51,7 @@ class RankHandles:
         starter: starts a rank again; None if ranks cannot be replaced.
         num_kv_blocks: blocks of the KV pool, with the scratch block.
         is_one_host: all ranks are on one host.
+        split: how the ranks share the model.
     """
 
     workers: tuple[ActorHandle | None, ...]
@@ -58,6 +60,7 @@ class RankHandles:
     starter: ProcessStarter | None = None
     num_kv_blocks: int = 0
     is_one_host: bool = True
+    split: ParallelSplit = ONE_RANK
 
 
 class Rank:
@@ -147,6 +150,9 @@ class RankProcesses:
     Args:
         keeps_survivors: ranks whose process lives keep it, with their weights.
         check_open: raises to cancel a replacement.
+
+    Attributes:
+        split: how the ranks share the model.
     """
 
     def __init__(
@@ -159,6 +165,7 @@ class RankProcesses:
         processes: Sequence[RankProcess | None] = handles.processes or [None] * len(handles.workers)
         self.ranks = [Rank(*each) for each in zip(handles.workers, handles.statuses, processes, strict=True)]
         self._handles = handles
+        self.split = handles.split
         self._keeps_survivors = keeps_survivors
         self._check_open = check_open
         self._spares = None if handles.starter is None else handles.starter.spare_processes()

@@ -37,7 +37,7 @@ class ReplicaRecord:
     max_num_batched_tokens: int = 0
 
     @property
-    def tensor_parallel_size(self) -> int:
+    def num_ranks(self) -> int:
         return len(self.node_ids) - 1
 
     def to_json(self) -> str:

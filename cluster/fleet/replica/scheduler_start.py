@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 
 from ....proto.config import EngineConfig
 from ....proto.errors import ReplicaUnavailable
+from ....proto.model.parallel_split import ParallelSplit
 from ....proto.replica_status import RankStatus
 from ....worker import RankProcess
 from ...os_utils.stopwatch import Stopwatch
@@ -84,7 +85,7 @@ def replace_scheduler(replica: Replica, number: int) -> Replica:
     replica.kill_scheduler()
     if lost_raylet:
         raise ReplicaUnavailable(f"{lost_raylet} died, which would start the process")
-    workers = [_find_rank(starter, rank) for rank in range(replica.record.tensor_parallel_size)]
+    workers = [_find_rank(starter, rank) for rank in range(replica.record.num_ranks)]
     handles = _rank_handles(replica, starter, workers)
     if target.is_detached and not any(handles.workers):
         raise ReplicaUnavailable(f"no rank of {replica.replica_id} answers")
@@ -131,6 +132,7 @@ def _rank_handles(
         starter,
         replica.config.cache.num_kv_blocks,
         len(set(replica.record.node_ids[1:])) == 1,
+        ParallelSplit.of(replica.config.parallel),
     )
 
 

@@ -19,6 +19,7 @@ from ..state import SchedulerState, row_of
 from .placement import MAX_PASSED, Place, Placement
 from .plan_builder import PlanBuilder
 from .rationing import find_victim, grow, ration_blocks
+from .step_groups import StepGroups
 
 
 class Planner:
@@ -33,6 +34,9 @@ class Planner:
         self._forecast = forecast
         self.epoch = epoch
         self.admits = True
+        self._groups = StepGroups(
+            state.config.scheduler.max_num_seqs, state.config.parallel.pipeline_parallel_size
+        )
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed now."""
@@ -68,6 +72,8 @@ class Planner:
         state.blocks.begin_plan()
         state.media.begin_plan()
         advancing = self._without_others(state.rows.advancing())
+        is_alone = not (state.prefilling or state.waiting)
+        advancing = self._groups.choose(advancing, state.in_flight, waits_for_rows=is_alone)
         builder = PlanBuilder(state.in_flight.next_id, now, state.config.scheduler.max_num_batched_tokens)
         builder.num_tokens_left -= advancing.size
         chunks = self._continue_prefills(builder)
@@ -83,6 +89,8 @@ class Planner:
         computes = bool(advancing.size or builder.chunk_rows)
         must_step = computes or self._must_load() or self._must_store(now)
         plan = builder.commit(self._state, advancing, self.epoch) if must_step else None
+        if plan is not None:
+            self._groups.note(state.in_flight.newest_rows(1)[0], plan.step_id)
         return plan, preempted | for_admission
 
     def _must_load(self) -> bool:

@@ -336,7 +336,8 @@ class KvMoves:
 
 
 def make_kv_moves(config: EngineConfig, blocks: BlockManager, costs: CostModel) -> KvMoves | NoKvMoves:
-    """Return the moves of a replica, if its blocks can leave it: they have names, and each rank has its heads."""
+    """Return the moves of a replica, if its blocks can leave it: they have names, and each rank has all layers."""
     cache = config.cache
-    can_move = cache.prefix_caching and not config.model.has_states and config.parallel.num_kv_partitions == 1
+    is_whole = config.parallel.num_kv_partitions == config.parallel.pipeline_parallel_size == 1
+    can_move = is_whole and cache.prefix_caching and not config.model.has_states
     return KvMoves(config, blocks, costs) if cache.kv_transfer and can_move else NoKvMoves()

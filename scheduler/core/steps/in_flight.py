@@ -81,6 +81,18 @@ class InFlightSteps:
         """Return the rows of all steps in flight."""
         return {row for step in self._steps for row in step.all_rows}
 
+    def newest_rows(self, count: int) -> list[RowArray]:
+        """Return the rows that sample in each of the newest `count` steps."""
+        return [step.rows for step in list(self._steps)[-count:]]
+
+    @property
+    def repeated_rows(self) -> RowArray:
+        """Return the rows that sample in more than one step."""
+        every = [NO_ROWS, *(step.rows for step in self._steps)]
+        rows, counts = np.unique(np.concatenate(every), return_counts=True)
+        repeated: RowArray = rows[counts > 1]
+        return repeated
+
     @property
     def next_id(self) -> int:
         """Return the id of the step that `add` takes next."""

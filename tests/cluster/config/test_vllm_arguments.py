@@ -71,7 +71,7 @@ def test_no_argument_hides_an_option() -> None:
         ({"host": "::1"}, {"http": "[::1]:8000"}),
         ({"host": "0.0.0.0", "port": 80}, {"http": "0.0.0.0:80"}),
         ({"ssl_keyfile": Path("/key")}, {"tls_key": Path("/key")}),
-        ({"trust_remote_code": False, "pipeline_parallel_size": 1, "load_format": "safetensors"}, {}),
+        ({"trust_remote_code": False, "data_parallel_size": 1, "load_format": "safetensors"}, {}),
         ({"tokenizer": "demo", "enable_chunked_prefill": True, "cpu_offload_gb": 0}, {}),
         (
             {"structured_outputs_config": '{"backend": "guidance", "reasoning_parser": ""}'},
@@ -88,7 +88,6 @@ def test_argument_becomes_an_option(given: dict[str, Any], translated: dict[str,
     ("given", "message"),
     [
         ({"trust_remote_code": True}, "trust_remote_code is True: code of a model's directory is never run"),
-        ({"pipeline_parallel_size": 2}, "is 2, must be 1: models are split by tensor parallelism only"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill is False, must be True: long prompts"),
         ({"tokenizer": "/other"}, "tokenizer is '/other', must be the model itself"),
         ({"enforce_eager": True, "cuda_graphs": True}, "are the same option, must be given once"),

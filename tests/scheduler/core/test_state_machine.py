@@ -75,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stores_blocks=st.booleans(),
         encoder_cache_rows=st.sampled_from([3, 5, 30]),
         attends_within=st.booleans(),
+        num_stages=st.sampled_from([1, 1, 2, 4]),
     )
     def start(self, budget: int, stores_blocks: bool, **config: Any) -> None:
         may_store = (
@@ -83,6 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stores_blocks and may_store and config["num_state_slots"] is None:
             config |= {"kv_disk": "/nowhere:64MiB"}
         if config["num_state_slots"] is not None:  # neither drafts nor data-parallel attention
+            config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
+        if config["num_stages"] > 1:
             config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
         self.driver = Driver(
             small_config(max_model_len=40, max_num_batched_tokens=budget, **config),
@@ -202,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def apply_result(self) -> None:
         self.driver.apply_result()
 
-    @rule(depth=st.integers(1, 3), steps=st.integers(1, 10))
+    @rule(depth=st.integers(1, 5), steps=st.integers(1, 10))
     def run_on(self, depth: int, steps: int) -> None:
         for _ in range(steps):
             self.driver.step(depth)

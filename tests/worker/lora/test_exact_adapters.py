@@ -133,8 +133,20 @@ def test_batch_of_adapters_equals_merged_models(
     kind: str, tp: int, adapted: Callable[[str], Adapted], make_engine: Any, planned: Any
 ) -> None:
     """Rows of every adapter and of none, in chunks, while others decode."""
-    folder, paths, references = adapted(kind)
-    engine = make_engine(folder, tp, block_size=8, max_num_seqs=5, lora=LORA)
+    check_batch(adapted(kind), make_engine, planned, tp)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("llama", 1), ("gemma2", 2), ("qwen3_moe", 1)])
+def test_adapters_of_pipeline_stages_equal_merged_models(
+    kind: str, tp: int, adapted: Callable[[str], Adapted], make_engine: Any, planned: Any
+) -> None:
+    """Each stage reads what an adapter has of its layers, of the embedding and of the head."""
+    check_batch(adapted(kind), make_engine, planned, tp, pp=2)
+
+
+def check_batch(adapted: Adapted, make_engine: Any, planned: Any, tp: int, **settings: Any) -> None:
+    folder, paths, references = adapted
+    engine = make_engine(folder, tp, block_size=8, max_num_seqs=5, lora=LORA, **settings)
     put_adapters(engine, paths)
     sequences, slots = [], [*range(len(paths)), NO_SLOT] * 2
     for index, (prompt, slot) in enumerate(zip(prompts_of([20] * len(slots), seed=1), slots, strict=True)):

@@ -20,11 +20,13 @@ from tape import TapeBackend
 from quire.cluster.offline import in_process
 from quire.proto.config import EngineConfig
 from quire.proto.errors import RankFailed
+from quire.proto.model.parallel_split import ParallelSplit
 from quire.proto.step import StepPlan, StepResult, decode_reply
 from quire.proto.transport.channel import ChannelAddress
 from quire.proto.transport.network import CurveKeys
-from quire.worker.comm import torch_distributed
-from quire.worker.comm.communicator import ReplaceableGroup
+from quire.worker.comm import replica_groups, torch_distributed
+from quire.worker.comm.pipeline import Pipeline
+from quire.worker.comm.replica_groups import ReplicaGroups
 from quire.worker.comm.torch_distributed import TorchDistributed
 from quire.worker.graphs.graphs import Recording
 from quire.worker.rank import actor
@@ -178,7 +180,8 @@ def test_run_ends_though_the_device_does_not(
     group = Group()
     monkeypatch.setattr(group, "close", lambda _: released.wait(60))
     rank = actor.WorkerActor(config, 0)
-    rank._runner_class, rank._join_group = Runner, lambda *_: group  # type: ignore[assignment]
+    rank._runner_class = Runner  # type: ignore[assignment]
+    monkeypatch.setattr(replica_groups, "join_group", lambda *_: group)
     rank.load(("127.0.0.1", 1))
     with caplog.at_level(logging.WARNING):
         rank.run(ChannelAddress("", ""))
@@ -232,9 +235,12 @@ def test_group_is_aborted_while_its_graphs_are_dropped(
     (runner,) = engine.runners
     comm = TorchDistributed.__new__(TorchDistributed)
     comm.rank, comm.size, comm._device, comm._group = 0, 1, torch.device("cuda", 0), group
-    runner._comm = comm
+    runner._pipeline = Pipeline.of_one_stage(comm)
     rank: Any = actor.WorkerActor(engine.config, 0)
-    rank._runner, rank._group = runner, ReplaceableGroup(comm)
+    monkeypatch.setattr(replica_groups, "join_group", lambda *_: comm)
+    groups = ReplicaGroups(ParallelSplit.of(engine.config.parallel), 0, torch.device("cpu"), 60.0)
+    groups.join("127.0.0.1", 1)
+    rank._runner, rank._groups = runner, groups
     if ends_by == "close":
         runner.close()
     elif ends_by == "failed step":
@@ -255,7 +261,8 @@ def test_rank_rejoins_a_new_group_with_its_weights_in_place(
     groups = [Group(), Group()]
     joined = iter(groups)
     rank = actor.WorkerActor(config, 0)
-    rank._runner_class, rank._join_group = Runner, lambda *_: next(joined)  # type: ignore[assignment]
+    rank._runner_class = Runner  # type: ignore[assignment]
+    monkeypatch.setattr(replica_groups, "join_group", lambda *_: next(joined))
     on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
     on_new_thread(lambda: rank.run(ChannelAddress("", "")))
     assert groups[0].is_closed
@@ -286,11 +293,14 @@ def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: p
     rank = actor.WorkerActor(config, 0)
     joined: list[tuple[torch.device, int]] = []
 
-    def join(rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float) -> Group:
+    def join(
+        rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float, name: str
+    ) -> Group:
         joined.append((device, fake_accelerator.current_device_index()))
         return Group()
 
-    rank._runner_class, rank._join_group = Runner, join  # type: ignore[assignment]
+    rank._runner_class = Runner  # type: ignore[assignment]
+    monkeypatch.setattr(replica_groups, "join_group", join)
     on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
     assert joined == [(torch.device("cuda", ORDINAL), ORDINAL)]
 

@@ -54,12 +54,12 @@ def run_through_commands(driver: RankedDriver, second: Path, num_tokens: int) ->
     return lengths
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (2, 2)])
 def test_running_requests_continue_with_the_new_weights(
-    make_model: Callable[..., Path], make_engine: Any, tp: int
+    make_model: Callable[..., Path], make_engine: Any, tp: int, pp: int
 ) -> None:
     first, second = make_model("llama", seed=1), make_model("llama", seed=2)
-    engine = make_engine(first, tp, num_blocks=32, block_size=4, max_model_len=60)
+    engine = make_engine(first, tp, num_blocks=32, block_size=4, max_model_len=60, pp=pp)
     driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
     for handle, prompt in enumerate(PROMPTS):
         driver.add(handle, prompt, max_tokens=20, ignore_eos=True)
@@ -70,9 +70,9 @@ def test_running_requests_continue_with_the_new_weights(
         Reference(second).check_greedy(prompt + output[:length], output[length:])
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
 def test_requests_with_adapters_continue_with_the_new_weights(
-    make_model: Callable[..., Path], make_engine: Any, tmp_path: Path, tp: int
+    make_model: Callable[..., Path], make_engine: Any, tmp_path: Path, tp: int, pp: int
 ) -> None:
     """The ranks drop the adapters with the weights, and read them again before a request goes on."""
     bases = [make_model("llama", seed=seed) for seed in (1, 2)]
@@ -85,6 +85,7 @@ def test_requests_with_adapters_continue_with_the_new_weights(
         num_blocks=32,
         block_size=4,
         max_model_len=60,
+        pp=pp,
         lora=LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1),
     )
     driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
@@ -336,7 +337,7 @@ def test_ranks_meet_after_they_have_read_weights(
 
         monkeypatch.setattr(kind, method, noted)
 
-    note(ModelLoader, "load", lambda loader: int(loader._comm.rank))
+    note(ModelLoader, "load", lambda loader: int(loader._pipeline.rank))
     for method in ("meet", "all_gather", "all_reduce"):
         note(ThreadCommunicator, method, lambda comm: int(comm.rank))
     run_through_commands(driver, second, 20)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ....kernels.decode_layers import DenseLayer
@@ -30,13 +31,15 @@ from ..moe.expert_layout import other_experts
 from ..moe.moe import MixtureOfExperts, WithExperts
 from ..output_tokens import OutputTokens
 from ..vocab_parallel import NoHead, VocabParallelEmbedding, VocabParallelHead
-from .decoder_layer import DecoderLayer, read_norm
+from .decoder_layer import DecoderLayer, Norm, read_norm
 
 _log = logging.getLogger(__name__)
 
 
 class Decoder:
-    """A decoder-only model; implements `loader.Model`. Families that differ much override its parts.
+    """A decoder-only model, or a stage's layers of one; implements `loader.Model`.
+
+    Families that differ much override its parts.
 
     Args:
         num_positions: length of the rotary tables.
@@ -56,20 +59,28 @@ class Decoder:
             load = replace(load, peers=peers)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.temperature: TemperatureTable | None = None
-        mixers = [layer.mixer for layer in spec.layers]
+        self.stage, self.link = load.stage, load.link
+        own_layers = self.stage.part(spec.layers)
+        mixers = [layer.mixer for layer in own_layers]
         for own in mixers:
             if isinstance(own, AttentionSpec) and own.temperature is not None and self.temperature is None:
                 self.temperature = TemperatureTable(load, own.temperature, num_positions)
-        self.embedding = VocabParallelEmbedding(
-            load,
-            spec.names.embedding,
-            spec.vocab_size,
-            spec.hidden_size,
-            spec.embedding_scale,
-            tied=spec.tied_embeddings and has_head,
+        # A head on another rank has a weight of its own.
+        shares_head = spec.tied_embeddings and has_head and self.stage.count == 1
+        self.entry: VocabParallelEmbedding | PreviousStage = (
+            VocabParallelEmbedding(
+                load,
+                spec.names.embedding,
+                spec.vocab_size,
+                spec.hidden_size,
+                spec.embedding_scale,
+                tied=shares_head,
+            )
+            if self.stage.is_first
+            else PreviousStage(load, spec.hidden_size)
         )
         self.layers = self.make_layers(load, spec)
-        self.cached_by = _cache_indices(spec.layers)
+        self.cached_by = _cache_indices(own_layers)
         keeps_state = (layer.attention for layer in self.layers if isinstance(layer.attention, StateMixer))
         for number, state_mixer in enumerate(keeps_state):
             state_mixer.layer = number
@@ -77,24 +88,25 @@ class Decoder:
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = _reserved_bytes(mixers)
         self.supports_graphs = not any(mlp.reads_back for mlp in self._mixtures())
-        self.supports_outputs = self.layers[-1].supports_outputs
-        self.norm = read_norm(load, spec, spec.names.last_norm)
+        self.supports_outputs = self.stage.is_last and self.layers[-1].supports_outputs
+        self.norm: Norm | None = read_norm(load, spec, spec.names.last_norm) if self.stage.is_last else None
         self.fused_decode = self._plan_fused_decode(load)
         if any(mlp.is_separate for mlp in self._mixtures()):
             _log.warning(
                 "experts are multiplied one by one, which is slower: no op takes their weights together"
             )
         self.head: VocabParallelHead | NoHead = NoHead(load, spec.vocab_size)
-        if has_head:
+        if has_head and self.stage.is_last:
             self.head = VocabParallelHead(
                 load,
                 "lm_head",
                 spec.hidden_size,
                 spec.vocab_size,
-                tied=self.embedding if spec.tied_embeddings else None,
+                tied=self.embedding if shares_head else None,
                 bias=spec.head_bias,
                 scale=spec.logits_scale,
                 soft_cap=spec.logits_soft_cap,
+                stored=spec.names.embedding if spec.tied_embeddings else None,
             )
         # Some checkpoints store the head even though it is tied.
         unused = [name for name in load.checkpoint.names() if name.startswith(spec.draft_prefixes)]
@@ -102,13 +114,20 @@ class Decoder:
             unused.append("lm_head.weight")
         if spec.experts is not None:
             unused += other_experts(load, spec.experts)
+        unused += _of_other_stages(load, spec)
         load.checkpoint.check_all_read(ignoring=unused)
+
+    @property
+    def embedding(self) -> VocabParallelEmbedding:
+        """The embedding; only the first stage has it."""
+        assert isinstance(self.entry, VocabParallelEmbedding), f"{self.stage} has no embedding"
+        return self.entry
 
     def make_layers(self, load: LoadContext, spec: DecoderSpec) -> list[DecoderLayer]:
         """Return the layers."""
         return [
             self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
-            for index, layer in enumerate(spec.layers)
+            for index, layer in enumerate(self.stage.part(spec.layers), self.stage.first)
         ]
 
     def _mixtures(self) -> list[WithExperts]:
@@ -118,14 +137,17 @@ class Decoder:
         return [layer.mlp for layer in self.layers]
 
     def _plan_fused_decode(self, load: LoadContext) -> FusedDecode | None:
-        if not isinstance(self.norm, Tensor):
+        norm = self.norm
+        if norm is None and isinstance(self.layers[-1].before_mlp, Tensor):
+            norm = torch.ones_like(self.layers[-1].before_mlp)  # the residual is read beside it
+        if not isinstance(norm, Tensor):
             log_op_by_op(load.device, "its norms are no RMSNorm")
             return None
         mixtures = [
             layer.forward_mixture if isinstance(layer.mlp, MixtureOfExperts) else None
             for layer in self.layers
         ]
-        return plan_fused_decode(self._dense_layers(), mixtures, self.norm, load.comm)
+        return plan_fused_decode(self._dense_layers(), mixtures, norm, load.comm)
 
     def forward(
         self,
@@ -137,8 +159,11 @@ class Decoder:
         outputs: OutputTokens | None = None,
         media: MediaEmbeddings | None = None,
     ) -> Tensor:
-        """Return hidden states after the last norm, [T, E] or [N, E]; add those between layers to `aux`."""
-        hidden = self.embedding.forward(token_ids)
+        """Return hidden states after the last norm, [T, E] or [N, E]; add those between layers to `aux`.
+
+        A stage before the last one returns those that it sends to the next stage.
+        """
+        hidden = self.entry.forward(token_ids)
         deep: Sequence[Tensor] = ()
         if media is not None:
             hidden.index_copy_(0, media.index, media.rows)
@@ -146,9 +171,10 @@ class Decoder:
         rotated = {key: table.at(inputs.own(positions)) for key, table in self.rotary.items()}
         fused = self.fused_decode
         if fused is not None and fused.supports(len(hidden), inputs):
-            return fused.forward(
+            normed = fused.forward(
                 hidden, list(rotated.values()), kv_caches, inputs, aux, self.lora.step.groups
             )
+            return normed if self.stage.is_last else self._send(hidden)  # which it has added to
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
         rotations.update(self.other_inputs(token_ids, positions, hidden))
@@ -166,7 +192,12 @@ class Decoder:
                 hidden.index_add_(0, media.index, deep[index])
         if aux is not None and len(self.layers) in aux.layers:
             aux.states.append(self.layers[-1].input_of(x, hidden))
-        return self.layers[-1].add(x, hidden, self.norm)
+        states = self.layers[-1].add(x, hidden, self.norm)
+        return states if self.stage.is_last else self._send(states)
+
+    def _send(self, states: Tensor) -> Tensor:
+        self.link.send_states(states)
+        return states
 
     def other_inputs(self, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> Rotations:
         """Return what layers read of a step's tokens besides cosines and sines; `hidden` are the embedded tokens."""
@@ -183,7 +214,7 @@ class Decoder:
         layers = [layer for layer in dense if layer is not None and layer.has_feed_forward]
         if self.comm.size > 1 or output is None or len(layers) < len(dense):
             return None
-        if not isinstance(self.norm, Tensor):
+        if not isinstance(self.norm, Tensor) or self.stage.count > 1:
             return None
         return DraftNetwork(
             layers=layers,
@@ -203,6 +234,37 @@ class Decoder:
 
     def selfcheck(self) -> None:
         """Do nothing: the decoder is written for paged caches."""
+
+
+class PreviousStage:
+    """Stands in for the embedding of a stage after the first: the hidden states that the previous stage sends."""
+
+    def __init__(self, load: LoadContext, hidden_size: int) -> None:
+        self._link, self._size = load.link, hidden_size
+        self._empty = load.empty
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, E]."""
+        return self._link.receive_states(self._empty(len(token_ids), self._size))
+
+
+def _of_other_stages(load: LoadContext, spec: DecoderSpec) -> list[str]:
+    """Return the names of the stored tensors that other stages read."""
+    stage = load.stage
+    if stage.count == 1:
+        return []
+    own = stage.part(range(len(spec.layers)))
+    others = tuple(
+        [f"{spec.names.layers}.{index}." for index in range(len(spec.layers)) if index not in own]
+        + ([] if stage.is_first else [f"{spec.names.embedding}."])
+        + ([] if stage.is_last else [f"{spec.names.last_norm}.", "lm_head."])
+    )
+
+    def is_elsewhere(name: str) -> bool:
+        return name.startswith(others)
+
+    load.lora.set_elsewhere(is_elsewhere)
+    return [name for name in load.checkpoint.names() if is_elsewhere(name)]
 
 
 def _cache_indices(layers: Sequence[LayerSpec]) -> list[int]:

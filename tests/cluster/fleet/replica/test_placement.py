@@ -17,13 +17,16 @@ from quire.cluster.fleet.replica.placement import (
     ClusterView,
     Node,
     NodeType,
+    arrange,
     bundles_for,
     choose_strategy,
+    describe_places,
     explain_shortage,
     read_node_types,
 )
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError
+from quire.proto.model.parallel_split import ParallelSplit
 
 HEAD = Node("aaa", "10.0.0.1", {"CPU": 4.0}, {"CPU": 3.0})
 BIG = Node("bbb", "10.0.0.2", {"CPU": 16.0, "GPU": 8.0}, {"CPU": 12.0, "GPU": 2.0})
@@ -59,6 +62,61 @@ def test_strategy_is_one_node_if_one_can_hold_the_replica(
     size: int, nodes: list[Node], types: list[NodeType], strategy: str
 ) -> None:
     assert choose_strategy(bundles_for(config(size)), nodes, types) == strategy
+
+
+BIG_NODES = [Node(f"node{number}", f"10.0.1.{number}", BIG.total, BIG.total) for number in range(64)]
+WIDE = {"CPU": 16.0, "GPU": 8.0}
+
+
+def replica(pp: int, tp: int) -> tuple[EngineConfig, ParallelSplit]:
+    found = config(tp)
+    parallel = replace(found.parallel, pipeline_parallel_size=pp, stage_sizes=(10,) * pp)
+    return replace(found, parallel=parallel), ParallelSplit.of(parallel)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "nodes", "types", "num_bundles", "strategy"),
+    [
+        (2, 4, BIG_NODES, [], 9, STRICT_PACK),  # eight GPUs of one node hold both stages
+        (2, 8, BIG_NODES, [], 3, PACK),
+        (4, 8, BIG_NODES, [], 5, PACK),
+        (2, 8, [HEAD], [NodeType("big", WIDE, 2)], 3, PACK),  # nodes that can be added
+        (2, 16, BIG_NODES, [], 33, PACK),  # no node holds a stage
+        (4, 1, [HEAD], [SMALL_TYPE], 5, PACK),  # a stage is a rank
+        (1, 16, BIG_NODES, [], 17, PACK),
+    ],
+)
+def test_stages_are_placed_whole_if_a_node_can_hold_one(
+    pp: int, tp: int, nodes: list[Node], types: list[NodeType], num_bundles: int, strategy: str
+) -> None:
+    engine, split = replica(pp, tp)
+    arrangement = arrange(bundles_for(engine), split, nodes, types)
+    assert (len(arrangement.bundles), arrangement.strategy) == (num_bundles, strategy)
+    assert len(arrangement.bundle_of) == 1 + pp * tp
+    if num_bundles == 1 + pp and tp > 1:
+        assert arrangement.bundles[1] == {"CPU": tp, "GPU": tp}
+        stages = [arrangement.bundle_of[1 + rank] for rank in range(pp * tp)]
+        assert stages == [1 + rank // tp for rank in range(pp * tp)]
+    total = {name: sum(bundle.get(name, 0) for bundle in arrangement.bundles) for name in ("CPU", "GPU")}
+    assert total == {"CPU": 1 + pp * tp, "GPU": pp * tp}
+
+
+def test_log_says_which_stage_is_where() -> None:
+    _, split = replica(2, 2)
+    assert describe_places(split, ["a"] * 4) == ""
+    assert describe_places(split, ["a", "a", "b", "b"]) == (
+        "stage 0 of 2, layers 0 to 9 on a; stage 1 of 2, layers 10 to 19 on b"
+    )
+    assert "on a and b, whose ranks sum over the network" in describe_places(split, ["a", "b", "b", "b"])
+    _, tensor = replica(1, 2)
+    assert describe_places(tensor, ["a", "b"]).startswith("all 2 ranks on a and b, whose ranks sum")
+
+
+def test_shortage_names_a_stage_larger_than_any_node() -> None:
+    engine, split = replica(2, 8)
+    bundles = arrange(bundles_for(engine), split, BIG_NODES, []).bundles
+    explanation = explain_shortage(bundles, PACK, ClusterView((HEAD, BIG)), "pipeline stage")
+    assert "over several nodes, each pipeline stage 8 CPU, 8 GPU" in explanation
 
 
 def test_shortage_names_needed_and_available_resources() -> None:

@@ -15,7 +15,7 @@ RECORD = ReplicaRecord(
 
 def test_record_round_trips_through_json() -> None:
     assert ReplicaRecord.from_json(RECORD.to_json()) == RECORD
-    assert RECORD.tensor_parallel_size == 2
+    assert RECORD.num_ranks == 2
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"replica_id": "x"}', "\x00"])

@@ -12,6 +12,7 @@ from quire.cluster.fleet.replica import placement as module
 from quire.cluster.fleet.replica.launch_progress import LaunchStage
 from quire.cluster.fleet.replica.placement import ClusterView, Reservation
 from quire.proto.errors import ReplicaUnavailable
+from quire.proto.model.parallel_split import ParallelSplit
 
 BUNDLES = [{"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}]
 SPOT, ON_DEMAND = {"quire.io/spot": "true"}, {"quire.io/spot": "false"}
@@ -53,7 +54,7 @@ def reservation(
     target: Any = SimpleNamespace(
         namespace="n", is_detached=True, placement_timeout_s=0.0, autoscaling_config=None, node_selectors=selectors
     )  # fmt: skip
-    return Reservation("replica-1", BUNDLES, target, report)
+    return Reservation("replica-1", BUNDLES, ParallelSplit(), target, report)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""ReplicaGroups: the groups that a rank joins at rank 0's store, and joins anew after a failure."""
+
+from __future__ import annotations
+
+import torch
+
+from ...proto.model.parallel_split import ParallelSplit
+from .communicator import Communicator, ReplaceableGroup, SingleRank
+from .pipeline import GroupLink, Pipeline
+from .shared_memory import join_group
+from .torch_distributed import TorchDistributed
+
+
+class ReplicaGroups:
+    """The groups of one rank. With one stage, the tensor-parallel group has all ranks.
+
+    Args:
+        timeout_s: least deadline of joining and of each collective.
+
+    Attributes:
+        pipeline: the groups as the model has them, which stay the same objects; set by `join`.
+    """
+
+    pipeline: Pipeline
+
+    def __init__(self, split: ParallelSplit, rank: int, device: torch.device, timeout_s: float) -> None:
+        self._split, self._rank, self._device, self._timeout_s = split, rank, device, timeout_s
+        self._tensor: ReplaceableGroup[Communicator] | None = None
+        self._replica: ReplaceableGroup[TorchDistributed] | None = None
+
+    def join(self, host: str, port: int, *, replaceable: bool = True) -> Pipeline:
+        """Join the groups for the first time. Raises ConnectionError: a rank did not join in time."""
+        if not replaceable:
+            self.pipeline = Pipeline.of_one_stage(self._join_tensor(host, port))
+            return self.pipeline
+        if self._split.pipeline == 1:
+            self._tensor = ReplaceableGroup(self._join_tensor(host, port))
+            self.pipeline = Pipeline.of_one_stage(self._tensor)
+            return self.pipeline
+        replica = self._replica = ReplaceableGroup(self._join_replica(host, port))
+        tensor: Communicator = SingleRank()
+        if self._split.tensor > 1:
+            tensor = self._tensor = ReplaceableGroup(self._join_tensor(host, port))
+        stage = self._split.stage_of(self._rank)
+        self.pipeline = Pipeline(stage, self._rank, tensor, replica, GroupLink(replica, self._split))
+        return self.pipeline
+
+    def join_again(self, host: str, port: int) -> None:
+        """Leave the present groups and join new ones. Raises as `join` does."""
+        self.pipeline.link.close()
+        if self._replica is not None:
+            self._replica.replace(self._join_replica(host, port))
+        if self._tensor is not None:
+            self._tensor.replace(self._join_tensor(host, port))
+
+    def _join_replica(self, host: str, port: int) -> TorchDistributed:
+        num_ranks = self._split.num_ranks
+        return TorchDistributed(self._rank, num_ranks, host, port, self._device, self._timeout_s)
+
+    def _join_tensor(self, host: str, port: int) -> Communicator:
+        place, size = self._split.place_of(self._rank), self._split.tensor
+        name = "" if self._split.pipeline == 1 else f"stage {place.stage}"
+        return join_group(place.tensor, size, host, port, self._device, self._timeout_s, name)

@@ -1,0 +1,164 @@
+"""TokenRelay: brings the tokens that the last pipeline stage samples to the rows of the first one.
+
+Rows count a sampled token as soon as the step that samples it is launched: which rows sample, and at which positions,
+follows from the plans. Its value comes later, straight from the last stage; only the first stage, which has the
+embedding, needs it, and only before a step that computes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from ...proto.block_tables import IntArray, RowArray
+from ...proto.model.parallel_split import Stage
+from ...proto.step import StepPlan
+from ..comm.pipeline import StageLink, TokenArrival
+from .batch import decoding_rows
+from .device_rows import DeviceRows
+
+
+class TokenRelay(Protocol):
+    """One rank's part in bringing sampled tokens to the first stage."""
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        """Prepare for the changes of rows that a plan has."""
+        ...
+
+    def complete(self, plan: StepPlan) -> None:
+        """Write every token that the plan's step computes to its row; wait for it if it has not come."""
+        ...
+
+    def expect(self, rows: RowArray, positions: RowArray) -> None:
+        """Count the tokens of a step of which another stage samples them."""
+        ...
+
+    def pass_on(self, token_ids: Tensor) -> None:
+        """Send the tokens that this stage has sampled in a step, of the rows that `expect` gets elsewhere."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all tokens: the rows are empty."""
+        ...
+
+
+class NoRelay:
+    """The relay of a replica with one stage, which has the tokens where it samples them."""
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        pass
+
+    def complete(self, plan: StepPlan) -> None:
+        pass
+
+    def expect(self, rows: RowArray, positions: RowArray) -> None:
+        raise AssertionError("the rank samples the tokens itself")
+
+    def pass_on(self, token_ids: Tensor) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+
+class LastRelay(NoRelay):
+    """The relay of the last stage, which sends the tokens."""
+
+    def __init__(self, link: StageLink) -> None:
+        self._link = link
+
+    def pass_on(self, token_ids: Tensor) -> None:
+        self._link.send_tokens(token_ids)
+
+
+class MiddleRelay(NoRelay):
+    """The relay of a stage between, whose rows count tokens and never read them."""
+
+    def __init__(self, rows: DeviceRows) -> None:
+        self._rows = rows
+
+    def expect(self, rows: RowArray, positions: RowArray) -> None:
+        self._rows.count_sampled(rows, positions)
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """Tokens of a launched step.
+
+    Attributes:
+        rows, positions: [N].
+        counts: [N] bool, the row has had its sequence ever since.
+    """
+
+    rows: RowArray
+    positions: RowArray
+    counts: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    arrival: TokenArrival
+
+
+class FirstRelay(MiddleRelay):
+    """The relay of the first stage, which receives the tokens.
+
+    Args:
+        max_steps: most steps in flight: the tokens of earlier ones have been sent.
+    """
+
+    def __init__(self, rows: DeviceRows, link: StageLink, max_steps: int) -> None:
+        super().__init__(rows)
+        self._link, self._max_steps = link, max_steps
+        self._awaited: deque[_Awaited] = deque()
+
+    def begin_plan(self, plan: StepPlan) -> None:
+        if plan.selected_rows.size:  # tokens of beams are replaced, so they must be there
+            self._take(self._num_needed(plan.selected_rows))
+        if plan.command is not None:
+            self._take(len(self._awaited))
+        if plan.released_rows.size:
+            for step in self._awaited:
+                step.counts &= ~np.isin(step.rows, plan.released_rows)
+
+    def complete(self, plan: StepPlan) -> None:
+        too_many = len(self._awaited) - self._max_steps
+        self._take(max(too_many, self._num_needed(decoding_rows(self._rows, plan))))
+
+    def expect(self, rows: RowArray, positions: RowArray) -> None:
+        super().expect(rows, positions)
+        if rows.size:
+            arrival = self._link.receive_tokens(rows.size)
+            self._awaited.append(
+                _Awaited(rows.copy(), positions.copy(), np.ones(rows.size, np.bool_), arrival)
+            )
+
+    def clear(self) -> None:
+        self._awaited.clear()
+
+    def _num_needed(self, rows: RowArray | IntArray) -> int:
+        """Return how many of the steps, from the oldest on, have tokens of any of `rows`."""
+        needed = (
+            number
+            for number in range(len(self._awaited), 0, -1)
+            if np.isin(self._awaited[number - 1].rows, rows).any()
+        )
+        return next(needed, 0)
+
+    def _take(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            step = self._awaited.popleft()
+            token_ids = step.arrival.wait()
+            kept = step.counts
+            self._rows.write(
+                step.rows[kept], step.positions[kept], token_ids if kept.all() else token_ids[kept]
+            )
+
+
+def make_relay(stage: Stage, rows: DeviceRows, link: StageLink, max_steps: int) -> TokenRelay:
+    """Return the relay of a rank of a stage."""
+    if stage.count == 1:
+        return NoRelay()
+    if stage.is_last:
+        return LastRelay(link)
+    return FirstRelay(rows, link, max_steps) if stage.is_first else MiddleRelay(rows)
