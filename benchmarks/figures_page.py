@@ -208,6 +208,24 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Answers of the bundled vision model",
+        "vision_model",
+        "Share of 300 held-out questions of each kind that `demo-vision` answers as drawn, word for word: greedy, in "
+        "transformers, in bfloat16.",
+        chosen(
+            vision_model__accuracy__color="color of what is shown",
+            vision_model__accuracy__shape="which of five shapes",
+            vision_model__accuracy__digit="which digit",
+            vision_model__accuracy__count="one to four shapes",
+            vision_model__accuracy__background="color of the background",
+            vision_model__accuracy__yes_no="yes or no, and the truth",
+            vision_model__accuracy__describe="a description with every fact",
+            vision_model__accuracy__two_pictures="one or both of two pictures in a message",
+            vision_model__accuracy__newer_picture="the newer one of two pictures",
+            vision_model__accuracy__no_picture="a message of text alone",
+        ),
+    ),
+    Section(
         "Speculative decoding",
         "speculation",
         "The demo model in float32 with repeated text (ngram), with its EAGLE-3 head and with a smaller model, "

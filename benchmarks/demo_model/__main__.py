@@ -22,7 +22,15 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 
 from benchmarks.common import make_parser, report
 from benchmarks.demo_model.measurements import measure
-from benchmarks.demo_model.training import END, SEED, encode_passages, new_model, train, train_tokenizer
+from benchmarks.demo_model.training import (
+    END,
+    SEED,
+    encode_passages,
+    new_model,
+    publish,
+    train,
+    train_tokenizer,
+)
 from benchmarks.demo_model.works import read_works, split_held_out, split_passages
 from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
@@ -34,14 +42,6 @@ def save_model(directory: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTo
     GenerationConfig(bos_token_id=end_id, eos_token_id=end_id, pad_token_id=end_id).save_pretrained(directory)
     tokenizer.chat_template = (DEMO_MODEL_PATH / "chat_template.jinja").read_text()
     tokenizer.save_pretrained(directory)
-
-
-def publish(staging: Path, out: Path) -> None:
-    """Move each file over its older version, so that a reader never sees half a file."""
-    out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(staging.iterdir()):
-        path.chmod(0o644)  # safetensors writes files that only their owner may read
-        path.replace(out / path.name)
 
 
 def parse_arguments() -> argparse.Namespace:

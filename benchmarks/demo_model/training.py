@@ -174,18 +174,39 @@ def load_state(path: Path, parts: list[Any]) -> Progress:
 
 def train(model: LlamaForCausalLM, passages: list[list[int]], minutes: float, checkpoint: Path) -> Progress:
     """Train until `minutes` have passed in total, including earlier runs that left the checkpoint."""
-    optimizers = new_optimizers(model)
+
+    def work(progress: Progress) -> Iterator[tuple[Callable[[], Tensor], int]]:
+        rng = random.Random(SEED + progress.num_steps)
+        short, long = batches(passages, SHORT_LEN, rng), batches(passages, CONTEXT_LEN, rng)
+        while True:
+            rows = next(short if progress.elapsed_s / (60 * minutes) < LONG_PHASE else long)
+            yield partial(next_token_loss, model, rows), rows[:, 1:].numel()
+
+    return run_training(model, new_optimizers(model), work, minutes, checkpoint)
+
+
+def run_training(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    work: Callable[[Progress], Iterator[tuple[Callable[[], Tensor], int]]],
+    minutes: float,
+    checkpoint: Path,
+) -> Progress:
+    """Train until `minutes` have passed in total, including earlier runs that left the checkpoint.
+
+    Args:
+        work: returns an iterator of each step's loss and its number of tokens; it may read the progress that it
+            is given, which every step updates.
+    """
     progress = load_state(checkpoint, [model, *optimizers])
-    rng = random.Random(SEED + progress.num_steps)
-    short, long = batches(passages, SHORT_LEN, rng), batches(passages, CONTEXT_LEN, rng)
+    steps = work(progress)
     last = last_saved = time.monotonic()
     model.train()
     while (share := progress.elapsed_s / (60 * minutes)) < 1:
-        rows = next(short if share < LONG_PHASE else long)
-        loss = partial(next_token_loss, model, rows)
+        loss, num_tokens = next(steps)
         progress.losses.append(train_step(model, optimizers, loss, learning_rate(share)))
         progress.num_steps += 1
-        progress.num_tokens += rows[:, 1:].numel()
+        progress.num_tokens += num_tokens
         now = time.monotonic()
         progress.elapsed_s, last = progress.elapsed_s + now - last, now
         if progress.num_steps % 50 == 0:
@@ -213,3 +234,11 @@ def train_step(
         optimizer.step()
         optimizer.zero_grad()
     return loss.item()
+
+
+def publish(staging: Path, out: Path) -> None:
+    """Move each file over its older version, so that a reader never sees half a file."""
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(staging.iterdir()):
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+        path.replace(out / path.name)

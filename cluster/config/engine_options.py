@@ -26,7 +26,15 @@ DEMO_MODEL_PATH = Path(__file__).parents[1] / "cli" / "demo" / "model"
 DEMO_HEAD, DEMO_DRAFT = "demo-eagle3", "demo-draft"
 DEMO_HEAD_PATH = DEMO_MODEL_PATH.parent / "draft_head"
 DEMO_DRAFT_PATH = DEMO_MODEL_PATH.parent / "draft_model"
-_BUNDLED = {DEMO_MODEL: DEMO_MODEL_PATH, DEMO_HEAD: DEMO_HEAD_PATH, DEMO_DRAFT: DEMO_DRAFT_PATH}
+# A model that answers questions about pictures of shapes and digits.
+DEMO_VISION = "demo-vision"
+DEMO_VISION_PATH = DEMO_MODEL_PATH.parent / "vision_model"
+_BUNDLED = {
+    DEMO_MODEL: DEMO_MODEL_PATH,
+    DEMO_HEAD: DEMO_HEAD_PATH,
+    DEMO_DRAFT: DEMO_DRAFT_PATH,
+    DEMO_VISION: DEMO_VISION_PATH,
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,8 @@ class EngineOptions(
     """An operator's choices for a replica's engine. `resolve` combines them with a machine and the model's files.
 
     Args:
-        model: a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, or ``demo`` for the bundled model.
+        model: a Hugging Face model directory, ORG/NAME on the Hugging Face Hub, or a bundled model: ``demo``, or
+            ``demo-vision``, which reads pictures.
 
     Raises:
         ConfigError: a value has the wrong type or is out of its range.

@@ -21,7 +21,8 @@ def test_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
     assert names <= {"quire", "bin"}
     package = installed / "quire"
     assert {path.name for path in package.iterdir() if path.is_dir()} - {"__pycache__"} == set(FOLDERS)
-    for needed in ("py.typed", "proto/inference.proto", "cluster/cli/demo/model/model.safetensors"):
+    models = (f"cluster/cli/demo/{model}/model.safetensors" for model in ("model", "vision_model"))
+    for needed in ("py.typed", "proto/inference.proto", *models):
         assert (package / needed).is_file(), needed
 
 
