@@ -15,6 +15,7 @@ from .lora import LoraReference
 from .options.sections import (
     CacheOptions,
     ChatOptions,
+    ImageOptions,
     LoraOptions,
     ModelOptions,
     ParallelOptions,
@@ -129,6 +130,11 @@ class ModelConfig(ModelOptions):
     kv_layers: tuple[tuple[int, int], ...] = ()
     has_states: bool = False
     vision: VisionSpec | None = None
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self.vision is not None
 
     @property
     def num_kv_layers(self) -> int:
@@ -266,6 +272,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsOptions = field(default_factory=StructuredOutputsOptions)
     speculative: SpeculativeConfig | None = None
     lora: LoraConfig | None = None
+    images: ImageOptions = field(default_factory=ImageOptions)
 
     def with_num_blocks(self, num_blocks: int) -> Self:
         """Return the configuration with the pool's number of blocks.

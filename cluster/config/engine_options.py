@@ -7,6 +7,7 @@ from ...proto.options.option import validate_options, with_check
 from ...proto.options.sections import (
     CacheOptions,
     ChatOptions,
+    ImageOptions,
     LoraOptions,
     ModelOptions,
     ParallelOptions,
@@ -15,10 +16,10 @@ from ...proto.options.sections import (
     execution_option,
     model_option,
 )
-from ...proto.options.values import one_of
+from ...proto.options.values import JSON_OBJECT, one_of
 from ..text.chat_format.registry import AUTO, NONE, REASONING_FORMATS, TOOL_CALL_FORMATS
 from .hub import is_model_id
-from .speculative_options import JSON_OBJECT, check_speculative_config
+from .speculative_options import check_speculative_config
 
 DEMO_MODEL = "demo"
 DEMO_MODEL_PATH = Path(__file__).parents[1] / "cli" / "demo" / "model"
@@ -78,6 +79,7 @@ class ModelReference:
 # Dataclasses have the fields of their last base first.
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(
+    ImageOptions,
     LoraOptions,
     StructuredOutputsOptions,
     ChatOptions,

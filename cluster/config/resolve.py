@@ -34,7 +34,7 @@ from ...proto.model.registry import (
 from ...proto.model.spec import DecoderSpec
 from ...proto.model.state import state_bytes
 from ...proto.options.option import declared_options
-from ...proto.options.sections import ChatOptions, StructuredOutputsOptions
+from ...proto.options.sections import ChatOptions, ImageOptions, StructuredOutputsOptions
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES, choose_num_slots
 from .deployment import Deployment
 from .early_checks import (
@@ -145,6 +145,7 @@ def engine_config(
         _section(StructuredOutputsOptions, options),
         _speculative_config(options),
         _section(LoraConfig, options, max_cpu_loras=max_cpu_loras) if options.enable_lora else None,
+        _section(ImageOptions, options),
     )
     config = _with_host_blocks(config)
     if not model.has_states or options.num_state_slots is not None:

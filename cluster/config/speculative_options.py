@@ -8,7 +8,7 @@ from typing import Any
 
 from ...proto.errors import ConfigError
 from ...proto.options.option import check_names
-from ...proto.options.values import ValueKind, in_words
+from ...proto.options.values import in_words
 
 METHODS = ("ngram", "draft_model", "eagle3", "mtp")
 # Other names that vLLM has for methods; those of MTP heads of single architectures end with this.
@@ -157,15 +157,3 @@ def _read_count(
         allowed = "a whole number of at least 1" if most is None else f"a whole number from 1 to {most}"
         raise ConfigError(f"{_SUBJECT}: {name} is {value!r}, must be {allowed}")
     return value
-
-
-def _read(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return json.dumps(dict(value))
-    if isinstance(value, str):
-        return value
-    raise ValueError(value)
-
-
-# A dictionary in Python and TOML, text elsewhere.
-JSON_OBJECT = ValueKind("a JSON object", _read)

@@ -126,7 +126,6 @@ ENGINE_ARGUMENTS: Mapping[str, tuple[type, Treatment]] = {
     "enable_chunked_prefill": (bool, Refused("long prompts are always computed in chunks", (True,))),
     "generation_config": (str, Refused("the model's own applies; requests override it", ("auto",))),
     "hf_overrides": (str, Refused("the model is that of its config.json; change the file")),
-    "limit_mm_per_prompt": (str, Refused("models take text only")),
     "load_format": (str, Refused("weights are read from safetensors files", ("auto", "safetensors"))),
     "override_generation_config": (str, Refused("change the model's generation_config.json")),
     "rope_scaling": (str, Refused("the model is that of its config.json; change the file")),

@@ -4,20 +4,28 @@ EngineOptions is all of these sections: what an operator chose. A section of Eng
 declares the values again that `resolve` has to fill in, so that an option is declared here alone.
 """
 
+import json
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from .option import option
 from .values import (
     DIRECTORY_SIZE,
     FILE_NAME,
+    JSON_OBJECT,
     LORA_MODULES,
+    MAX_IMAGES,
+    NAMES,
     NUM_BYTES,
     amounts,
     at_least,
     between,
     check_lora_modules,
     check_target_modules,
+    image_limits,
+    json_object,
+    media_domains,
     one_of,
     positive,
     positive_amounts,
@@ -44,9 +52,9 @@ MAX_LORA_RANK = 512
 model_option, execution_option, _chat_option = (
     partial(option, group=group) for group in ("Model", "Execution", "Chat")
 )
-_kv_option, _scheduling_option, _constraint_option, _lora_option = (
+_kv_option, _scheduling_option, _constraint_option, _lora_option, _image_option = (
     partial(option, group=group)
-    for group in ("KV cache", "Scheduling", "Structured outputs", "LoRA adapters")
+    for group in ("KV cache", "Scheduling", "Structured outputs", "LoRA adapters", "Images")
 )
 
 
@@ -398,3 +406,49 @@ class LoraOptions:
         unit="adapters",
         check=positive,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Images in prompts: how many, where they come from, and how they are processed."""
+
+    limit_mm_per_prompt: str | None = _image_option(
+        None,
+        help='Most images of a prompt, as a JSON object: {"image": 4}. Default: 999. Other media are refused anyway.',
+        check=image_limits,
+        kind=JSON_OBJECT,
+        metavar="JSON",
+    )
+    mm_processor_kwargs: str | None = _image_option(
+        None,
+        help="Settings of the model's image processor that replace its own, as a JSON object, for example "
+        '{"max_pixels": 1003520}.',
+        check=json_object,
+        kind=JSON_OBJECT,
+        metavar="JSON",
+    )
+    allowed_media_domains: str | None = _image_option(
+        None,
+        help="Hosts from which images of URLs are fetched, separated by commas; http://HOST allows a host without "
+        "TLS. Addresses that are not public are refused, unless http://HOST:PORT names the port. None by default.",
+        check=media_domains,
+        kind=NAMES,
+        metavar="HOSTS",
+    )
+
+    @property
+    def max_images(self) -> int:
+        """Most images of a prompt."""
+        limits = json.loads(self.limit_mm_per_prompt or "{}")
+        limit = limits.get("image", MAX_IMAGES)
+        return int(limit["count"] if isinstance(limit, dict) else limit)
+
+    @property
+    def processor_settings(self) -> dict[str, Any]:
+        """Settings of the image processor that replace the model's own."""
+        return dict(json.loads(self.mm_processor_kwargs or "{}"))
+
+    @property
+    def media_domains(self) -> tuple[str, ...]:
+        """Entries of allowed_media_domains."""
+        return tuple(self.allowed_media_domains.split(",")) if self.allowed_media_domains else ()

@@ -20,6 +20,10 @@ from ..lora import MAX_LORA_NAME_CHARS, MAX_REGISTERED_LORAS
 Check = Callable[[str, Any], str | None]
 
 _MODULE = re.compile(r"\w+(\.\w+)*")
+_MEDIA_DOMAIN = re.compile(r"(https?://)?[A-Za-z0-9.\-]{1,253}(:\d{1,5})?")
+# Names of vLLM's --limit-mm-per-prompt, and its largest limit.
+MEDIA_KINDS = ("image", "video", "audio")
+MAX_IMAGES = 999
 
 _FLAGS = {
     "1": True,
@@ -91,6 +95,18 @@ def _read_path(value: Any) -> Path:
     raise ValueError(value)
 
 
+def _read_object(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return json.dumps(dict(value))
+    return _read_text(value)
+
+
+def _read_names(value: Any) -> str:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(_read_text, value))
+    return _read_text(value)
+
+
 def _read_num_bytes(value: Any) -> int:
     return parse_num_bytes(value) if isinstance(value, str) else _read_integer(value)
 
@@ -100,6 +116,10 @@ NUMBER = ValueKind("a number", _read_number, float, cli_type=float)
 FLAG = ValueKind("true or false", _read_flag, _split_flag, cli_type=bool)
 TEXT = ValueKind("text", _read_text)
 PATH = ValueKind("a path", _read_path, write=str, cli_type=Path)
+# A dictionary in Python and TOML, text elsewhere.
+JSON_OBJECT = ValueKind("a JSON object", _read_object)
+# A list in Python and TOML, text with commas elsewhere.
+NAMES = ValueKind("names, separated by commas", _read_names)
 NUM_BYTES = ValueKind("a number of bytes, or text like 512MiB or 8GB", _read_num_bytes)
 
 # annotation |-> the kind of an option that names no other
@@ -275,6 +295,44 @@ def zmq_endpoint(name: str, value: str) -> str | None:
     match = re.fullmatch(r"zmq://(\[[0-9A-Fa-f:]+\]|[A-Za-z0-9_.-]+|\*):([0-9]{1,5}|\*)", value)
     if match is None or (match[2] != "*" and not 0 < int(match[2]) < 1 << 16):
         return f"{name} is {value!r}, must be zmq://HOST:PORT; with * as the port, the system chooses it"
+    return None
+
+
+def image_limits(name: str, value: str) -> str | None:
+    """Return why the limits of images and other media are not allowed; None if they are."""
+    limits = _json_object(value)
+    if limits is None:
+        return f'{name} is {value!r}, must be a JSON object, for example {{"image": 4}}'
+    for kind, given in limits.items():
+        if kind not in MEDIA_KINDS:
+            return f"{name} has {kind!r}, must have {in_words(MEDIA_KINDS)}"
+        count = given.get("count") if isinstance(given, Mapping) else given
+        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_IMAGES:
+            return f"{name}: {kind} is {count!r}, must be a whole number from 0 to {MAX_IMAGES}"
+    return None
+
+
+def json_object(name: str, value: str) -> str | None:
+    """Return why the text is no JSON object; None if it is."""
+    return None if _json_object(value) is not None else f"{name} is {value!r}, must be a JSON object"
+
+
+def _json_object(text: str) -> Mapping[str, Any] | None:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def media_domains(name: str, value: str) -> str | None:
+    """Return why the names of hosts are not allowed; None if they are."""
+    for host in value.split(","):
+        if not _MEDIA_DOMAIN.fullmatch(host):
+            return (
+                f"{name} has {host!r}, must be the name of a host like images.example.com, with http:// before it if "
+                "it may be read without TLS"
+            )
     return None
 
 

@@ -20,7 +20,6 @@ from quire.cluster.config.deployment import ClusterOptions, Deployment, ScalingL
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.server_options import ServerOptions
-from quire.cluster.config.speculative_options import JSON_OBJECT
 from quire.cluster.config.vllm_arguments import GROUP, VllmOptions
 from quire.cluster.fleet.controller.spot import NOTICES
 from quire.cluster.offline import loaded_model
@@ -40,7 +39,9 @@ from quire.proto.options.values import (
     FILE_NAME,
     FLAG,
     INTEGER,
+    JSON_OBJECT,
     LORA_MODULES,
+    NAMES,
     NUM_BYTES,
     NUMBER,
     PATH,
@@ -48,6 +49,8 @@ from quire.proto.options.values import (
     OneOf,
     bearer_token,
     check_target_modules,
+    image_limits,
+    media_domains,
     processor_names,
     web_origins,
     zmq_endpoint,
@@ -71,6 +74,8 @@ def sample(option: Option) -> tuple[Any, str]:
     if isinstance(option.check, OneOf):
         choice = option.check.choices[-1]
         return choice, choice
+    if option.check is image_limits:
+        return '{"image": 3}', '{"image": 3}'
     if option.kind is JSON_OBJECT:
         return '{"method": "ngram"}', '{"method": "ngram"}'
     if option.kind is LORA_MODULES:
@@ -97,7 +102,7 @@ def sample(option: Option) -> tuple[Any, str]:
         return "https://example.com", "https://example.com"
     if option.check is zmq_endpoint:
         return "zmq://127.0.0.1:5557", "zmq://127.0.0.1:5557"
-    if option.check in (processor_names, check_target_modules):
+    if option.check in (processor_names, check_target_modules, media_domains):
         return "first,second", "first,second"
     return (Path("/some/text"), "/some/text") if option.kind is PATH else ("some text", "some text")
 
@@ -219,7 +224,7 @@ def test_declaration_is_complete(owner: type, option: Option) -> None:
 
 
 def _not_allowed(option: Option) -> Any:
-    if option.kind is TEXT:
+    if option.kind in (TEXT, NAMES, JSON_OBJECT):
         return "x y"
     return (("", 1.0),) if option.kind.is_repeated else -2
 

@@ -28,6 +28,8 @@ def other_value(kind: type, field: Field[Any]) -> Any:
         return {"min_replicas": 2, "max_replicas": 5}[field.name]
     if field.name == "speculative_config":
         return '{"method": "ngram"}'
+    if field.name in ("limit_mm_per_prompt", "mm_processor_kwargs"):
+        return '{"image": 3}'
     if field.name in ("kv_events", "kv_events_replay"):
         return "zmq://127.0.0.1:5557"
     if field.name in ("kv_disk", "kv_shared"):
