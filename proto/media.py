@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -162,19 +163,31 @@ class MediaAssembly:
         self._bytes = np.empty(self.num_bytes, np.uint8)
         self._end = 0
 
+    @classmethod
+    def of(cls, layout: tuple[TensorLayout, ...], data: npt.NDArray[np.uint8]) -> Self:
+        """Return the tensors whose bytes are there already, [n] uint8, without a copy. Raises ValueError."""
+        whole = cls.__new__(cls)
+        whole.layout, whole.num_bytes, whole._bytes = layout, num_layout_bytes(layout), data
+        whole._end = len(data)
+        if whole._end != whole.num_bytes:
+            raise ValueError(f"tensors of {whole.num_bytes} bytes have {whole._end}")
+        return whole
+
     @property
     def is_complete(self) -> bool:
         """Return whether every piece has arrived."""
         return self._end == self.num_bytes
 
     def add(self, offset: int, piece: bytes) -> None:
-        """Take a piece. A piece that is there already is ignored; one after a gap raises ValueError."""
+        """Take a piece. Raises ValueError if it is outside the tensors.
+
+        One that is there already is ignored, and so is one after a gap: it is of an earlier upload that was given
+        up, and the one that follows begins at the beginning.
+        """
         end = offset + len(piece)
-        if offset > self._end or end > self.num_bytes:
-            raise ValueError(
-                f"a piece of an image is at bytes {offset} to {end}; {self._end} of {self.num_bytes} have arrived"
-            )
-        if end > self._end:
+        if offset < 0 or end > self.num_bytes:
+            raise ValueError(f"a piece of an image is at bytes {offset} to {end} of {self.num_bytes}")
+        if offset <= self._end < end:
             self._bytes[offset:end] = np.frombuffer(piece, np.uint8)
             self._end = end
 

@@ -4,11 +4,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...proto.errors import QuireError
+from ...proto.errors import InvalidRequest, QuireError
 from .connection import DEFAULT_TARGET, Target, TlsCa, TokenFile, connect
 from .option_groups import with_options
 from .sampling_options import RequestOptions, SamplingOptions, parse_sampling
@@ -41,6 +42,12 @@ def chat(
     request: dict[str, Any],
     target: Target = DEFAULT_TARGET,
     system: Annotated[str, typer.Option(help="System message at the start of the conversation.")] = "",
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File of an image for the first turn, of a model that reads images. May be repeated."
+        ),
+    ] = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
 ) -> None:
@@ -48,24 +55,43 @@ def chat(
 
     If stdin is not a terminal, each of its lines is a turn, and only the replies are printed.
 
-    Example: `quire chat --target 127.0.0.1:50051 --system "You are brief."`
+    Examples: `quire chat --target 127.0.0.1:50051 --system "You are brief."`, `quire chat --image photo.jpg`
     """
     from ...proto.sampling import SamplingParams
 
     sampling_params = SamplingParams(**parse_sampling(sampling, DEFAULT_MAX_TOKENS))
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    images = list(map(_read_image, image or ()))
     with connect(target, token_file, tls_ca) as client:
         if "max_tokens" not in sampling:
             max_tokens = _default_max_tokens(client, request.get("model", ""))
             sampling_params = replace(sampling_params, max_tokens=max_tokens)
 
         def stream_reply(conversation: "list[Message]") -> "Generator[StreamEvent, None, None]":
-            return client.chat_stream(conversation, sampling_params, **request)
+            return client.chat_stream(_with_images(conversation, images), sampling_params, **request)
 
         if sys.stdin.isatty():
             _converse(messages, stream_reply)
         else:
             _reply_to_lines(messages, stream_reply)
+
+
+def _read_image(path: Path) -> dict[str, Any]:
+    """Return a file as a part of a content. Raises InvalidRequest if it cannot be read."""
+    try:
+        return {"type": "image", "image": path.read_bytes()}
+    except OSError as error:
+        raise InvalidRequest("image", f"{path} cannot be read: {error.strerror}") from error
+
+
+def _with_images(conversation: "list[Message]", images: list[dict[str, Any]]) -> "list[Message]":
+    """Return the conversation with the images before the text of its first turn."""
+    if not images:
+        return conversation
+    first = next(index for index, message in enumerate(conversation) if message["role"] == "user")
+    turn = conversation[first]
+    parts = [*images, {"type": "text", "text": turn["content"]}]
+    return [*conversation[:first], {**turn, "content": parts}, *conversation[first + 1 :]]
 
 
 def _default_max_tokens(client: "Client", model: str) -> int:

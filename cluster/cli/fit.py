@@ -96,6 +96,7 @@ def fit(
     console.print(
         f"{described.name}: {described.architecture}, {_count(weights.num_parameters)} parameters, "
         f"{_size(weights.num_bytes)} of weights, context of {described.max_model_len:,} tokens"
+        f"{', reads images' if described.reads_images else ''}"
     )
     try:
         check_tokenizer_files(Path(described.path))

@@ -20,23 +20,26 @@ def models() -> None:
 
     from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, TEXT_MODELS
     from ...proto.model.transformers_spec import list_architectures
+    from ...proto.model.vision import VISION_READERS
 
     logging.set_verbosity_error()  # it warns of default configurations
-    table = Table("architecture", "layers of", "tensor-parallel sizes")
+    table = Table("architecture", "layers of", "tensor-parallel sizes", "reads")
     for architecture in FAMILIES:
-        table.add_row(architecture, "quire", "that divide its heads")
+        table.add_row(architecture, "quire", "that divide its heads", "text")
     for architecture, text_models in TEXT_MODELS.items():
-        table.add_row(architecture, f"quire, as {' or '.join(text_models.values())}", "that divide its heads")
+        reads = "text and images" if architecture in VISION_READERS else "text"
+        own = f"quire, as {' or '.join(text_models.values())}"
+        table.add_row(architecture, own, "that divide its heads", reads)
     for architecture, own in ARCHITECTURE_ALIASES.items():
-        table.add_row(architecture, f"quire, as {own}", "that divide its heads")
+        table.add_row(architecture, f"quire, as {own}", "that divide its heads", "text")
     others = {name: own for name, own in list_architectures().items() if name not in FAMILIES}
     for architecture, listed in others.items():
         if not listed.refusal:
             sizes = "that divide its KV heads" if listed.has_plan else "1"
-            table.add_row(architecture, "transformers", sizes)
+            table.add_row(architecture, "transformers", sizes, "text")
     for architecture, listed in others.items():
         if listed.refusal:
-            table.add_row(architecture, f"refused: {listed.refusal}", "-")
+            table.add_row(architecture, f"refused: {listed.refusal}", "-", "-")
     Console().print(table)
 
 

@@ -97,6 +97,7 @@ class ChatOptions(RequestOptions, total=False):
         documents: for templates of models that answer from documents.
         chat_template: a template for this conversation instead of the model's, if the server permits it.
         add_generation_prompt: end the prompt with the beginning of the assistant's message; True by default.
+        image_settings: settings of the model's image processor for this conversation.
     """
 
     continue_final_message: bool
@@ -107,6 +108,7 @@ class ChatOptions(RequestOptions, total=False):
     documents: Sequence[Mapping[str, Any]]
     chat_template: str | None
     add_generation_prompt: bool
+    image_settings: Mapping[str, Any]
 
 
 _CHAT_OPTIONS = ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys()
@@ -186,7 +188,9 @@ class Methods:
         """Return the completions of a conversation, rendered by the model's chat template.
 
         Args:
-            messages: ``{"role": "user", "content": "..."}`` each.
+            messages: ``{"role": "user", "content": "..."}`` each. A content may also be a list of parts: texts,
+                ``{"type": "text", "text": "..."}``, and images, ``{"type": "image", "image": ...}`` with the bytes of
+                a file, a URL or a PIL.Image.
             sampling_params: None means the defaults.
             options: see ChatOptions and RequestOptions.
 

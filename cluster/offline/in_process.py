@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...proto.config import EngineConfig
@@ -20,7 +21,15 @@ from ...proto.engine_command import EngineCommand
 from ...proto.errors import InvalidRequest, QuireError, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import EncoderInput, StepPlan, StepResult
-from ...proto.stream import ControlEngine, EngineControlled, ReplicaMessage, Stop, TokenBatch
+from ...proto.stream import (
+    ControlEngine,
+    EngineControlled,
+    MediaWanted,
+    ReplicaMessage,
+    Stop,
+    TokenBatch,
+    media_uploads,
+)
 from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
 from ...worker import LaunchedStep, ModelRunner, SingleRank, compute_device, on_device
 from ..fleet.replica.loading_bar import LoadingBar
@@ -303,6 +312,8 @@ class _Batch:
         self._loop.stop()
 
     def _on_message(self, message: ReplicaMessage) -> None:
+        if isinstance(message, MediaWanted):
+            self._send_images(message)
         if self._has_ended or not isinstance(message, TokenBatch):
             return
         self._unread.append(message)
@@ -316,6 +327,14 @@ class _Batch:
             self.error = error
         if self.error is not None or not self._running:
             self.end()
+
+    def _send_images(self, wanted: MediaWanted) -> None:
+        """Post the images that a sequence waits for."""
+        collector, _ = self._running.get(wanted.handle, (None, 0))
+        if collector is not None:
+            tensors = collector.request.media_tensors
+            for upload in chain.from_iterable(media_uploads(each, tensors[each]) for each in wanted.digests):
+                self._mailbox.post(_GATEWAY, upload)
 
     def _on_update(self, handle: int, update: SequenceUpdate) -> None:
         collector, index = self._running[handle]

@@ -155,18 +155,21 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Tool] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput]:
         """Return the completions of conversations, rendered by the model's chat template.
 
         Args:
             messages: one conversation, a list of ``{"role": "user", "content": "..."}``, or a list of conversations.
-                Content is text or a list of text parts.
+                Content is text, or a list of parts of text and images: ``{"type": "image_url", "image_url": {"url":
+                ...}}`` or ``{"type": "image_pil", "image_pil": PIL.Image}``.
             chat_template: source of a template to use instead of the model's.
             add_generation_prompt: end the prompt with the beginning of the assistant's message.
             continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
             tools: functions that the model may call, in the form of OpenAI's API.
             chat_template_kwargs: further variables of the template by name, for example ``enable_thinking``.
+            mm_processor_kwargs: settings of the model's image processor that replace its own.
             options: use_tqdm, lora_request, priority, tenant and cache_salt of `generate`.
 
         Raises:
@@ -181,6 +184,7 @@ class LLM:
                 tools=tools or (),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
+                image_settings=mm_processor_kwargs or {},
             )
             for conversation in conversations
         ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from ...proto.config import EngineConfig
@@ -12,8 +15,11 @@ from ...proto.sampling import SamplingParams
 from ..config.engine_options import EngineOptions
 from ..config.machine import Machine
 from ..config.resolve import resolve
+from ..text.media.image_source import ImageSource
+from ..text.media.transformers_processor import local_image_processor
 from ..text.requests.chat import Chat
-from ..text.requests.request import Request, RequestChecker
+from ..text.requests.prompt_images import ImagePrompt
+from ..text.requests.request import AnyPrompt, Request, RequestChecker
 from ..text.requests.tokenizer import load_tokenizer
 from .engine import Engine, OutputCollector
 from .prompts import LoRARequest, ReadPrompt
@@ -32,7 +38,9 @@ class LoadedModel:
         self.tokenizer = load_tokenizer(config.model)
         self.engine = _make_engine(config)
         self.config = self.engine.config
-        self.checker = RequestChecker(self.config, self.tokenizer)
+        self.checker = RequestChecker(
+            self.config, self.tokenizer, image_processor=local_image_processor(self.config)
+        )
 
     def collector(
         self,
@@ -56,7 +64,7 @@ class LoadedModel:
             InvalidRequest: the prompt cannot be served.
         """
         request = self.checker.check(
-            prompt.prompt,
+            self._fetched(prompt.prompt),
             sampling,
             request_id=request_id,
             priority=-priority,
@@ -74,6 +82,21 @@ class LoadedModel:
             lora_request=lora_request,
             flat_logprobs=sampling.flat_logprobs,
         )
+
+    def _fetched(self, prompt: AnyPrompt) -> AnyPrompt:
+        """Return a prompt with the files of images that have to be fetched from allowed hosts."""
+        remote = self.checker.remote_images(prompt)
+        if not remote or not isinstance(prompt, Chat | ImagePrompt):
+            return prompt
+        from ..text.media.fetch import ImageFetcher  # httpx, which few calls need
+
+        domains = self.config.images.media_domains
+
+        async def fetch() -> Mapping[str, ImageSource]:
+            return await ImageFetcher(domains).fetch_all(remote)
+
+        with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
+            return prompt.with_images(thread.submit(asyncio.run, fetch()).result())
 
     def _text_of(self, prompt: ReadPrompt, request: Request) -> str | None:
         """Return the text of a prompt for its output: of a chat, what the template made of it."""

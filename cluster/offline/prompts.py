@@ -11,16 +11,29 @@ import numpy as np
 from ...proto import coerce
 from ...proto.errors import InvalidRequest, InvalidType
 from ...proto.lora import MAX_LORA_NAME_CHARS, MAX_LORA_PATH_CHARS, LoraReference
+from ..text.media.image_source import ImageSource
 from ..text.requests.chat import Chat
+from ..text.requests.prompt_images import ImagePrompt
 from ..text.requests.request import Prompt
 
 _SEQUENCES = (Sequence, np.ndarray)
 
 
+class MultiModalData(TypedDict):
+    """The images of a prompt, each a PIL.Image, in the order of their placeholders; as in vLLM."""
+
+    image: Any
+
+
 class TextPrompt(TypedDict):
-    """A text with options of its own, as in vLLM."""
+    """A text with options of its own, as in vLLM.
+
+    With images it has the model's placeholder once for each, for example ``<|image_pad|>``.
+    """
 
     prompt: str
+    multi_modal_data: NotRequired[MultiModalData]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -29,6 +42,8 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
+    multi_modal_data: NotRequired[MultiModalData]
+    mm_processor_kwargs: NotRequired[Mapping[str, Any]]
     cache_salt: NotRequired[str]
 
 
@@ -46,7 +61,7 @@ class ReadPrompt:
         cache_salt: None if the prompt names none.
     """
 
-    prompt: Prompt
+    prompt: Prompt | ImagePrompt
     text: str | None
     cache_salt: str | None = None
 
@@ -79,21 +94,47 @@ def _read_prompt(field: str, prompt: Any) -> ReadPrompt:
 
 
 def _read_mapping(field: str, prompt: Mapping[str, Any]) -> ReadPrompt:
-    known = {"prompt", "prompt_token_ids", "cache_salt"}
+    known = {"prompt", "prompt_token_ids", "cache_salt", "multi_modal_data", "mm_processor_kwargs"}
     unknown = sorted(str(name) for name, value in prompt.items() if name not in known and value is not None)
     if unknown:
         raise InvalidRequest(
-            field, f"has {', '.join(unknown)}, must have prompt or prompt_token_ids, and cache_salt"
+            field,
+            f"has {', '.join(unknown)}, must have prompt or prompt_token_ids, and multi_modal_data, "
+            "mm_processor_kwargs and cache_salt",
         )
     text, token_ids, salt = (prompt.get(name) for name in ("prompt", "prompt_token_ids", "cache_salt"))
     for name, value in (("prompt", text), ("cache_salt", salt)):
         if value is not None and not isinstance(value, str):
             raise InvalidType(f"{field}.{name}", f"is of type {type(value).__name__}, must be text")
-    if token_ids is not None:
-        return ReadPrompt(coerce.token_ids(f"{field}.prompt_token_ids", token_ids), text, salt)
-    if text is None:
+    if token_ids is None and text is None:
         raise InvalidRequest(field, "has neither prompt nor prompt_token_ids, must have one of them")
-    return ReadPrompt(text, text, salt)
+    tokens = text if token_ids is None else coerce.token_ids(f"{field}.prompt_token_ids", token_ids)
+    assert tokens is not None, "one of them is given"
+    return ReadPrompt(_with_images(field, tokens, prompt), text, salt)
+
+
+def _with_images(
+    field: str, tokens: str | Sequence[int], prompt: Mapping[str, Any]
+) -> str | Sequence[int] | ImagePrompt:
+    """Return a text or token ids with the images of a vLLM dictionary."""
+    data = prompt.get("multi_modal_data") or {}
+    settings = prompt.get("mm_processor_kwargs") or {}
+    for name, value in (("multi_modal_data", data), ("mm_processor_kwargs", settings)):
+        if not isinstance(value, Mapping):
+            raise InvalidType(f"{field}.{name}", f"is of type {type(value).__name__}, must be a dict")
+    if others := sorted(str(kind) for kind, value in data.items() if kind != "image" and value is not None):
+        raise InvalidRequest(f"{field}.multi_modal_data", f"has {', '.join(others)}, must have image alone")
+    images = data.get("image")
+    if images is None:
+        return tokens
+    images = images if isinstance(images, list | tuple) else [images]
+    for index, image in enumerate(images):
+        if type(image).__module__.partition(".")[0] != "PIL":
+            kind = type(image).__name__
+            raise InvalidType(
+                f"{field}.multi_modal_data.image[{index}]", f"is of type {kind}, must be a PIL.Image"
+            )
+    return ImagePrompt(tokens, tuple(ImageSource(image=image) for image in images), settings)
 
 
 def _is_token_ids(prompts: object) -> bool:

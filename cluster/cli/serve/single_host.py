@@ -131,7 +131,7 @@ async def _serve_replica(
         await servers.start()
         stopwatch.lap("gateway")
         for model in models:
-            model.tokenizer_workers.start()
+            model.start_workers()
         is_ready = await servers.wait_until_ready(failure, signaled, timeout_s=CANARY_TIMEOUT_S)
         stopwatch.lap("canary")
         if is_ready:

@@ -17,6 +17,7 @@ from ...text.chat_format.deltas import (
     ToolCallArguments,
     ToolCallStart,
 )
+from ...text.media.image_source import ImageError
 from ...text.requests.chat import (
     MAX_DOCUMENTS,
     MAX_MESSAGES,
@@ -25,7 +26,7 @@ from ...text.requests.chat import (
     allowed_tools,
     is_allowed_tools,
 )
-from ...text.requests.chat_messages import Message
+from ...text.requests.chat_messages import IMAGE_KINDS, Message, read_image
 from ...text.requests.json_values import MAX_VALUES, JsonSize
 from .message_fields import from_message, to_message
 
@@ -53,6 +54,8 @@ def chat_to_message(chat: Chat) -> inference_pb2.Chat:
         **{name: getattr(chat, name) for name in _CHAT_FLAGS},
     )
     message.template_options.update(chat.template_options)
+    if chat.image_settings:
+        message.image_settings = _dump(chat.image_settings)
     return message
 
 
@@ -74,6 +77,7 @@ def chat_from_message(message: inference_pb2.Chat) -> Chat:
         tools=[_load(f"chat.tools[{index}]", text) for index, text in enumerate(message.tools)],
         documents=[_load(f"chat.documents[{index}]", text) for index, text in enumerate(message.documents)],
         tool_choice=_tool_choice(message.tool_choice),
+        image_settings=_load("chat.image_settings", message.image_settings) if message.image_settings else {},
         **{name: getattr(message, name) for name in _CHAT_FLAGS if message.HasField(name)},
     )
 
@@ -94,15 +98,33 @@ def _message_to_proto(message: Message) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(
         role=message["role"],
         content=content if isinstance(content, str) else None,
-        content_parts=[inference_pb2.ContentPart(text=_part_text(part)) for part in parts],
+        content_parts=list(map(_part_to_proto, parts)),
         tool_calls=map(_call_to_proto, message.get("tool_calls") or ()),
         reasoning_content=reasoning,
         **texts,
     )
 
 
-def _part_text(part: str | Mapping[str, Any]) -> str:
-    return part if isinstance(part, str) else part["text"]
+def _part_to_proto(part: str | Mapping[str, Any]) -> inference_pb2.ContentPart:
+    if isinstance(part, str):
+        return inference_pb2.ContentPart(text=part)
+    if part.get("type") not in IMAGE_KINDS:
+        return inference_pb2.ContentPart(text=part["text"])
+    image = read_image("chat.messages.content", part)
+    if image.is_remote:
+        return inference_pb2.ContentPart(image=inference_pb2.Image(url=image.url, detail=image.detail))
+    try:
+        data = image.file()
+    except ImageError as error:
+        raise InvalidRequest("chat.messages.content", str(error)) from error
+    return inference_pb2.ContentPart(image=inference_pb2.Image(data=data, detail=image.detail))
+
+
+def _part_from_proto(part: inference_pb2.ContentPart) -> dict[str, Any]:
+    if part.WhichOneof("part") != "image":
+        return {"type": "text", "text": part.text}
+    source, detail = part.image.WhichOneof("source"), part.image.detail or "auto"
+    return {"type": "image", "image": getattr(part.image, source) if source else None, "detail": detail}
 
 
 def _call_to_proto(call: Mapping[str, Any]) -> inference_pb2.ToolCall:
@@ -116,7 +138,7 @@ def _message_from_proto(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role}
     plain |= {name: getattr(message, name) for name in _MESSAGE_TEXTS if message.HasField(name)}
     if message.content_parts:
-        plain["content"] = [{"type": "text", "text": part.text} for part in message.content_parts]
+        plain["content"] = list(map(_part_from_proto, message.content_parts))
     if message.tool_calls:
         plain["tool_calls"] = [_call_from_proto(call) for call in message.tool_calls]
     elif not message.HasField("reasoning_content"):

@@ -11,12 +11,17 @@ from ....proto.replica_status import KvCacheInfo, QueueInfo, ReplicaFigures
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that the server serves."""
+    """A model that the server serves.
+
+    Attributes:
+        reads_images: conversations may have images.
+    """
 
     name: str
     architecture: str
     max_model_len: int
     vocab_size: int
+    reads_images: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar, cast
@@ -22,6 +22,7 @@ from ....proto.errors import (
     ReplicaUnavailable,
 )
 from ....proto.lora import LoraReference
+from ....proto.media import MediaTensors
 from ....proto.replica_status import Activity, ReplicaStatus
 from ....proto.stream import (
     Abort,
@@ -34,6 +35,7 @@ from ....proto.stream import (
     GatewayMessage,
     LoadLora,
     LoraLoaded,
+    MediaWanted,
     Recall,
     Recalled,
     RecalledOutput,
@@ -43,6 +45,7 @@ from ....proto.stream import (
     TokenBatch,
     decode,
     encode,
+    media_uploads,
 )
 from ....proto.transport.network import CurveKeys
 from ...os_utils.event_loop import run_in_background
@@ -150,6 +153,8 @@ class ReplicaClient:
         self._connection: Connection = connection or ZmqConnection(address, keys)
         self._is_open = False
         self._running: dict[int, UpdateReceiver] = {}  # handle |-> receiver, while the sequence runs
+        self._media: dict[int, Mapping[bytes, MediaTensors]] = {}  # handle |-> the images of its request
+        self._uploads: dict[bytes, asyncio.Task[None]] = {}  # digest |-> the upload that is under way
         self._next_handle = 1
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[Any]] = {}  # query |-> its reply
@@ -213,10 +218,11 @@ class ReplicaClient:
 
     async def close(self, reason: str = "its client was closed") -> None:
         """Fail running requests with the reason and close the connection. Safe to call twice."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._uploads.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._tasks, self._uploads = [], {}
         if self._is_open:
             for handle in self._running:
                 self.send(Abort(handle))
@@ -251,6 +257,8 @@ class ReplicaClient:
         handles = self._new_handles(request.sampling.num_sequences)
         receiver = make_receiver(handles)
         self._running |= dict.fromkeys(handles, receiver)
+        if request.media_tensors:
+            self._media |= dict.fromkeys(handles, request.media_tensors)
         self._expect_message()
         self.send(request.submit_message(handles.start))
         return receiver
@@ -268,6 +276,7 @@ class ReplicaClient:
     def abort(self, handles: range) -> None:
         """Abort the sequences that still run, and drop all further updates for these handles."""
         for handle in handles:
+            self._media.pop(handle, None)
             if self._running.pop(handle, None) is not None:
                 self.send(Abort(handle))
 
@@ -445,6 +454,7 @@ class ReplicaClient:
 
     def _fail_all(self, reason: str) -> None:
         receivers, self._running = dict.fromkeys(self._running.values()), {}  # each once, in order
+        self._media = {}
         for receiver in receivers:
             receiver.fail(ReplicaUnavailable(f"replica {self.replica_id} failed: {reason}"))
 
@@ -513,9 +523,32 @@ class ReplicaClient:
             self._on_status(message)
         elif isinstance(message, BlockMap | LoraLoaded | EngineControlled | Recalled):
             self._resolve(message)
+        elif isinstance(message, MediaWanted):
+            self._upload_wanted(message)
         if isinstance(message, ReplicaStatus | CacheReport):
             for listener in self._listeners:
                 listener(message)
+
+    def _upload_wanted(self, wanted: MediaWanted) -> None:
+        """Send the images that a sequence waits for. Unknown ones are those of a sequence that has ended here.
+
+        One that is being sent already is sent again from its beginning: the replica has dropped what it had of it.
+        """
+        held = self._media.get(wanted.handle, {})
+        for digest in wanted.digests:
+            if digest in held:
+                if (earlier := self._uploads.pop(digest, None)) is not None:
+                    earlier.cancel()
+                self._uploads[digest] = run_in_background(
+                    self._upload(digest, held[digest]), f"sending an image to {self.replica_id}"
+                )
+
+    async def _upload(self, digest: bytes, tensors: MediaTensors) -> None:
+        """Send an image in pieces, between which the streams of this process run."""
+        for piece in media_uploads(digest, tensors):
+            self.send(piece)
+            await asyncio.sleep(0)
+        self._uploads.pop(digest, None)
 
     def _deliver(self, batches: Sequence[TokenBatch]) -> None:
         if any(len(batch.token_ids) or batch.pooled is not None for batch in batches):
@@ -526,6 +559,7 @@ class ReplicaClient:
                 continue
             if update.finish is not None:
                 del self._running[handle]
+                self._media.pop(handle, None)
                 self._check_replica_failure(update.finish)
             receiver.put(handle, update)
 

@@ -33,10 +33,12 @@ from ....proto.stream import RecalledOutput
 from ...config.tenants import Tenants
 from ...os_utils.event_loop import ChangeNotifier
 from ...os_utils.watched_file import Source
+from ...text.media.image_source import ImageSource
 from ...text.requests.chat import Chat
 from ...text.requests.observer import Observers, RequestObserver, RequestWatch
 from ...text.requests.output_processor import OutputProcessor
 from ...text.requests.outputs import OutputEvent, RequestStarted, StreamEvent
+from ...text.requests.prompt_images import ImagePrompt
 from ...text.requests.request import AnyPrompt, Request, TextPair
 from ...text.requests.resume_position import ResumePosition
 from ...text.requests.resumed_output import ResumedOutput
@@ -95,7 +97,9 @@ class GenerationCall:
     def is_short(self) -> bool:
         """Checking the call takes a millisecond at most."""
         sampling = self.sampling
-        if isinstance(self.prompt, Chat) or sampling.structured_outputs is not None:  # rendered, compiled
+        if (
+            isinstance(self.prompt, Chat | ImagePrompt) or sampling.structured_outputs is not None
+        ):  # rendered, compiled
             return False
         num_listed = len(sampling.allowed_token_ids or ()) + sum(map(len, sampling.bad_words))
         return len(self.prompt) + num_listed <= LONG_PROMPT_CHARS
@@ -105,7 +109,7 @@ class GenerationCall:
         values = {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_CONTENT
         }
-        if not isinstance(self.prompt, str | Chat | TextPair):
+        if not isinstance(self.prompt, str | Chat | TextPair | ImagePrompt):
             try:
                 values["prompt"] = np.asarray(self.prompt, dtype=np.int64).tobytes().hex()
             except OverflowError as error:
@@ -190,6 +194,7 @@ class GenerationService:
         self._end_reason = ""  # set once every request is to end
         self._finished: RetainedRequests[ActiveRequest] = RetainedRequests(self.limits)
         self.prompt_concurrency, self.constraint_concurrency = TenantConcurrency(), TenantConcurrency()
+        self.image_concurrency = TenantConcurrency()
 
     @asynccontextmanager
     async def run(self, call: GenerationCall) -> AsyncIterator[Generation]:
@@ -360,9 +365,10 @@ class GenerationService:
 
     async def _check(self, model: ServedModel, call: GenerationCall) -> Request:
         """Return the validated and tokenized request."""
+        prompt = await self.with_fetched_images(model, call)
         check = functools.partial(
             model.checker.check,
-            call.prompt,
+            prompt,
             call.seeded(),
             request_id=call.request_id,
             tenant=call.tenant,
@@ -376,10 +382,30 @@ class GenerationService:
         )
         return check() if call.is_short else await self._concurrency_of(call).run(call.tenant, check)
 
+    async def with_fetched_images(self, model: ServedModel, call: GenerationCall) -> AnyPrompt:
+        """Return the prompt of a call, with the files of images that have to be fetched.
+
+        Raises:
+            InvalidRequest: the prompt is invalid, or an image cannot be fetched.
+        """
+        prompt = call.prompt
+        has_images = isinstance(prompt, ImagePrompt) or (isinstance(prompt, Chat) and prompt.may_have_images)
+        if not has_images or not model.checker.reads_images:
+            return prompt
+        find = functools.partial(model.checker.remote_images, prompt)
+        if not (remote := await self.prompt_concurrency.run(call.tenant, find)):
+            return prompt
+        assert isinstance(prompt, Chat | ImagePrompt), "other prompts have no images"
+        return prompt.with_images(await model.image_fetcher.fetch_all(remote))
+
     def _concurrency_of(self, call: GenerationCall) -> TenantConcurrency:
-        """Return the limit of a call that takes long to check: those with a constraint wait for other processes."""
+        """Return the limit of a call that takes long to check: constraints and images wait for other processes."""
         has_constraint = call.sampling.structured_outputs is not None
         has_constraint |= isinstance(call.prompt, Chat) and call.prompt.may_constrain
+        if isinstance(call.prompt, ImagePrompt) or (
+            isinstance(call.prompt, Chat) and call.prompt.may_have_images
+        ):
+            return self.image_concurrency
         return self.constraint_concurrency if has_constraint else self.prompt_concurrency
 
 
@@ -414,6 +440,8 @@ def _name_of(model: ServedModel, request: Request) -> str:
 
 def _plain(value: object) -> object:
     """Return a value of a call as JSON can hold it."""
+    if isinstance(value, ImageSource):
+        return value.name
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: getattr(value, each.name) for each in fields(value)}
     return dict(value) if isinstance(value, Mapping) else repr(value)

@@ -99,10 +99,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     ) -> inference_pb2.TokenizeResponse:
         model = self._models.find(message.model)
         adds_special_tokens = message.add_special_tokens if message.HasField("add_special_tokens") else True
-        check = functools.partial(
-            model.checker.token_ids, prompt_from_message(message), add_special_tokens=adds_special_tokens
-        )
-        token_ids = await self._generation.prompt_concurrency.run(self._tenant("", context), check)
+        tenant = self._tenant("", context)
+        call = GenerationCall(prompt_from_message(message), SamplingParams(), tenant=tenant)
+        prompt = await self._generation.with_fetched_images(model, call)
+        check = functools.partial(model.checker.token_ids, prompt, add_special_tokens=adds_special_tokens)
+        token_ids = await self._generation.prompt_concurrency.run(tenant, check)
         texts = map(model.tokenizer.token_text, token_ids) if message.return_tokens else ()
         return await asyncio.to_thread(
             inference_pb2.TokenizeResponse,

@@ -47,7 +47,8 @@ async def prompt_token_ids(services: GatewayServices, call: GenerationCall) -> l
     """Return the tokens of a call's prompt, without running it. Raises InvalidRequest for an invalid prompt."""
     model = services.models.find(call.model)
     assert not isinstance(call.prompt, TextPair), "only the server makes pairs"
-    check = partial(model.checker.token_ids, call.prompt, add_special_tokens=call.add_special_tokens)
+    prompt = await services.generation.with_fetched_images(model, call)
+    check = partial(model.checker.token_ids, prompt, add_special_tokens=call.add_special_tokens)
     return await services.generation.prompt_concurrency.run(call.tenant, check)
 
 

@@ -165,7 +165,7 @@ class ControllerSync:
                 return
             pool = self._new_pool(config) if model is None else model.served.pool
             served = ServedModel.of(config, tokenizer, pool)
-            served.tokenizer_workers.start()
+            served.start_workers()
             silence_timeout_s = config.scheduler.step_timeout_s + SILENCE_MARGIN_S
             model = self._synced[deployment.name] = _SyncedModel(
                 deployment.version, served, silence_timeout_s

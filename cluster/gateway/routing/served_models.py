@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ....proto.config import EngineConfig
 from ....proto.errors import InvalidRequest, ModelNotFound
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.event_loop import ChangeNotifier
+from ...text.media.fetch import ImageFetcher
 from ...text.requests.request import RequestChecker
 from ...text.requests.tokenizer import Tokenizer
 from ...text.sandbox.grammar_workers import GrammarWorkers
+from ...text.sandbox.image_workers import ImageWorkers
 from ...text.sandbox.tokenizer_workers import TokenizerWorkers
 from .replica_pool import ReplicaPool
 
@@ -21,6 +23,8 @@ class ServedModel:
     """A model and the replicas that run it.
 
     Attributes:
+        image_workers: None for a model that reads text alone.
+        image_fetcher: reads the images of URLs.
         scales_from_zero: the model may have no replica while idle; the first request starts one.
     """
 
@@ -30,20 +34,34 @@ class ServedModel:
     pool: ReplicaPool
     tokenizer_workers: TokenizerWorkers
     grammar_workers: GrammarWorkers
+    image_workers: ImageWorkers | None = None
+    image_fetcher: ImageFetcher = field(default_factory=lambda: ImageFetcher(()))
     scales_from_zero: bool = False
 
     @staticmethod
     def of(config: EngineConfig, tokenizer: Tokenizer, pool: ReplicaPool) -> ServedModel:
         """Return a model whose prompts are rendered and tokenized in processes of their own."""
         tokenizer_workers, grammar_workers = TokenizerWorkers(tokenizer), GrammarWorkers(config)
-        checker = RequestChecker(config, tokenizer, tokenizer_workers, grammar_workers)
+        image_workers = None if config.model.vision is None else ImageWorkers(config)
+        checker = RequestChecker(config, tokenizer, tokenizer_workers, grammar_workers, image_workers)
         pool.adapters.configure(config.lora)
-        return ServedModel(config, tokenizer, checker, pool, tokenizer_workers, grammar_workers)
+        fetcher = ImageFetcher(config.images.media_domains)
+        return ServedModel(
+            config, tokenizer, checker, pool, tokenizer_workers, grammar_workers, image_workers, fetcher
+        )
 
     def resize(self, config: EngineConfig) -> None:
         """Check further requests against another configuration."""
         self.config = config
-        self.checker = RequestChecker(config, self.tokenizer, self.tokenizer_workers, self.grammar_workers)
+        self.checker = RequestChecker(
+            config, self.tokenizer, self.tokenizer_workers, self.grammar_workers, self.image_workers
+        )
+
+    def start_workers(self) -> None:
+        """Start the first process of those that prompts need, so that the first request does not wait for it."""
+        self.tokenizer_workers.start()
+        if self.image_workers is not None:
+            self.image_workers.start()
 
     @property
     def name(self) -> str:
@@ -136,6 +154,8 @@ class ServedModels:
             await self.remove(model.name).pool.close()
             model.tokenizer_workers.close()
             model.grammar_workers.close()
+            if model.image_workers is not None:
+                model.image_workers.close()
 
 
 def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:

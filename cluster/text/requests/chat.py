@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ....proto.errors import InvalidRequest
+from ..media.image_source import ImageSource
 from .chat_messages import (
+    ContentForm,
     Message,
     check_function,
     check_message,
+    message_images,
     message_texts,
     template_message,
 )
@@ -44,7 +47,8 @@ class Chat:
 
     Args:
         messages: oldest first, in the form of OpenAI's API; the roles are usually ``system``, ``user``,
-            ``assistant`` and ``tool``. Content is text, a list of text parts, or None beside tool calls.
+            ``assistant`` and ``tool``. Content is text, a list of parts of text and images, or None beside tool
+            calls.
         continue_final_message: continue the last message, which must be the assistant's, instead of a new one.
         template_options: further variables of the template by name, for example ``enable_thinking``.
         tools: functions that the model may call, ``{"type": "function", "function": {"name": ...}}`` each.
@@ -56,6 +60,7 @@ class Chat:
         documents: for templates of models that answer from documents.
         chat_template: a template for this conversation instead of the model's, if the server permits it.
         add_generation_prompt: end the prompt with the beginning of the assistant's message.
+        image_settings: settings of the model's image processor for this conversation, for example ``max_pixels``.
     """
 
     messages: Sequence[Message]
@@ -67,6 +72,43 @@ class Chat:
     documents: Sequence[Mapping[str, Any]] = ()
     chat_template: str | None = None
     add_generation_prompt: bool = True
+    image_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def may_have_images(self) -> bool:
+        """A message has another part than text. Also of a conversation that is not checked."""
+        messages = self.messages if isinstance(self.messages, list | tuple) else ()
+        contents = (message.get("content") for message in messages if isinstance(message, Mapping))
+        return any(
+            isinstance(part, Mapping) and part.get("type", "text") != "text"
+            for content in contents
+            if isinstance(content, list | tuple)
+            for part in content
+        )
+
+    @property
+    def images(self) -> list[tuple[str, ImageSource]]:
+        """The images of a checked conversation, each with the name of its place."""
+        return [
+            image
+            for index, message in enumerate(self.messages)
+            for image in message_images(f"chat.messages[{index}]", message)
+        ]
+
+    def with_images(self, images: Mapping[str, ImageSource]) -> Chat:
+        """Return the conversation with other images, by the names of their places."""
+        messages = []
+        for index, message in enumerate(self.messages):
+            content = message.get("content")
+            if content is not None and not isinstance(content, str):
+                places = (f"chat.messages[{index}].content[{part}]" for part in range(len(content)))
+                parts = [
+                    {"type": "image", "image": images[place]} if place in images else part
+                    for place, part in zip(places, content, strict=True)
+                ]
+                message = {**message, "content": parts}
+            messages.append(message)
+        return replace(self, messages=messages)
 
     @property
     def offers_tools(self) -> bool:
@@ -113,19 +155,21 @@ class Chat:
         for index, document in enumerate(self.documents):
             check_mapping(f"chat.documents[{index}]", document)
         check_json("chat.documents", self.documents)
+        check_mapping("chat.image_settings", self.image_settings)
+        check_json("chat.image_settings", self.image_settings)
         self._check_template()
 
     def template_messages(
-        self, *, none_content: bool, arguments_as_text: bool = False
+        self, form: ContentForm, *, arguments_as_text: bool = False
     ) -> list[dict[str, Any]]:
-        """Return the messages as templates read them, with the parts of a content joined.
+        """Return the messages as templates read them.
 
         Args:
-            none_content: leave the content of a message without any None instead of the empty text.
+            form: of the messages' contents.
             arguments_as_text: give the arguments of tool calls as JSON text instead of an object.
         """
         return [
-            template_message(message, none_content=none_content, arguments_as_text=arguments_as_text)
+            template_message(message, form=form, arguments_as_text=arguments_as_text)
             for message in self.messages
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ....proto.block_tables import IntArray
@@ -16,6 +17,7 @@ from ..chat_format.output_parser import ChatOutputParser
 from ..chat_format.tool_structures import FunctionSchema, ToolStructure
 from .chat import Chat
 from .chat_template import TemplateError, prepare_rendering
+from .prompt_images import WITHOUT_IMAGES, Images
 from .tokenizer import PromptEncoder, Tokenizer
 
 # What is wrong with a request that asks for a constraint too.
@@ -54,18 +56,32 @@ class EncodedPrompt:
 
 
 class ChatEncoder:
-    """Renders and tokenizes the conversations of one model. Threads may share one."""
+    """Renders and tokenizes the conversations of one model. Threads may share one.
 
-    def __init__(self, config: ChatOptions, tokenizer: Tokenizer, prompt_encoder: PromptEncoder) -> None:
+    Args:
+        reads_images: the model reads images, so that its template may read contents as lists of parts.
+    """
+
+    def __init__(
+        self,
+        config: ChatOptions,
+        tokenizer: Tokenizer,
+        prompt_encoder: PromptEncoder,
+        reads_images: bool = False,
+    ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder
+        self._reads_images = reads_images
 
-    def encode(self, chat: Chat, constraint: StructuredOutputsParams | None = None) -> EncodedPrompt:
+    def encode(
+        self, chat: Chat, constraint: StructuredOutputsParams | None = None, images: Images = WITHOUT_IMAGES
+    ) -> EncodedPrompt:
         """Return the prompt of a conversation, rendered by the chat template with its special tokens.
 
         Args:
             constraint: constraint that the request asks for.
+            images: those of the conversation.
 
         Raises:
             InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.
@@ -74,7 +90,7 @@ class ChatEncoder:
         source = self._template(chat)
         chat_format = self._format(chat, source)
         try:
-            token_ids, end = self._render(chat, source)
+            token_ids, end = self._render(chat, source, images)
         except TemplateError as error:
             raise InvalidRequest("chat", f"the model's template rejects it: {error}") from error
         tools = chat.parameters_by_tool
@@ -93,18 +109,24 @@ class ChatEncoder:
         source = self._config.chat_template or self._tokenizer.chat_template()
         return ChatFormat.find("none", self._config.reasoning_parser, source)
 
-    def _render(self, chat: Chat, source: str) -> tuple[IntArray, str]:
+    def _render(self, chat: Chat, source: str, images: Images) -> tuple[IntArray, str]:
         """Return the token ids and the end of the prompt. Raises TemplateError."""
-        tokens = self._tokenizer.named_special_tokens
+        prepare = partial(
+            prepare_rendering,
+            chat,
+            source,
+            self._tokenizer.named_special_tokens,
+            reads_images=self._reads_images,
+            expansions=images.expansions,
+        )
         try:
-            return self._prompt_encoder.encode_chat(prepare_rendering(chat, source, tokens))
+            return self._prompt_encoder.encode_chat(prepare())
         except TemplateError as error:
             if not chat.has_tool_calls:
                 raise
             # Most templates write the arguments of earlier calls as JSON. Those of DeepSeek append them as text.
             try:
-                rendering = prepare_rendering(chat, source, tokens, arguments_as_text=True)
-                return self._prompt_encoder.encode_chat(rendering)
+                return self._prompt_encoder.encode_chat(prepare(arguments_as_text=True))
             except TemplateError:
                 raise error from None
 

@@ -1,17 +1,21 @@
-"""Messages of a conversation in the form of OpenAI's API: checks, and the form that chat templates read."""
+"""Messages of a conversation in the form of OpenAI's API: checks, images, and the form that chat templates read."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ....proto.errors import InvalidRequest
+from ..media.image_source import DETAILS, ImageSource
 from .json_values import check_count, check_json, check_mapping, check_text, show_value
 
 MAX_PARTS = 1024  # of one message's content
 MAX_CALLS = 128  # tool calls of one message
 MAX_NAME_CHARS = 256  # of roles, functions, participants and ids of calls
+
+MAX_URL_CHARS = 8192  # of an image that is elsewhere
 
 # ``{"role": ..., "content": ...}``, with a role that the model's template supports.
 Message = Mapping[str, Any]
@@ -19,6 +23,7 @@ Message = Mapping[str, Any]
 # Members of OpenAI's messages that a prompt would need, and no template reads. Others that clients send back, also
 # those of other servers, are ignored.
 _REFUSED = ("audio", "function_call")
+_REFUSED_MEDIA = ("audio", "video", "file")
 _NAMES = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -67,11 +72,60 @@ def _check_part(field: str, part: object) -> None:
         return
     part = check_mapping(field, part)
     kind = part.get("type", "text")
-    if kind != "text":
+    if isinstance(kind, str) and kind in IMAGE_KINDS:
+        read_image(field, part)
+    elif kind != "text":
+        named = isinstance(kind, str) and next((name for name in _REFUSED_MEDIA if name in kind), None)
+        reason = f": {named} is not supported" if named else ""
+        raise InvalidRequest(f"{field}.type", f"is {show_value(kind)}, must be text or image_url{reason}")
+    else:
+        check_text(f"{field}.text", part.get("text"))
+
+
+# Types of parts that are images: OpenAI's of the two APIs, and those of transformers and vLLM in Python.
+IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")
+
+
+def read_image(field: str, part: Mapping[str, Any]) -> ImageSource:
+    """Return the image of a part of a content.
+
+    Raises:
+        InvalidRequest: the part has none, or its URL has another scheme.
+    """
+    kind = part["type"]
+    value = next((part[name] for name in (kind, "image_url", "url") if part.get(name) is not None), None)
+    if isinstance(value, ImageSource):
+        return value
+    detail = part.get("detail")
+    if isinstance(value, Mapping):
+        detail, value = value.get("detail", detail), value.get("url")
+    detail = "auto" if detail in (None, "original") else detail
+    if detail not in DETAILS:
         raise InvalidRequest(
-            f"{field}.type", f"is {show_value(kind)}, must be text: the model reads text only"
+            f"{field}.detail", f"is {show_value(detail)}, must be one of {', '.join(DETAILS)}"
         )
-    check_text(f"{field}.text", part.get("text"))
+    if type(value).__module__.partition(".")[0] == "PIL":
+        return ImageSource(image=value, detail=detail)
+    if isinstance(value, bytes):
+        return ImageSource(data=value, detail=detail)
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{kind}", f"is {show_value(value)}, must be the URL of an image")
+    source = ImageSource(url=value, detail=detail)
+    if source.is_remote:
+        check_text(f"{field}.{kind}", value, MAX_URL_CHARS)
+        if not value.lower().startswith(("https://", "http://")):
+            raise InvalidRequest(f"{field}.{kind}", f"is {show_value(value)}, must be a data: or https: URL")
+    return source
+
+
+def message_images(field: str, message: Message) -> Iterator[tuple[str, ImageSource]]:
+    """Yield the images of a checked message, each with the name of its place."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return
+    for index, part in enumerate(content):
+        if not isinstance(part, str) and part.get("type") in IMAGE_KINDS:
+            yield f"{field}.content[{index}]", read_image(f"{field}.content[{index}]", part)
 
 
 def _check_calls(field: str, calls: object) -> None:
@@ -122,12 +176,31 @@ def message_texts(message: Message) -> Iterator[str]:
         yield message.get(name) or ""
 
 
-def _part_text(part: Any) -> str:
-    return str(part if isinstance(part, str) else part["text"])
+def _part_text(part: Any, image_text: str = "") -> str:
+    if isinstance(part, str):
+        return part
+    return image_text if part.get("type") in IMAGE_KINDS else str(part["text"])
 
 
-def template_message(message: Message, *, none_content: bool, arguments_as_text: bool) -> dict[str, Any]:
-    rendered: dict[str, Any] = {"role": message["role"], "content": _content_text(message, none_content)}
+@dataclass(frozen=True, slots=True)
+class ContentForm:
+    """The form in which a template reads the content of a message.
+
+    Attributes:
+        none_content: a message without content has None instead of the empty text.
+        as_parts: a list of parts stays one, ``{"type": "image"}`` or a text each; otherwise they are joined.
+        texts_as_parts: a content of text is a list of one part too.
+        image_text: text in the place of an image where parts are joined.
+    """
+
+    none_content: bool = False
+    as_parts: bool = False
+    texts_as_parts: bool = False
+    image_text: str = ""
+
+
+def template_message(message: Message, *, form: ContentForm, arguments_as_text: bool) -> dict[str, Any]:
+    rendered: dict[str, Any] = {"role": message["role"], "content": _content(message, form)}
     for name in _NAMES:
         if message.get(name) is not None:
             rendered[name] = message[name]
@@ -138,11 +211,24 @@ def template_message(message: Message, *, none_content: bool, arguments_as_text:
     return rendered
 
 
-def _content_text(message: Message, none_content: bool) -> str | None:
+def _content(message: Message, form: ContentForm) -> Any:
     content = message.get("content")
     if content is None:
-        return None if none_content else ""
-    return content if isinstance(content, str) else "\n".join(map(_part_text, content))
+        return None if form.none_content else ""
+    if isinstance(content, str):
+        return [_text_part(content)] if form.texts_as_parts else content
+    if not form.as_parts:
+        return "\n".join(_part_text(part, form.image_text) for part in content)
+    return [
+        {"type": "image"}
+        if not isinstance(part, str) and part.get("type") in IMAGE_KINDS
+        else _text_part(_part_text(part))
+        for part in content
+    ]
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _template_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:

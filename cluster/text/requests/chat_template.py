@@ -17,16 +17,47 @@ import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .chat import Chat
+from .chat_messages import ContentForm
 from .json_values import to_plain
 
 # Marks where the last message ends in the rendered prompt, if it is to be continued. The space at its end shows
 # whether the template strips messages.
 _END_MARK = "QUIRE_END_OF_FINAL_MESSAGE "
 _TESTS_NONE = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""", re.IGNORECASE)
+_TESTS_STRING = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?string""")
+_READS_PARTS = re.compile(r"""\bfor\s+\w+\s+in\s+[^%}]*content""")
 
 
 class TemplateError(Exception):
     """The template cannot be parsed, or rejects the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expansions:
+    """The texts that stand for the images of a prompt.
+
+    Attributes:
+        placeholder: text of the place of an image.
+        texts: the text of each image, in order.
+    """
+
+    placeholder: str = ""
+    texts: tuple[str, ...] = ()
+
+    def expand(self, text: str) -> str:
+        """Return the text with the images in their places. Raises TemplateError if there are more or fewer places."""
+        if not self.placeholder:
+            return text
+        pieces = text.split(self.placeholder)
+        if len(pieces) - 1 != len(self.texts):
+            raise TemplateError(
+                f"the prompt has {len(pieces) - 1} places for images, {self.placeholder}, and there are "
+                f"{len(self.texts)} images"
+            )
+        return "".join(piece for pair in zip(pieces, (*self.texts, ""), strict=True) for piece in pair)
+
+
+NO_IMAGES = Expansions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +68,45 @@ class Rendering:
         source: text of the template.
         variables: name |-> value of the template's variables.
         ends_at_mark: the prompt ends where the final message's content ends.
+        expansions: the images.
     """
 
     source: str
     variables: dict[str, Any]
     ends_at_mark: bool
+    expansions: Expansions = NO_IMAGES
 
 
 def prepare_rendering(
-    chat: Chat, source: str, special_tokens: Mapping[str, str], *, arguments_as_text: bool = False
+    chat: Chat,
+    source: str,
+    special_tokens: Mapping[str, str],
+    *,
+    arguments_as_text: bool = False,
+    reads_images: bool = False,
+    expansions: Expansions = NO_IMAGES,
 ) -> Rendering:
     """Return what the prompt of a checked conversation is rendered from.
 
     Args:
         special_tokens: name |-> text, for example of ``bos_token``.
         arguments_as_text: give the arguments of tool calls as JSON text instead of an object.
+        reads_images: the template is of a model that reads images, and may read contents as lists of parts.
+        expansions: the images of the conversation.
 
     Raises:
         TemplateError: the final message cannot be continued.
     """
-    messages = chat.template_messages(
-        none_content=bool(_TESTS_NONE.search(source)), arguments_as_text=arguments_as_text
+    as_parts = reads_images and bool(_READS_PARTS.search(source))
+    form = ContentForm(
+        none_content=bool(_TESTS_NONE.search(source)),
+        as_parts=as_parts,
+        texts_as_parts=as_parts and not _TESTS_STRING.search(source),
+        image_text=expansions.placeholder,
     )
+    messages = chat.template_messages(form, arguments_as_text=arguments_as_text)
     if chat.continue_final_message:
-        if not messages[-1].get("content"):
-            raise TemplateError("the final message has no content to continue")
-        messages[-1]["content"] += _END_MARK
+        messages[-1]["content"] = _marked(messages[-1].get("content"))
     variables = {
         **special_tokens,
         **chat.template_options,
@@ -71,7 +115,16 @@ def prepare_rendering(
         "documents": chat.documents or None,
         "add_generation_prompt": chat.add_generation_prompt and not chat.continue_final_message,
     }
-    return Rendering(source, to_plain(variables), chat.continue_final_message)
+    return Rendering(source, to_plain(variables), chat.continue_final_message, expansions)
+
+
+def _marked(content: Any) -> Any:
+    """Return the content of the final message with the mark at its end."""
+    if content and isinstance(content, str):
+        return content + _END_MARK
+    if content and content[-1].get("text"):
+        return [*content[:-1], {**content[-1], "text": content[-1]["text"] + _END_MARK}]
+    raise TemplateError("the final message has no text to continue")
 
 
 def render(rendering: Rendering, max_chars: int) -> str:
@@ -94,7 +147,7 @@ def render(rendering: Rendering, max_chars: int) -> str:
     if num_chars > max_chars:
         raise TemplateError(f"its prompt has more than {max_chars} characters")
     text = "".join(pieces)
-    return _cut_at_mark(text) if rendering.ends_at_mark else text
+    return rendering.expansions.expand(_cut_at_mark(text) if rendering.ends_at_mark else text)
 
 
 def _cut_at_mark(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -16,16 +16,20 @@ from ....proto.config import EngineConfig, PoolingConfig
 from ....proto.digests import content_digest
 from ....proto.errors import InvalidRequest
 from ....proto.lora import LoraReference
+from ....proto.media import MediaTensors
 from ....proto.pooling import PoolingParams
 from ....proto.sampling import DELIVERY, RANDOM_SEED, SamplingParams
 from ....proto.stream import Recall, SequenceRequest, Submit
 from ....proto.structured_outputs import OutputConstraint, StructuredOutputsParams
 from ..chat_format.chat_format import OpenReasoning
 from ..chat_format.output_parser import ChatOutputParser
+from ..media.image_source import ImageProcessor
 from .chat import Chat
 from .chat_encoder import ChatEncoder, EncodedPrompt
+from .chat_template import TemplateError
 from .grammar_compiler import GrammarCompiler, LocalGrammarCompiler, with_server_defaults
 from .json_values import check_text
+from .prompt_images import WITHOUT_IMAGES, ImagePrompt, Images, PlacedImage, PromptImages
 from .tokenizer import END_CHARS, LocalPromptEncoder, PromptEncoder, Tokenizer, no_text
 
 MAX_NAME_CHARS = 256
@@ -47,8 +51,8 @@ class TextPair:
 
 
 Prompt = str | Sequence[int] | Chat
-# The prompt of a request, which a gateway may have made of two texts.
-AnyPrompt = Prompt | TextPair
+# The prompt of a request, which a gateway may have made of two texts, or of a text and images.
+AnyPrompt = Prompt | TextPair | ImagePrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +61,11 @@ class Request(SequenceRequest):
 
     Attributes:
         new_parser: for a chat, returns a parser for one completion.
+        media_tensors: digest of a MediaItem |-> its tensors, for replicas that ask for them.
     """
 
     new_parser: Callable[[], ChatOutputParser] | None = field(default=None, compare=False)
+    media_tensors: Mapping[bytes, MediaTensors] = field(default_factory=dict, compare=False)
 
     @property
     def reports_logprobs(self) -> bool:
@@ -106,7 +112,11 @@ class Request(SequenceRequest):
 
 
 class RequestChecker:
-    """Validates and tokenizes requests for one replica configuration. Threads may share one."""
+    """Validates and tokenizes requests for one replica configuration. Threads may share one.
+
+    Args:
+        image_processor: None for a model whose images are not read.
+    """
 
     def __init__(
         self,
@@ -114,12 +124,16 @@ class RequestChecker:
         tokenizer: Tokenizer,
         prompt_encoder: PromptEncoder | None = None,
         grammar_compiler: GrammarCompiler | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self._config = config
         self._tokenizer = tokenizer
         self._prompt_encoder = prompt_encoder or LocalPromptEncoder(tokenizer)
         self._grammar_compiler = grammar_compiler or LocalGrammarCompiler(config)
-        self._chat_encoder = ChatEncoder(config.chat, tokenizer, self._prompt_encoder)
+        self._images = PromptImages(config, image_processor)
+        self._chat_encoder = ChatEncoder(
+            config.chat, tokenizer, self._prompt_encoder, reads_images=self._images.is_read
+        )
         # For requests without a seed. Makes runs of LLM with the same configuration reproducible.
         self._seeds = random.Random(config.model.seed)
 
@@ -156,9 +170,17 @@ class RequestChecker:
         sampling = sampling.clone()  # its fields may have been set since it was checked
         if self._config.model.skip_tokenizer_init:
             sampling = _without_text(prompt, sampling)
-        encoded = self._encode_prompt(prompt, sampling, pooling, add_special_tokens)
+        images = self._process_images(prompt, tenant, cache_salt, prefix_pool)
+        if images.processed and pooling is not None:
+            raise InvalidRequest("prompt", "has images, and only texts are pooled")
+        encoded = self._encode_prompt(prompt, images, sampling, pooling, add_special_tokens)
         if encoded.needs_special_tokens:
             sampling = replace(sampling, skip_special_tokens=False)
+        media = self._images.items(encoded.token_ids, images)
+        if media and sampling.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                "sampling.truncate_prompt_tokens", "is set, and prompts with images are not cut"
+            )
         token_ids, max_new_tokens = self._fit(prompt, encoded, sampling, pooling, add_special_tokens)
         sampling = self._resolve_sampling(sampling, max_new_tokens)
         return Request(
@@ -174,18 +196,55 @@ class RequestChecker:
             constraint=self._compile(encoded.constraint, encoded.reasoning, sampling, len(token_ids)),
             lora=lora,
             pooling=pooling,
+            media=media,
+            media_tensors=images.tensors,
         )
+
+    def remote_images(self, prompt: AnyPrompt) -> list[PlacedImage]:
+        """Return the images of a prompt whose files have to be fetched before it is checked.
+
+        Raises:
+            InvalidRequest: the conversation is invalid.
+        """
+        if not self.reads_images or not isinstance(prompt, Chat | ImagePrompt):
+            return []
+        if isinstance(prompt, ImagePrompt):
+            placed = prompt.placed
+        elif not prompt.may_have_images:
+            return []
+        else:
+            prompt.check()
+            placed = prompt.images
+        remote = [each for each in placed if each[1].is_remote]
+        if remote:
+            self._images.check_count(placed)
+        return remote
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether prompts may have images."""
+        return self._images.is_read
+
+    def _process_images(self, prompt: AnyPrompt, tenant: str, salt: str, pool: str) -> Images:
+        """Return the images of a prompt as the model reads them. Raises InvalidRequest."""
+        if isinstance(prompt, Chat) and prompt.may_have_images:
+            prompt.check()
+            return self._images.process(prompt.images, prompt.image_settings, tenant, salt, pool)
+        if isinstance(prompt, ImagePrompt):
+            return self._images.process(prompt.placed, prompt.settings, tenant, salt, pool)
+        return WITHOUT_IMAGES
 
     def _encode_prompt(
         self,
         prompt: AnyPrompt,
+        images: Images,
         sampling: SamplingParams,
         pooling: PoolingParams | None,
         add_special_tokens: bool,
     ) -> EncodedPrompt:
         """Tokenize a prompt. Raises InvalidRequest if it is invalid, empty, or too long whatever its tokens are."""
         if isinstance(prompt, Chat):
-            encoded = self._chat_encoder.encode(prompt, sampling.structured_outputs)
+            encoded = self._chat_encoder.encode(prompt, sampling.structured_outputs, images)
             if sampling.thinking_token_budget is not None and not encoded.can_reason:
                 raise self._no_reasoning()
         else:
@@ -194,7 +253,7 @@ class RequestChecker:
             )
             if isinstance(prompt, str) and not truncates:
                 self._check_length(prompt)
-            token_ids = self._encode(prompt, add_special_tokens)
+            token_ids = self._encode(prompt, add_special_tokens, images)
             reasoning = None
             if sampling.thinking_token_budget is not None:
                 reasoning = self._reasoning_after(prompt, token_ids)
@@ -225,7 +284,7 @@ class RequestChecker:
             return self._fit_pooled(prompt, token_ids, pooling, add_special_tokens), 1
         return token_ids, self._max_new_tokens(len(token_ids))
 
-    def token_ids(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def token_ids(self, prompt: AnyPrompt, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt, which may be empty or longer than the context.
 
         Raises:
@@ -233,10 +292,11 @@ class RequestChecker:
         """
         if self._config.model.skip_tokenizer_init:
             _without_text(prompt, SamplingParams())
+        images = self._process_images(prompt, "", "", "")
         if isinstance(prompt, Chat):
-            token_ids = self._chat_encoder.encode(prompt).token_ids
+            token_ids = self._chat_encoder.encode(prompt, None, images).token_ids
         else:
-            token_ids = self._encode(prompt, add_special_tokens)
+            token_ids = self._encode(prompt, add_special_tokens, images)
         return [int(token_id) for token_id in token_ids]
 
     def _resolve_sampling(self, sampling: SamplingParams, max_new_tokens: int) -> SamplingParams:
@@ -382,7 +442,11 @@ class RequestChecker:
             )
         return token_ids
 
-    def _encode(self, prompt: str | Sequence[int] | TextPair, add_special_tokens: bool) -> IntArray:
+    def _encode(
+        self, prompt: str | Sequence[int] | TextPair | ImagePrompt, add_special_tokens: bool, images: Images
+    ) -> IntArray:
+        if isinstance(prompt, ImagePrompt):
+            return self._encode_with_images(prompt, add_special_tokens, images)
         if isinstance(prompt, TextPair):
             check_text("prompt", prompt.text)
             check_text("prompt", prompt.pair)
@@ -396,6 +460,18 @@ class RequestChecker:
             return self._prompt_encoder.encode_text(prompt, add_special_tokens=add_special_tokens)
         self.check_token_ids("prompt", prompt)
         return np.asarray(prompt, dtype=np.int32)
+
+    def _encode_with_images(self, prompt: ImagePrompt, add_special_tokens: bool, images: Images) -> IntArray:
+        if isinstance(prompt.prompt, str):
+            check_text("prompt", prompt.prompt)
+            try:
+                text = images.expansions.expand(prompt.prompt)
+            except TemplateError as error:
+                raise InvalidRequest("prompt", f"does not match its images: {error}") from error
+            return self._prompt_encoder.encode_text(text, add_special_tokens=add_special_tokens)
+        self.check_token_ids("prompt", prompt.prompt)
+        placeholder = self._tokenizer.encode(images.expansions.placeholder, add_special_tokens=False)
+        return self._images.expand(np.asarray(prompt.prompt, dtype=np.int32), images, placeholder)
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that is too long for the context however it is tokenized, without tokenizing it."""
@@ -454,7 +530,9 @@ class RequestChecker:
 
 def _without_text(prompt: AnyPrompt, sampling: SamplingParams) -> SamplingParams:
     """Return the sampling for an output without text. Raises InvalidRequest if a field needs a tokenizer."""
-    if isinstance(prompt, str | Chat | TextPair):
+    if isinstance(prompt, str | Chat | TextPair) or (
+        isinstance(prompt, ImagePrompt) and isinstance(prompt.prompt, str)
+    ):
         raise no_text("prompt")
     if sampling.stop:
         raise no_text("sampling.stop")

@@ -12,11 +12,15 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from .worker_pool import receive_frame, send_frame
+from .worker_pool import Bulk, receive_frame, send_bulk, send_frame
 
 # Operation |-> its module, which imports what the operation needs. `prepare(setup)` returns the operation, a function
-# from a task to its answer, both values of msgpack.
-OPERATIONS: Mapping[str, str] = {"compile": ".compiling", "tokenize": ".tokenizing"}
+# from a task to its answer, both values of msgpack; an answer may also be a Bulk, if each of the operation's is.
+OPERATIONS: Mapping[str, str] = {
+    "compile": ".compiling",
+    "process image": ".image_processing",
+    "tokenize": ".tokenizing",
+}
 # Running streams of the gateway come first.
 _NICENESS = 5
 
@@ -27,7 +31,11 @@ def main(connection: socket.socket, operation: str, setup: bytes) -> None:
     carry_out = importlib.import_module(OPERATIONS[operation], __package__).prepare(setup)
     os.nice(_NICENESS)
     while (task := receive_frame(connection)) is not None:
-        send_frame(connection, carry_out(task))
+        answer = carry_out(task)
+        if isinstance(answer, Bulk):
+            send_bulk(connection, answer)
+        else:
+            send_frame(connection, answer)
 
 
 def _content(descriptor: int) -> bytes:

@@ -45,6 +45,8 @@ class TokenizerWorkers(WorkerPool):
             "source": rendering.source,
             "variables": rendering.variables,
             "ends_at_mark": rendering.ends_at_mark,
+            "placeholder": rendering.expansions.placeholder,
+            "expansions": rendering.expansions.texts,
             "max_chars": MAX_PROMPT_CHARS,
             "render_time_s": RENDER_TIME_S,
             "add_special_tokens": False,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..requests.chat_template import Rendering, TemplateError, render
+from ..requests.chat_template import Expansions, Rendering, TemplateError, render
 from .limits import limits, used_bytes
 
 # Memory beyond what the idle process has. Tokenizing 4 MB takes 1.2 GB.
@@ -33,7 +33,8 @@ def _tokenize(tokenizer: Tokenizer, idle_bytes: int, task: dict[str, Any]) -> di
         text = task.get("text")
         if text is None:
             with limits(idle_bytes + RENDER_MEMORY_BYTES, task["render_time_s"], _on_time_over):
-                rendering = Rendering(task["source"], task["variables"], task["ends_at_mark"])
+                expansions = Expansions(task["placeholder"], tuple(task["expansions"]))
+                rendering = Rendering(task["source"], task["variables"], task["ends_at_mark"], expansions)
                 text = render(rendering, task["max_chars"])
         with limits(idle_bytes + TOKENIZE_MEMORY_BYTES):
             ids = tokenizer.encode(text, task.get("pair"), add_special_tokens=task["add_special_tokens"]).ids

@@ -10,11 +10,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import numpy as np
+import numpy.typing as npt
 
 from ....proto.errors import Overloaded, ReplicaUnavailable, ShuttingDown
 
@@ -24,6 +27,10 @@ QUEUE_TIMEOUT_S = 30.0
 MAX_WAITING = 64
 # For a process whose connection has ended to end too, and for one that was killed.
 _END_TIMEOUT_S = 2.0
+
+
+# Reads the answer to a task: None at the end of the connection. Raises TimeoutError or another OSError.
+Receive = Callable[[socket.socket, float], Any]
 
 
 class LimitExceeded(Exception):
@@ -61,8 +68,11 @@ class WorkerPool:
         with self._worker():
             pass
 
-    def run(self, task: Any, timeout_s: float) -> Any:
+    def run(self, task: Any, timeout_s: float, receive: Receive | None = None) -> Any:
         """Return the answer to a task, from a second process if the first one is killed: no fault of the task.
+
+        Args:
+            receive: reads the answer from the connection; by default `receive_frame`.
 
         Raises:
             LimitExceeded: the task needs too much memory or processor time.
@@ -73,7 +83,7 @@ class WorkerPool:
         """
         for _ in range(2):
             with self._worker() as worker:
-                answer = worker.run(task, timeout_s)
+                answer = worker.run(task, timeout_s, receive or receive_frame)
             if answer is not None:
                 return answer
             if not worker.was_killed:
@@ -154,13 +164,13 @@ class _Worker:
             )
         self._connection = ours
 
-    def run(self, task: Any, timeout_s: float) -> Any:
+    def run(self, task: Any, timeout_s: float, receive: Receive) -> Any:
         """Return the answer to a task; None if the process ended. Raises TimeoutError if the time is over."""
         assert self._connection is not None, "the worker was started"
         answer, grace_s = None, _END_TIMEOUT_S
         try:
             send_frame(self._connection, task, timeout_s)
-            answer = receive_frame(self._connection, timeout_s)
+            answer = receive(self._connection, timeout_s)
         except TimeoutError:
             grace_s = 0.0
             raise
@@ -225,3 +235,50 @@ def receive_frame(connection: socket.socket, timeout_s: float | None = None) -> 
         unpacker.feed(piece)
         for message in unpacker:
             return message
+
+
+@dataclass(frozen=True, slots=True)
+class Bulk:
+    """An answer of a value of msgpack and arrays, whose bytes follow it: no copy of them is made in between."""
+
+    head: dict[str, Any]
+    arrays: tuple[npt.NDArray[Any], ...] = ()
+
+
+def send_bulk(connection: socket.socket, answer: Bulk) -> None:
+    """Raises an OSError if the other end has gone."""
+    head = msgpack.packb((answer.head, sum(array.nbytes for array in answer.arrays)))
+    connection.sendall(len(head).to_bytes(8, "little") + head)
+    for array in answer.arrays:
+        connection.sendall(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def receive_bulk(
+    connection: socket.socket, timeout_s: float
+) -> tuple[dict[str, Any], npt.NDArray[np.uint8]] | None:
+    """Return the head of the next Bulk and the bytes of its arrays; None at the end of the connection."""
+    deadline = time.monotonic() + timeout_s
+    size = _receive_exactly(connection, 8, deadline)
+    if size is None:
+        return None
+    packed = _receive_exactly(connection, int.from_bytes(size.tobytes(), "little"), deadline)
+    if packed is None:
+        return None
+    head, num_bytes = msgpack.unpackb(packed.tobytes())
+    data = _receive_exactly(connection, num_bytes, deadline)
+    return None if data is None else (head, data)
+
+
+def _receive_exactly(
+    connection: socket.socket, num_bytes: int, deadline: float
+) -> npt.NDArray[np.uint8] | None:
+    found, start = np.empty(num_bytes, np.uint8), 0
+    while start < num_bytes:
+        if (left_s := deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        count = connection.recv_into(found[start:].data)
+        if not count:
+            return None
+        start += count
+    return found

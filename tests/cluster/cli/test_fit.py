@@ -253,13 +253,14 @@ def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     models()
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     shown = {row[0].strip(): tuple(cell.strip() for cell in row[1:]) for row in rows}
-    assert shown["Qwen3ForCausalLM"] == ("quire", "that divide its heads")
-    assert shown["GPT2LMHeadModel"] == ("transformers", "1")
-    assert shown["OlmoForCausalLM"] == ("transformers", "that divide its KV heads")
+    assert shown["Qwen3ForCausalLM"] == ("quire", "that divide its heads", "text")
+    assert shown["GPT2LMHeadModel"] == ("transformers", "1", "text")
+    assert shown["OlmoForCausalLM"] == ("transformers", "that divide its KV heads", "text")
     assert shown["Gemma3ForConditionalGeneration"][0] == "quire, as Gemma3ForCausalLM"
+    assert shown["Qwen2_5_VLForConditionalGeneration"][-1] == "text and images"
     assert shown["PhiMoEForCausalLM"][0] == "quire, as PhimoeForCausalLM"
     assert shown["GPTNeoXForCausalLM"][0] == "transformers"
     assert shown["DogeForCausalLM"][0] == "refused: its attention has a mask of its own"
-    assert shown["MambaForCausalLM"] == ("quire", "that divide its heads")
+    assert shown["MambaForCausalLM"] == ("quire", "that divide its heads", "text")
     assert shown["ZambaForCausalLM"][0].startswith("refused: it keeps a recurrent state")
     assert "BertLMHeadModel" not in shown

@@ -43,7 +43,7 @@ def _describe_adapter(model: ServedModel, adapter: LoraReference, created: int) 
 
 
 def _describe(model: ServedModel, created: int) -> dict[str, Any]:
-    """Return OpenAI's fields and vLLM's `root`, `parent` and `max_model_len`."""
+    """Return OpenAI's fields, vLLM's `root`, `parent` and `max_model_len`, and what a prompt may have."""
     return {
         "id": model.name,
         "object": "model",
@@ -52,6 +52,7 @@ def _describe(model: ServedModel, created: int) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": model.config.max_servable_tokens,
+        "input_modalities": ["text", "image"] if model.config.model.reads_images else ["text"],
     }
 
 

@@ -139,30 +139,62 @@ def _messages(field: str, message: AnthropicMessage) -> Iterator[Message]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts: list[str] = []
+    parts: list[Any] = []
     rest: Message = {"role": message.role}
     for index, block in enumerate(message.content):
         where = f"{field}[{index}]"
         kind = block.get("type")
-        if kind in ("text", "document"):
-            texts.append(_block_text(where, block))
+        if kind in ("text", "document", "image"):
+            parts.append(_part(where, block))
         elif kind == "tool_result":
             yield {
                 "role": "tool",
                 "tool_call_id": _member(where, block, "tool_use_id"),
-                "content": _text(f"{where}.content", block.get("content") or ""),
+                "content": _content(f"{where}.content", block.get("content") or ""),
             }
         elif kind == "tool_use":
             rest.setdefault("tool_calls", []).append(_call(where, block))
         elif kind == "thinking":
             rest["reasoning_content"] = rest.get("reasoning_content", "") + _member(where, block, "thinking")
         elif kind != "redacted_thinking":
-            known = "text, document, thinking, tool_use or tool_result: the model reads text only"
+            known = "text, image, document, thinking, tool_use or tool_result"
             raise InvalidRequest(f"{where}.type", f"is {str(kind)[:100]!r}, must be {known}")
-    if texts:
-        rest["content"] = "\n".join(texts)
+    if parts:
+        rest["content"] = _joined(parts)
     if len(rest) > 1:
         yield rest
+
+
+def _content(field: str, content: Any) -> str | list[Any]:
+    """Return a content as text, or as parts if some are images."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(field, "must be text or a list of blocks of text and images")
+    return _joined([_part(f"{field}[{index}]", block) for index, block in enumerate(content)])
+
+
+def _joined(parts: list[Any]) -> str | list[Any]:
+    """Return parts of a content as one text if no image is among them."""
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
+
+
+def _part(field: str, block: Any) -> dict[str, Any]:
+    """Return a block of text, a document or an image as a part of a content."""
+    if not isinstance(block, Mapping) or block.get("type") != "image":
+        return {"type": "text", "text": _block_text(field, block)}
+    source = block.get("source")
+    if not isinstance(source, Mapping):
+        raise InvalidRequest(f"{field}.source", "must be an object")
+    kind = source.get("type")
+    if kind == "url":
+        return {"type": "image", "url": _member(f"{field}.source", source, "url")}
+    if kind != "base64":
+        raise InvalidRequest(f"{field}.source.type", f"is {str(kind)[:64]!r}, must be base64 or url")
+    data = _member(f"{field}.source", source, "data")
+    return {"type": "image", "url": f"data:;base64,{data}"}
 
 
 def _text(field: str, content: Any) -> str:
@@ -181,7 +213,7 @@ def _block_text(field: str, block: Any) -> str:
     source = block.get("source") if kind == "document" else None
     if not isinstance(source, Mapping) or source.get("type") not in ("text", "content"):
         raise InvalidRequest(
-            field, "must be a block of text, or a document of text: the model reads text only"
+            field, "must be a block of text, an image of a user or a tool, or a document of text"
         )
     if source["type"] == "content":
         text = _text(f"{field}.source.content", source.get("content"))

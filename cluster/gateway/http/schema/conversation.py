@@ -24,6 +24,9 @@ class ConversationFields(RequestModel):
     chat_template: str | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="Variables of the chat template.")
     documents: JsonObjects | None = None
+    mm_processor_kwargs: JsonObject | None = Field(
+        None, description="Settings of the model's image processor for these images."
+    )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -42,4 +45,5 @@ class ConversationFields(RequestModel):
             documents=self.documents or (),
             chat_template=self.chat_template,
             add_generation_prompt=self.add_generation_prompt,
+            image_settings=self.mm_processor_kwargs or {},
         )

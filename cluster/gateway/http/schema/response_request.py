@@ -140,7 +140,7 @@ def _add(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
-        output = _text(f"{field}.output", item.get("output"))
+        output = _content(f"{field}.output", item.get("output"))
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
@@ -154,7 +154,7 @@ def _add(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
 
 def _add_message(messages: list[Message], field: str, item: Mapping[str, Any]) -> None:
     role = item.get("role")
-    content = _text(f"{field}.content", item.get("content"))
+    content = _content(f"{field}.content", item.get("content"))
     if role == "assistant":
         message = _assistant(messages)
         if "content" not in message and "tool_calls" not in message:
@@ -170,21 +170,41 @@ def _assistant(messages: list[Message]) -> Message:
     return messages[-1]
 
 
+def _content(field: str, content: Any) -> str | list[Any]:
+    """Return a content as text, or as parts if some are images."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text(field, content)
+    parts: list[Any] = []
+    for index, part in enumerate(content):
+        if _is_image(part):
+            if part.get("image_url") is None:
+                raise InvalidRequest(f"{field}[{index}].image_url", "must be the URL of the image")
+            parts.append(part)
+        else:
+            parts.append({"type": "text", "text": _part_text(f"{field}[{index}]", part)})
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
+
+
 def _text(field: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise InvalidRequest(field, "must be text or a list of parts")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in (*_TEXT_PARTS, "reasoning_text", "summary_text"):
-            raise InvalidRequest(f"{field}[{index}]", "must be a part with text: the model reads text only")
-        text = part.get("refusal" if kind == "refusal" else "text")
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{field}[{index}].text", "must be text")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(_part_text(f"{field}[{index}]", part) for index, part in enumerate(content))
+
+
+def _part_text(field: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in (*_TEXT_PARTS, "reasoning_text", "summary_text"):
+        raise InvalidRequest(field, f"is {str(kind)[:64]!r}, must be a part with text or an input_image")
+    text = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.text", "must be text")
+    return text
 
 
 def _tool(field: str, tool: Mapping[str, Any]) -> dict[str, Any]:

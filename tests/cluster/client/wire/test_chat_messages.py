@@ -17,6 +17,7 @@ from quire.cluster.client.wire.chat_messages import (
 from quire.cluster.client.wire.message_fields import from_message, to_message
 from quire.cluster.text.chat_format.deltas import AssistantMessage
 from quire.cluster.text.requests.chat import Chat
+from quire.cluster.text.requests.chat_messages import ContentForm
 from quire.proto import inference_pb2
 from quire.proto.errors import InvalidRequest
 
@@ -53,7 +54,8 @@ def test_chat_survives_the_way_over_protobuf() -> None:
     )
     chat.check()
     received = chat_from_message(chat_to_message(chat))
-    assert received.template_messages(none_content=True) == chat.template_messages(none_content=True)
+    form = ContentForm(none_content=True)
+    assert received.template_messages(form) == chat.template_messages(form)
     for name in ("template_options", "tools", "tool_choice", "parallel_tool_calls", "documents"):
         assert getattr(received, name) == getattr(chat, name), name
     assert (received.chat_template, received.add_generation_prompt) == ("{{ 1 }}", False)
@@ -163,3 +165,26 @@ def test_json_texts_of_many_values_are_refused_before_they_are_parsed(name: str)
     getattr(message, name).append(text)
     with pytest.raises(InvalidRequest, match=rf"chat\.{name}: has more than 100000 texts and lists"):
         chat_from_message(message)
+
+
+def test_images_round_trip_as_files_and_urls() -> None:
+    content = [
+        {"type": "text", "text": "see"},
+        {"type": "image", "image": b"file", "detail": "low"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,ZmlsZQ=="}},
+        {"type": "input_image", "image_url": "https://images.example/a.png"},
+    ]
+    chat = Chat([{"role": "user", "content": content}], image_settings={"max_pixels": 4096})
+    chat.check()
+    received = chat_from_message(chat_to_message(chat))
+    received.check()
+    assert received.image_settings == {"max_pixels": 4096}
+    assert [(image.data, image.url, image.detail) for _, image in received.images] == [
+        (b"file", "", "low"),
+        (b"file", "", "auto"),
+        (b"", "https://images.example/a.png", "auto"),
+    ]
+    nothing = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content_parts=[
+        inference_pb2.ContentPart(image=inference_pb2.Image())])])  # fmt: skip
+    with pytest.raises(InvalidRequest, match="must be the URL of an image"):
+        chat_from_message(nothing).check()

@@ -127,7 +127,7 @@ def test_async_client_streams(server: ThreadedServer, anthropic: ModuleType) -> 
     ("options", "said"),
     [
         ({"max_tokens": 0}, "max_tokens: is 0, must be at least 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         ({"tool_choice": {"type": "some"}, "tools": [TOOL]}, "tool_choice.type"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: is missing"),

@@ -1,0 +1,1 @@
+"""Images of prompts: where they come from, and the tensors and placeholder tokens that they become."""

@@ -1,0 +1,120 @@
+"""ImageSource: an image of a request; ProcessedImage: of a prompt; ImageProcessor: makes the second of the first."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any, Protocol
+
+from ....proto.media import MediaTensors
+
+DETAILS = ("auto", "low", "high")
+# Of a data URL, whose largest image is that of the largest body.
+_MAX_HEADER_CHARS = 256
+
+
+class ImageError(Exception):
+    """An image cannot be read; `RequestChecker` adds its place in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image of a request: a file, a URL, or an image of PIL.
+
+    Attributes:
+        data: content of a PNG, JPEG, WebP or GIF file; empty for an image that is elsewhere.
+        url: of a file, with the scheme ``data``, ``https`` or ``http``; `data` comes first.
+        image: a PIL.Image, in a process that trusts it.
+        detail: ``low`` shrinks the image to 512 by 512 pixels first; ``auto`` and ``high`` do not.
+    """
+
+    data: bytes = field(default=b"", repr=False)
+    url: str = field(default="", repr=False)
+    image: Any = field(default=None, repr=False)
+    detail: str = "auto"
+
+    @property
+    def is_remote(self) -> bool:
+        """Return whether the file has to be fetched first."""
+        return not self.data and self.image is None and self.url[:5].lower() != "data:"
+
+    @property
+    def name(self) -> str:
+        """Digest of the file or the URL, for the identity of a call."""
+        content = self.data or self.url.encode(errors="surrogatepass") or repr(self.image).encode()
+        return hashlib.blake2b(content, digest_size=16).hexdigest() + self.detail
+
+    def file(self) -> bytes:
+        """Return the content of the file, of a data URL its decoded content, of an image of PIL as PNG.
+
+        Raises:
+            ImageError: the URL has no base64.
+        """
+        if self.data:
+            return self.data
+        if self.image is not None:
+            buffer = BytesIO()
+            self.image.save(buffer, "PNG")
+            return buffer.getvalue()
+        header, comma, text = self.url.partition(",")
+        if not comma or len(header) > _MAX_HEADER_CHARS or not header.lower().endswith(";base64"):
+            raise ImageError("has a data URL of another form, must be data:image/png;base64, and the file")
+        return from_base64(text)
+
+
+def from_base64(text: str) -> bytes:
+    """Return the bytes that base64 stands for. Raises ImageError."""
+    try:
+        data = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"has wrong base64: {error}") from error
+    if not data:
+        raise ImageError("is empty")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """An image as the model reads it.
+
+    Attributes:
+        digest: name of the tensors; see MediaItem.
+        placeholder: text of the place of an image in a prompt, of this family of models.
+        expansion: text that replaces the placeholder.
+        token_ids: tokens of the expansion.
+        num_embeddings: those of them that receive an embedding.
+        grid: see MediaItem.
+        tensors: see MediaTensors.
+    """
+
+    digest: bytes
+    placeholder: str
+    expansion: str
+    token_ids: tuple[int, ...]
+    num_embeddings: int
+    grid: tuple[int, ...]
+    tensors: MediaTensors
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+class ImageProcessor(Protocol):
+    """Processes images as a model's own processor of transformers does. Threads may share one."""
+
+    def process(self, source: ImageSource, settings: Mapping[str, Any], root: bytes) -> ProcessedImage:
+        """Return the image as the model reads it.
+
+        Args:
+            settings: settings of the image processor that replace the model's own.
+            root: names those who share what is kept of the image; part of its digest.
+
+        Raises:
+            ImageError: the image cannot be read.
+        """
+        ...

@@ -1,0 +1,202 @@
+"""TransformersImageProcessor: images by the model's own processor of transformers, one at a time.
+
+The family's processor runs without its part for videos, which needs torchvision. What it writes into a prompt in
+place of an image is recorded, so that no family needs code here.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ....proto.config import EngineConfig
+from ....proto.errors import ConfigError, first_line
+from ....proto.media import MEDIA_DIGEST_BYTES, MEDIA_DTYPES, MediaTensors, layout_of
+from ....proto.model.transformers_spec import import_transformers
+from .image_file import MAX_PIXELS, open_image
+from .image_source import ImageError, ImageSource, ProcessedImage
+
+# Outputs of a processor that are of the text, or of use to it alone.
+_OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
+_OF_PROCESSOR = frozenset({"num_crops", "rows", "cols", "aspect_ratios", "num_patches", "batch_num_images"})
+_CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+
+
+class TransformersImageProcessor:
+    """Implements ImageProcessor in the caller's thread, one image at a time.
+
+    Args:
+        path: the model's directory.
+        image_token_id: the token in whose place an embedding stands.
+        settings: settings of the image processor that replace the model's own.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        image_token_id: int,
+        settings: Mapping[str, Any] | None = None,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        self._path = path
+        self._image_token_id = image_token_id
+        self._settings = dict(settings or {})
+        self._max_pixels = max_pixels
+        self._lock = threading.Lock()
+        self._loaded: Any = None
+        self._description = b""
+
+    def load(self) -> None:
+        """Load the processor, which the first image does otherwise.
+
+        Raises:
+            ConfigError: the directory lacks what the processor needs, or the family has none.
+        """
+        if self._loaded is not None:
+            return
+        try:
+            loaded = _load(Path(self._path))
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers passes on the exceptions of its parsers
+            raise ConfigError(
+                f"{self._path}: the image processor cannot be loaded: {first_line(error)}"
+            ) from error
+        described = (type(loaded).__name__, loaded.image_processor.to_dict())
+        self._description = json.dumps(described, sort_keys=True, default=repr).encode()
+        self._loaded = loaded
+
+    def process(self, source: ImageSource, settings: Mapping[str, Any], root: bytes) -> ProcessedImage:
+        """Raises ConfigError as `load` does."""
+        image = open_image(source, self._max_pixels)
+        with self._lock:
+            self.load()
+            return self._process(image, self._settings | dict(settings), root)
+
+    def _process(self, image: Any, settings: dict[str, Any], root: bytes) -> ProcessedImage:
+        processor = self._loaded
+        try:
+            found = processor(
+                images=[image],
+                text=[processor.image_token],
+                return_tensors="np",
+                add_special_tokens=False,
+                **settings,
+            )
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ImageError(f"cannot be processed: {first_line(error)}") from error
+        (expansion,) = processor.expansions
+        token_ids = tuple(np.asarray(found["input_ids"]).reshape(-1).tolist())
+        num_embeddings = token_ids.count(self._image_token_id)
+        if not num_embeddings:
+            raise ImageError(f"has no tokens with the id {self._image_token_id} of the model's images")
+        tensors = _tensors(found)
+        try:
+            layout = layout_of(tensors)
+        except ValueError as error:
+            raise ImageError(f"is too large: {error}") from error
+        grid = np.asarray(found["image_grid_thw"]).reshape(-1).tolist() if "image_grid_thw" in found else ()
+        digest = blake2b(digest_size=MEDIA_DIGEST_BYTES)
+        for part in (root, self._description, json.dumps(settings, sort_keys=True, default=repr).encode()):
+            digest.update(len(part).to_bytes(4, "little") + part)
+        digest.update(repr((token_ids, layout)).encode())
+        for tensor in tensors.values():
+            digest.update(memoryview(tensor.reshape(-1).view(np.uint8).data))
+        return ProcessedImage(
+            digest.digest(),
+            processor.image_token,
+            expansion,
+            token_ids,
+            num_embeddings,
+            tuple(grid),
+            tensors,
+        )
+
+
+def local_image_processor(config: EngineConfig) -> TransformersImageProcessor | None:
+    """Return the processor of a model's images for a process that trusts them; None if it reads text alone."""
+    vision = config.model.vision
+    if vision is None:
+        return None
+    return TransformersImageProcessor(
+        config.model.path, vision.image_token_id, config.images.processor_settings
+    )
+
+
+class _ImagesAlone:
+    """Mixin before a family's processor: it has no part for videos, and records the expansions of its images."""
+
+    expansions: list[str]
+
+    def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+        if argument is None and name == "video_processor":
+            return None
+        parent: Any = super()
+        return parent.check_argument_for_proper_class(name, argument)
+
+    def _process_images(self, images: Any, **settings: Any) -> Any:
+        parent: Any = super()
+        processed, self.expansions = parent._process_images(images, **settings)
+        return processed, self.expansions
+
+
+def _load(path: Path) -> Any:
+    """Return the processor of a model directory."""
+    transformers = import_transformers()
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    from .family_processors import OWN_PROCESSORS
+
+    model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
+    name = next(filter(None, map(_processor_name, (path / file for file in _CONFIG_FILES))), None)
+    name = name or PROCESSOR_MAPPING_NAMES.get(model_type)
+    family: Any = None if name is None else OWN_PROCESSORS.get(name) or processor_class_from_name(name)
+    if family is None:
+        raise ConfigError(f"transformers has no processor {name or model_type!r}")
+    if getattr(family, "is_dummy", False):
+        raise ConfigError(f"{name} of transformers needs torchvision")
+    if not hasattr(family, "replace_image_token"):
+        raise ConfigError(f"images need transformers 5.20 or later, this is {transformers.__version__}")
+    arguments = {"trust_remote_code": False, "local_files_only": True}
+    parts = {
+        "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(
+            path, backend="pil", **arguments
+        ),
+        "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(path, **arguments),
+    }
+    kind: Any = type(family.__name__, (_ImagesAlone, family), {})
+    given = [parts.get(part, lambda: None)() for part in family.get_attributes()]
+    described, _ = family.get_processor_dict(path, local_files_only=True)
+    # A saved processor has its parts' settings in the same file.
+    described = {key: value for key, value in described.items() if key not in family.get_attributes()}
+    return kind.from_args_and_dict(given, described)
+
+
+def _processor_name(file: Path) -> str | None:
+    try:
+        name = json.loads(file.read_bytes()).get("processor_class")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return name if isinstance(name, str) else None
+
+
+def _tensors(found: Mapping[str, Any]) -> MediaTensors:
+    """Return what the encoder reads of a processor's outputs, as arrays of the types that travel."""
+    arrays = {
+        name: np.asarray(value) for name, value in found.items() if name not in _OF_TEXT | _OF_PROCESSOR
+    }
+    return {name: _plain(array) for name, array in arrays.items() if array.dtype.kind in "fiub"}
+
+
+def _plain(array: Any) -> Any:
+    if array.dtype.str not in MEDIA_DTYPES:
+        array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
+    return np.ascontiguousarray(array)

@@ -1,0 +1,251 @@
+"""PromptImages: the images of one model's prompts, from what a request has to the items and tensors of its prompt."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ....proto.block_tables import IntArray
+from ....proto.config import EngineConfig
+from ....proto.digests import make_root
+from ....proto.errors import InvalidRequest, Overloaded
+from ....proto.media import MediaItem, MediaTensors, check_media
+from ..media.image_source import ImageError, ImageProcessor, ImageSource, ProcessedImage
+from .chat_template import NO_IMAGES, Expansions
+
+# Tensors of one request, and of all requests of a process that have not ended.
+MAX_REQUEST_BYTES = 2 << 30
+MAX_HELD_BYTES = 8 << 30
+
+# An image and the name of its place in the request.
+PlacedImage = tuple[str, ImageSource]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePrompt:
+    """A text or token ids with images.
+
+    Attributes:
+        prompt: has the model's placeholder once for each image.
+        images: in the order of the placeholders.
+        settings: settings of the model's image processor for this prompt.
+    """
+
+    prompt: str | Sequence[int]
+    images: tuple[ImageSource, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def placed(self) -> list[PlacedImage]:
+        """The images, with the names of their places."""
+        return [(f"multi_modal_data.image[{index}]", image) for index, image in enumerate(self.images)]
+
+    def with_images(self, images: Mapping[str, ImageSource]) -> ImagePrompt:
+        """Return the prompt with other images, by the names of their places."""
+        used = tuple(images.get(place, image) for place, image in self.placed)
+        return ImagePrompt(self.prompt, used, self.settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Images:
+    """The processed images of a prompt, in order."""
+
+    processed: tuple[ProcessedImage, ...] = ()
+
+    @property
+    def expansions(self) -> Expansions:
+        if not self.processed:
+            return NO_IMAGES
+        return Expansions(self.processed[0].placeholder, tuple(each.expansion for each in self.processed))
+
+    @property
+    def tensors(self) -> dict[bytes, MediaTensors]:
+        """Digest |-> the tensors."""
+        return {each.digest: each.tensors for each in self.processed}
+
+
+WITHOUT_IMAGES = Images()
+
+
+class _HeldBytes:
+    """The bytes of tensors that live in this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer may run while its thread holds it
+        self._num_bytes = 0
+
+    def hold(self, image: ProcessedImage) -> None:
+        """Count an image until its tensors are gone. Raises Overloaded if there are too many."""
+        with self._lock:
+            if self._num_bytes + image.num_bytes > MAX_HELD_BYTES:
+                raise Overloaded(
+                    f"the images of running requests take {self._num_bytes:,} bytes, at most {MAX_HELD_BYTES:,}"
+                )
+            self._num_bytes += image.num_bytes
+        for tensor in image.tensors.values():
+            weakref.finalize(tensor, self._release, tensor.nbytes).atexit = False
+
+    def _release(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_bytes -= num_bytes
+
+
+_held = _HeldBytes()
+
+
+class PromptImages:
+    """Processes the images of one model's prompts, and finds their tokens. Threads may share one.
+
+    Args:
+        processor: None for a model that reads text alone, or whose images are not served.
+    """
+
+    def __init__(self, config: EngineConfig, processor: ImageProcessor | None) -> None:
+        self._config = config
+        self._vision = config.model.vision
+        self._processor = processor
+        self._max_images = config.images.max_images
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether the model reads images."""
+        return self._processor is not None
+
+    def process(
+        self, images: Sequence[PlacedImage], settings: Mapping[str, Any], tenant: str, salt: str, pool: str
+    ) -> Images:
+        """Return the images as the model reads them.
+
+        Args:
+            tenant, salt, pool: who shares what is kept of the images, as of prefixes.
+
+        Raises:
+            InvalidRequest: the model reads no images, there are too many, or one cannot be read.
+        """
+        if not images:
+            return WITHOUT_IMAGES
+        self._check(images)
+        assert self._processor is not None, "images of a model without a processor were refused"
+        root = make_root("", salt.encode(), tenant=tenant, pool=pool)
+        found: list[ProcessedImage] = []
+        num_tokens = num_bytes = 0
+        for place, image in images:
+            try:
+                processed = self._processor.process(image, settings, root)
+            except ImageError as error:
+                raise InvalidRequest(place, str(error)) from error
+            _held.hold(processed)
+            found.append(processed)
+            num_tokens, num_bytes = num_tokens + len(processed.token_ids), num_bytes + processed.num_bytes
+            self._check_room(place, len(found), num_tokens, num_bytes)
+        return Images(tuple(found))
+
+    def _check(self, images: Sequence[PlacedImage]) -> None:
+        name = self._config.model.name
+        if not self.is_read:
+            if self._config.model.language_model_only:
+                why = "the server runs with --language-model-only"
+            else:
+                why = f"{name} reads text only"
+            raise InvalidRequest(images[0][0], f"is an image, and {why}")
+        self.check_count(images)
+        for place, image in images:
+            if image.is_remote:
+                raise InvalidRequest(place, "is a URL, and files are not fetched here")
+
+    def check_count(self, images: Sequence[PlacedImage]) -> None:
+        """Raise InvalidRequest if a prompt has too many images."""
+        if len(images) > self._max_images:
+            most = f"at most {self._max_images} of a request are allowed (--limit-mm-per-prompt)"
+            raise InvalidRequest(images[self._max_images][0], f"is one of {len(images)} images, {most}")
+
+    def _check_room(self, place: str, num_images: int, num_tokens: int, num_bytes: int) -> None:
+        room = self._config.max_servable_tokens
+        if num_tokens >= room:
+            problem = f"makes {num_tokens} tokens of {num_images} images, and the context has {room}"
+            raise InvalidRequest(place, f"{problem}; send fewer or smaller ones")
+        if num_bytes > MAX_REQUEST_BYTES:
+            problem = f"makes {num_bytes:,} bytes of {num_images} images, at most {MAX_REQUEST_BYTES:,}"
+            raise InvalidRequest(place, f"{problem}; send fewer or smaller ones")
+
+    def expand(self, token_ids: IntArray, images: Images, placeholder_ids: Sequence[int]) -> IntArray:
+        """Return token ids with the tokens of the images in the places of their placeholders.
+
+        Those that have the images' tokens already stay as they are.
+
+        Args:
+            placeholder_ids: tokens of the placeholder.
+        """
+        if not images.processed or self._num_image_tokens(token_ids) == _num_embeddings(images):
+            return token_ids
+        starts = _find(token_ids, placeholder_ids)
+        if len(starts) != len(images.processed):
+            raise self._mismatch(len(starts), images)
+        pieces, end = [], 0
+        for start, image in zip(starts, images.processed, strict=True):
+            pieces += [token_ids[end:start], np.asarray(image.token_ids, np.int32)]
+            end = start + len(placeholder_ids)
+        return np.concatenate([*pieces, token_ids[end:]]).astype(np.int32)
+
+    def items(self, token_ids: IntArray, images: Images) -> tuple[MediaItem, ...]:
+        """Return the places of the images in the whole prompt.
+
+        Raises:
+            InvalidRequest: the prompt has more or fewer image tokens than the images.
+        """
+        if self._vision is None:
+            return ()
+        places = np.flatnonzero(token_ids == self._vision.image_token_id)
+        if len(places) != _num_embeddings(images):
+            raise self._mismatch(len(places), images)
+        found, place = [], 0
+        for image in images.processed:
+            first, last = places[place], places[place + image.num_embeddings - 1]
+            place += image.num_embeddings
+            found.append(
+                MediaItem(
+                    image.digest,
+                    int(first),
+                    int(last - first) + 1,
+                    image.num_embeddings,
+                    image.grid,
+                    image.num_bytes,
+                )
+            )
+        check_media(found, len(token_ids))
+        return tuple(found)
+
+    def _num_image_tokens(self, token_ids: IntArray) -> int:
+        return 0 if self._vision is None else int(np.count_nonzero(token_ids == self._vision.image_token_id))
+
+    def _mismatch(self, num_places: int, images: Images) -> InvalidRequest:
+        token = f"the token {0 if self._vision is None else self._vision.image_token_id}"
+        text = images.expansions.placeholder or token
+        return InvalidRequest(
+            "prompt",
+            f"has {num_places} places of images ({text}) for {len(images.processed)} images "
+            f"with {_num_embeddings(images)} tokens; the text must not have such places itself",
+        )
+
+
+def _num_embeddings(images: Images) -> int:
+    return sum(image.num_embeddings for image in images.processed)
+
+
+def _find(token_ids: IntArray, wanted: Sequence[int]) -> list[int]:
+    """Return the starts of a run of ids among others, apart from each other."""
+    starts, size = [], len(wanted)
+    place = 0
+    for start in np.flatnonzero(token_ids == wanted[0]).tolist() if size else ():
+        if start >= place and token_ids[start : start + size].tolist() == list(wanted):
+            starts.append(start)
+            place = start + size
+    return starts

@@ -1,0 +1,197 @@
+"""Images become the tokens and tensors that each family's own processor of transformers makes of them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from image_models import (
+    QWEN_TOKENS,
+    ImageFamily,
+    file_of,
+    load_family_processor,
+    picture,
+    qwen_image_processor,
+    save_processors,
+)
+from PIL import Image
+
+from quire.cluster.text.media.image_source import ImageError, ImageSource
+from quire.cluster.text.media.transformers_processor import TransformersImageProcessor
+from quire.cluster.text.requests.chat_template import Expansions
+from quire.proto.errors import ConfigError
+
+
+def image_processor(name: str, folder: str, **settings: Any) -> Any:
+    module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    return getattr(module, name)(**settings)
+
+
+SQUARE = {"height": 32, "width": 32}
+FAMILIES = [
+    ImageFamily("qwen2_vl", "Qwen2VLProcessor", qwen_image_processor, QWEN_TOKENS, "<|image_pad|>"),
+    ImageFamily("qwen2_5_vl", "Qwen2_5_VLProcessor", qwen_image_processor, QWEN_TOKENS, "<|image_pad|>"),
+    ImageFamily("qwen3_vl", "Qwen3VLProcessor", qwen_image_processor, QWEN_TOKENS, "<|image_pad|>"),
+    ImageFamily(
+        "gemma3", "Gemma3Processor", lambda: image_processor("Gemma3ImageProcessorPil", "gemma3", size=SQUARE),
+        ("<eos>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<image_soft_token>",
+        {"image_seq_length": 4},
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+    ),
+    ImageFamily(
+        "llava", "LlavaProcessor",
+        lambda: image_processor("CLIPImageProcessorPil", "clip", size={"shortest_edge": 32}, crop_size=SQUARE),
+        ("</s>", "<image>"), "<image>", {"patch_size": 8, "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1},
+    ),
+    ImageFamily(
+        "llava_onevision", "LlavaOnevisionProcessor",
+        lambda: image_processor(
+            "LlavaOnevisionImageProcessorPil", "llava_onevision", size=SQUARE,
+            image_grid_pinpoints=[[32, 32], [32, 64], [64, 32], [64, 64]],
+        ),
+        ("</s>", "<image>", "<video>"), "<image>",
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    ImageFamily(
+        "internvl", "InternVLProcessor",
+        lambda: image_processor("GotOcr2ImageProcessorPil", "got_ocr2", size=SQUARE, crop_to_patches=True,
+                                max_patches=4),
+        ("</s>", "<img>", "</img>", "<IMG_CONTEXT>", "<video>"), "<IMG_CONTEXT>", {"image_seq_length": 4},
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+         "video_token": "<video>"},
+    ),
+    ImageFamily(
+        "idefics3", "Idefics3Processor",
+        lambda: image_processor("Idefics3ImageProcessorPil", "idefics3", size={"longest_edge": 64},
+                                max_image_size={"longest_edge": 32}),
+        ("<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"), "<image>",
+        {"image_seq_len": 4},
+    ),
+    ImageFamily(
+        "smolvlm", "SmolVLMProcessor",
+        lambda: image_processor("SmolVLMImageProcessorPil", "smolvlm", size={"longest_edge": 64},
+                                max_image_size={"longest_edge": 32}),
+        ("<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>"), "<image>",
+        {"image_seq_len": 4},
+    ),
+    ImageFamily(
+        "glm4v", "Glm4vProcessor",
+        lambda: image_processor("Glm4vImageProcessorPil", "glm4v", patch_size=4,
+                                size={"shortest_edge": 64, "longest_edge": 8192}),
+        ("<|endoftext|>", "<|image|>", "<|video|>"), "<|image|>", {},
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+    ),
+]  # fmt: skip
+PIXTRAL = [
+    ImageFamily(
+        "pixtral", "PixtralProcessor",
+        lambda: image_processor(
+            "PixtralImageProcessorPil", "pixtral", size={"longest_edge": 64}, patch_size={"height": 8, "width": 8}
+        ),
+        ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"), "[IMG]", {"patch_size": 8, "spatial_merge_size": 1},
+    ),
+    ImageFamily(
+        "mistral3", "PixtralProcessor",
+        lambda: image_processor(
+            "PixtralImageProcessorPil", "pixtral", size={"longest_edge": 64}, patch_size={"height": 16, "width": 16}
+        ),
+        ("</s>", "[IMG]", "[IMG_BREAK]", "[IMG_END]"), "[IMG]", {"patch_size": 8, "spatial_merge_size": 2},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_processor_makes_what_the_familys_own_makes(family: ImageFamily, tmp_path: Path) -> None:
+    if family.model_type == "smolvlm":
+        pytest.importorskip("num2words")
+    image_token_id = save_processors(family, tmp_path)
+    processor = TransformersImageProcessor(str(tmp_path), image_token_id)
+    pictures = [picture(70, 41, 1), picture(33, 90, 2)]
+    images = [processor.process(ImageSource(data=file_of(each)), {}, b"") for each in pictures]
+    reference = load_family_processor(family, tmp_path)
+    token = images[0].placeholder
+    assert token == reference.image_token
+    text = f"one\n{token}\n\n two {token}."
+    expected = reference(images=pictures, text=[text], return_tensors="np", add_special_tokens=False)
+    expanded = Expansions(token, tuple(each.expansion for each in images)).expand(text)
+    own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+    assert own == np.asarray(expected["input_ids"])[0].tolist()
+    assert own.count(image_token_id) == sum(each.num_embeddings for each in images)
+    for name in images[0].tensors:
+        check_equal_parts(np.asarray(expected[name]), [each.tensors[name] for each in images])
+
+
+def check_equal_parts(whole: Any, parts: list[Any]) -> None:
+    """Compare the tensor of both images with that of each; a shorter one is padded."""
+    if whole.ndim and len(parts[0]) == 1 == len(whole) and whole.ndim > 2:  # [batch, images, ...]
+        whole, parts = whole[0], [part[0] for part in parts]
+    start = 0
+    for part in parts:
+        own = whole[start : start + len(part)]
+        own = own[tuple(slice(length) for length in part.shape)]
+        np.testing.assert_array_equal(own, part)
+        start += len(part)
+    assert start == len(whole) or not whole[start:].any()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> TransformersImageProcessor:
+    folder = tmp_path_factory.mktemp("qwen")
+    return TransformersImageProcessor(str(folder), save_processors(FAMILIES[1], folder))
+
+
+def test_digest_is_of_pixels_settings_and_sharers(qwen: TransformersImageProcessor) -> None:
+    image = picture(64, 48, 1)
+    png = ImageSource(data=file_of(image))
+
+    def digest(source: ImageSource = png, root: bytes = b"a", **settings: Any) -> bytes:
+        return qwen.process(source, settings, root).digest
+
+    assert digest() == digest(ImageSource(data=file_of(image, "WEBP", lossless=True))) == digest()
+    others = [
+        digest(ImageSource(data=file_of(picture(64, 48, 2)))),
+        digest(root=b"b"),
+        digest(max_pixels=1024),
+        digest(ImageSource(data=file_of(image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)))),
+    ]
+    assert len({digest(), *others}) == 5
+
+
+def test_grid_and_tokens_are_those_of_the_patches(qwen: TransformersImageProcessor) -> None:
+    found = qwen.process(ImageSource(image=picture(64, 48)), {}, b"")
+    frames, rows, columns = found.grid
+    assert found.num_embeddings == frames * rows * columns // 4 == len(found.token_ids)
+    assert found.tensors["pixel_values"].shape[0] == rows * columns
+    assert found.num_bytes == sum(each.nbytes for each in found.tensors.values())
+
+
+def test_settings_that_the_processor_lacks_and_odd_shapes_are_refused(
+    qwen: TransformersImageProcessor,
+) -> None:
+    with pytest.raises(ImageError, match="cannot be processed"):
+        qwen.process(ImageSource(image=picture(2, 900)), {}, b"")
+    with pytest.raises(ImageError, match="cannot be processed"):
+        qwen.process(ImageSource(image=picture(64, 64)), {"images": 3}, b"")
+
+
+def test_folder_without_a_processor_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"has no processor|cannot be loaded"):
+        TransformersImageProcessor(str(tmp_path), 7).load()
+
+
+@pytest.mark.parametrize("family", PIXTRAL, ids=lambda family: family.model_type)
+def test_pixtral_ends_each_row_of_squares(family: ImageFamily, tmp_path: Path) -> None:
+    processor = TransformersImageProcessor(str(tmp_path), save_processors(family, tmp_path))
+    image = processor.process(ImageSource(image=picture(64, 33)), {}, b"")
+    square = family.settings["patch_size"] * family.settings["spatial_merge_size"]
+    height, width = image.tensors["image_sizes"][0].tolist()
+    assert image.tensors["pixel_values"].shape == (1, 3, height, width)
+    assert (height % square, width % square) == (0, 0)
+    row, rows = "[IMG]" * (width // square), height // square
+    assert image.expansion == "[IMG_BREAK]".join([row] * rows) + "[IMG_END]"
+    assert image.num_embeddings == rows * width // square
