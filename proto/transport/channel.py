@@ -114,7 +114,10 @@ class StepSender:
 
     def send(self, frame: bytes) -> None:
         """Broadcast one frame to every rank without blocking."""
-        self._plans.send(frame, copy=len(frame) < _SHARED_BYTES)
+        if len(frame) < _SHARED_BYTES:
+            self._plans.send(frame)
+        else:
+            self._plans.send(frame, copy=False)
 
     def receive(self, timeout_s: float) -> bytes | None:
         """Return the next reply of any rank, or None after `timeout_s` or when interrupted."""

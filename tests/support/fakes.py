@@ -397,7 +397,7 @@ class FakeWorkerGroup:
             del self.outputs[media_id]
         for media_id in plan.encodes.tolist():
             assert media_id not in self.outputs, f"image {media_id} is encoded twice"
-            self.outputs[media_id] = self.images.pop(media_id).data
+            self.outputs[media_id] = bytes(self.images.pop(media_id).data)
 
     def _input(self, row: int, place: int) -> int:
         """Return what the model reads at a place of a row."""
