@@ -195,7 +195,7 @@ class MediaAssembly:
     def data(self) -> memoryview:
         """Return the bytes of all tensors, which do not change any more."""
         assert self.is_complete, "the tensors of an image are read before all of them are there"
-        return memoryview(self._bytes)
+        return self._bytes.data
 
     def tensors(self) -> MediaTensors:
         """Return name |-> the tensor, a view of the memory."""
