@@ -56,7 +56,7 @@ DEFAULT_STEPS_IN_FLIGHT = 2
 _SLOTS_PER_SEQUENCE = 2
 _DTYPE_BYTES = {"float32": 4}
 # Host blocks through which stored blocks are read and written, if the operator gives no number.
-_FEWEST_STAGING_BLOCKS, _MOST_STAGING_BLOCKS = 64, 1024
+_FEWEST_STAGING_BLOCKS, _MOST_STAGING_BLOCKS = 64, 2048
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +179,8 @@ def _with_host_blocks(config: EngineConfig) -> EngineConfig:
         return config
     if cache.num_host_kv_blocks:
         return config
-    num_blocks = len(config.cache_layout.groups) * config.max_blocks_per_seq
+    # Half of them may be in reads and writes at once: the longest prefix shall be read whole.
+    num_blocks = 2 * len(config.cache_layout.groups) * config.max_blocks_per_seq
     num_blocks = min(_MOST_STAGING_BLOCKS, max(_FEWEST_STAGING_BLOCKS, num_blocks))
     return replace(config, cache=replace(cache, num_host_kv_blocks=num_blocks))
 

@@ -247,8 +247,8 @@ class CacheOptions:
     kv_disk: str | None = _kv_option(
         None,
         help="Keep KV blocks in files of this directory of the host, with a bound of bytes, so that a restarted "
-        "server finds the prefixes of the one before. Needs host blocks; without --num-host-kv-blocks it takes as "
-        "many as the longest sequence has, up to 1,024.",
+        "server finds the prefixes of the one before. Needs host blocks; without --num-host-kv-blocks it takes twice "
+        "as many as the longest sequence has, up to 2,048.",
         metavar="DIR:SIZE",
         kind=DIRECTORY_SIZE,
     )
