@@ -10,6 +10,7 @@ import pytest
 from driver import Driver
 from fakes import oracle, random_prompt, small_config
 
+from quire.proto.errors import ConfigError
 from quire.proto.stored_kv import StoredReport, block_key
 from quire.scheduler.kv.cache_events import BlocksStored, CacheKey
 from quire.scheduler.kv.stored_tier import StoredTier
@@ -182,6 +183,18 @@ def test_block_needs_all_ranks() -> None:
     assert tier.num_blocks_in == (1, 0)
     tier.on_reports([StoredReport(1, tier=1, removed=key), StoredReport(0, tier=0, removed=key)])
     assert not tier.has(0, bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"enable_dp_attention": True}, "enable_dp_attention"),
+        ({"prefix_caching": False}, "needs prefix_caching"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        small_config(num_host_blocks=8, kv_disk="/nowhere:64MiB", **settings)
 
 
 def test_events_name_the_tier() -> None:
