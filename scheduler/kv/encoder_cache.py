@@ -116,7 +116,7 @@ class EncoderCache:
         held = {*self._outputs}.difference(self._encodes)
         assert self.digest == outputs_digest(held | {*self._drops}), "the digest is of other encoder outputs"
         assert not held & {*self._drops}, "an encoder output is held and dropped"
-        is_within = self.num_bytes <= self.capacity or len(self._pinned) == 1
+        is_within = self.num_bytes <= self.capacity or len(self._outputs) == 1
         assert is_within, f"encoder outputs have {self.num_bytes} bytes, at most {self.capacity} are allowed"
 
     def _evict_down_to(self, num_bytes: int) -> None:

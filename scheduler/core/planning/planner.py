@@ -385,7 +385,10 @@ class Planner:
 
     def _can_read_from(self, builder: PlanBuilder, sequence: Sequence, start: int) -> bool:
         """Return whether a sequence may compute its token number `start`: none of an image that is not there yet."""
-        return not sequence.media or self._state.media.chunk_len(sequence, start, 1, builder.now) > 0
+        media = self._state.media
+        return (
+            not sequence.media or media.chunk_len(sequence, start, builder.num_tokens_left, builder.now) > 0
+        )
 
     def _keeps_rows(self, builder: PlanBuilder, advancing: RowArray) -> bool:
         """Return whether every row is taken and no sequence is preempted for a waiting one; see `_preempt_for`.
