@@ -427,6 +427,22 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Stored KV",
+        "kv_tiers",
+        "Time to the first token after a restart with `--kv-disk`, and the rate at which blocks are read and "
+        "verified. The 60M-parameter shape, float32; the machine was busy.",
+        chosen(
+            kv_tiers__2000__computed="prompt of 2,000 tokens, computed",
+            kv_tiers__2000__read__page_cache="2,000 tokens, read from the page cache",
+            kv_tiers__2000__read__disk="2,000 tokens, read from the disk",
+            kv_tiers__8000__computed="prompt of 8,000 tokens, computed",
+            kv_tiers__8000__read__page_cache="8,000 tokens, read from the page cache",
+            kv_tiers__8000__read__disk="8,000 tokens, read from the disk",
+            kv_tiers__8000__rate__disk="8,000 tokens from the disk, rate",
+            kv_tiers__8000__rate__disk__plain="8,000 tokens from the disk, rate of plain reads",
+        ),
+    ),
+    Section(
         "Idle cost",
         "idle",
         "CPU use of `quire serve demo` without requests. Ray's library in the processes of quire is included.",

@@ -55,7 +55,7 @@ def chat(
 
     If stdin is not a terminal, each of its lines is a turn, and only the replies are printed.
 
-    Examples: `quire chat --target 127.0.0.1:50051 --system "You are brief."`, `quire chat --image photo.jpg`
+    Example: `quire chat --target 127.0.0.1:50051 --system "You are brief." --image photo.jpg`
     """
     from ...proto.sampling import SamplingParams
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from ...proto.kv_layout import layout_of
 from ...proto.replica_status import COMPILE_STAGE
 from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stored_kv import StoredReport
-from ...proto.transport.network import CurveKeys
 from ..comm.communicator import Communicator
 from ..comm.pipeline import Pipeline
 from ..graphs.graphs import GraphBackend
@@ -28,14 +28,17 @@ from ..libraries.attention_backend import log_attention
 from ..memory.host_to_device import to_device
 from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
-from ..transfer.kv_blocks import KvBlocks
-from ..transfer.service import KvService, NoKvService, open_service
+from ..transfer.kv_blocks import KvBlocks, NoKvService
 from ..weights.checkpoint import ProgressCallback
 from .device import compute_device, on_device
 from .lost_device import step_failed
 from .rank_memory import RankMemory
 from .step_executor import IDLE, LaunchedStep, StepStages
 from .warm_up import warm_up_plans
+
+if TYPE_CHECKING:
+    from ...proto.transport.network import CurveKeys
+    from ..transfer.service import KvService
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +182,10 @@ class ModelRunner:
         memory = self.memory
         if self._kv_address is None or memory.parts != ALL_TAGS:
             return
+        from ..transfer.service import (
+            open_service,
+        )  # ZeroMQ, which a rank in one process with its scheduler lacks
+
         weights = f"{memory.loaded.digest & (1 << 64) - 1:016x}"
         layout = layout_of(self._config, self._pipeline.tensor.rank, weights)
         blocks = KvBlocks(memory.kv.cache, self._config.cache_layout, layout, self.device)

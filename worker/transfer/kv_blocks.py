@@ -15,6 +15,7 @@ from torch import Tensor
 from ...proto.block_tables import IntArray
 from ...proto.cache_groups import CacheLayout
 from ...proto.kv_layout import KvLayout
+from ...proto.kv_transfer import KvOrders, KvReport
 from ..attention import LayerCache
 from ..memory.cache_engine import CacheEngine
 
@@ -191,3 +192,16 @@ def _head_bytes(layer: LayerCache) -> int:
     return (
         numbers if layer.scales is None else math.gcd(numbers, layer.scales.shape[3] * layer.scales.itemsize)
     )
+
+
+class NoKvService:
+    """Blocks that stay where they are."""
+
+    def apply(self, orders: KvOrders | None) -> None:
+        pass
+
+    def take_reports(self, *, is_idle: bool) -> tuple[KvReport, ...]:
+        return ()
+
+    def close(self) -> None:
+        pass

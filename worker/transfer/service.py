@@ -22,7 +22,7 @@ from ...proto.block_tables import IntArray
 from ...proto.errors import in_one_line
 from ...proto.kv_transfer import KvFailure, KvOrders, KvPull, KvReport, KvReportKind
 from ...proto.transport.network import CurveKeys
-from .kv_blocks import ByteArray, Heads, KvBlocks, heads_to_read
+from .kv_blocks import ByteArray, Heads, KvBlocks, NoKvService, heads_to_read
 from .transport import READ_BYTES, READS_AT_ONCE, KvPeer, KvReadError, ZmqTransport
 
 # A step without anything to compute waits this long for something to report: the scheduler plans such steps, one
@@ -44,19 +44,6 @@ class _OpenPull:
 
     order: KvPull
     canceled: threading.Event = field(default_factory=threading.Event)
-
-
-class NoKvService:
-    """Blocks that stay where they are."""
-
-    def apply(self, orders: KvOrders | None) -> None:
-        pass
-
-    def take_reports(self, *, is_idle: bool) -> tuple[KvReport, ...]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
 
 class KvService:

@@ -87,7 +87,7 @@ def test_dictionaries_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
         ([{1, 2}], TypeError, r"prompts\[0\]: is of type set"),
         ([b"ab"], TypeError, r"prompts\[0\]: is of type bytes"),
         ({}, ValueError, "prompts: has neither prompt nor prompt_token_ids"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, ValueError, "prompts: has multi_modal_data"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, ValueError, r"image\[0\]: is of type int"),
         ({"prompt": 7}, TypeError, "prompts.prompt: is of type int, must be text"),
         ({"prompt_token_ids": {1, 2}}, TypeError, "prompts.prompt_token_ids: is of type set"),
         ({"prompt_token_ids": "ab"}, TypeError, "prompts.prompt_token_ids: is of type str"),
