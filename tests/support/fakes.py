@@ -341,7 +341,8 @@ class FakeWorkerGroup:
 
     def _forget_plans(self) -> None:
         self.plans: deque[bytes] = deque()
-        self.images: dict[int, EncoderInput] = {}
+        # media_id |-> its tensors, for each plan to come that encodes it; one between them may drop it
+        self.images: dict[int, list[EncoderInput]] = {}
         self.touched: deque[set[int]] = deque()  # blocks, by each plan in flight
         self.touched_slots: deque[set[int]] = deque()
         rows = self._config.scheduler.max_num_seqs
@@ -389,15 +390,14 @@ class FakeWorkerGroup:
         self.plans.append(plan.encode())
 
     def send_media(self, image: EncoderInput) -> None:
-        assert image.media_id not in self.images, f"image {image.media_id} is sent twice"
-        self.images[image.media_id] = EncoderInput.decode(image.encode())
+        self.images.setdefault(image.media_id, []).append(EncoderInput.decode(image.encode()))
 
     def _encode(self, plan: StepPlan) -> None:
         for media_id in plan.media_drops.tolist():
             del self.outputs[media_id]
         for media_id in plan.encodes.tolist():
             assert media_id not in self.outputs, f"image {media_id} is encoded twice"
-            self.outputs[media_id] = bytes(self.images.pop(media_id).data)
+            self.outputs[media_id] = bytes(self.images[media_id].pop(0).data)
 
     def _input(self, row: int, place: int) -> int:
         """Return what the model reads at a place of a row."""
