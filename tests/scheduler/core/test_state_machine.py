@@ -413,9 +413,8 @@ def test_state_machine_finds_planted_faults(
         run_state_machine_as_test(SchedulerMachine, settings=quick)
 
 
-@pytest.mark.timeout(1800)
 class TestSchedulerMachine(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]  # made by hypothesis
-    settings = machine_settings(80, derandomize=True)
+    settings = machine_settings(150, derandomize=True)
 
 
 @pytest.mark.slow
