@@ -1,4 +1,4 @@
-"""KvLayout: how a rank lays out its KV blocks, and the name of a block's content for whoever keeps or reads it.
+"""KvLayout: how a rank lays out its KV blocks, for whoever keeps or reads them.
 
 A block that leaves its rank is good for another one only if both lay out the same tokens of the same weights alike.
 Two parties compare their layouts before they exchange a block: `differences` names what differs. Those of different
@@ -22,7 +22,7 @@ _FINGERPRINT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class KvLayerShape:
-    """How a token is cached in a layer, on all ranks together.
+    """Shape of a token's cache in a layer, on all ranks together.
 
     Attributes:
         num_parts: 2 for keys and values, 1 for a latent.
@@ -139,32 +139,9 @@ def layout_of(config: EngineConfig, rank: int, weights_version: str) -> KvLayout
     return KvLayout(model.name, weights_version, tuple(groups), rank, config.parallel.tensor_parallel_size)
 
 
-def block_name(digest: bytes, layout: KvLayout, group: int) -> bytes:
-    """Return the name of one rank's part of a block, unique among all models, weights, tenants and layouts.
-
-    Args:
-        digest: of the chain of tokens up to the block's end, see `digests`; its root has model, tenant or pool, salt
-            and adapter.
-        group: number of the cache group.
-    """
-    version = layout.weights_version.encode()
-    parts = (digest, version, layout.fingerprint, group.to_bytes(4, "little"))
-    return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
-
-
 def _shapes_of(model: ModelConfig) -> list[KvLayerShape]:
     """Return how each layer with keys and values of its own caches a token on all ranks together."""
     return [KvLayerShape(*shape) for shape in model.kv_shapes(1)]
 
 
 _layouts = FrameCodec("kv layout", 1, {"layout": KvLayout})
-
-
-def encode_layout(layout: KvLayout) -> bytes:
-    """Return the frame of a layout, for a file or another process."""
-    return _layouts.encode(layout)
-
-
-def decode_layout(frame: bytes) -> KvLayout:
-    """Return the layout of a frame. Raises ProtocolError if it has another version or shape."""
-    return _layouts.decode(frame)
