@@ -50,7 +50,7 @@ class Prefix:
 
 
 class BelowDevice(Protocol):
-    """What has blocks that are not on the device."""
+    """Owner of blocks that are not on the device."""
 
     def find(self, cache: int, digest: bytes) -> int | None:
         """Return the block with that chain digest in a cache, or None."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from typing import Protocol
 
 from ....proto.config import EngineConfig
 from ....proto.kv_layout import KvLayout, layout_of
 from ....proto.kv_transfer import KvFailure, KvOffer, KvOrders, KvReport, KvReportKind
 from ...kv.block_manager import BlockManager
-from ...kv.leases import LEASE_S
+from ...kv.leases import LEASE_S, MAX_LEASES
 from ...kv.pulls import Pull
 from ...sequences.sequence import Sequence
 from .policy import CostModel
@@ -32,64 +31,8 @@ FIRST_BYTES_PER_S = 500e6
 PULL_OVERHEAD_S = 0.02
 
 
-class KvTraffic(Protocol):
-    """What SchedulerState and the planner need of KV that travels."""
-
-    @property
-    def must_order(self) -> bool:
-        """Return whether the ranks are to get a plan, though there may be nothing to compute."""
-        ...
-
-    def offer(
-        self, sequence: Sequence, row: int, tokens: array[int], num_computed: int, now: float
-    ) -> KvOffer | None:
-        """Lend the full blocks of a running sequence that leaves; None if nobody could use them.
-
-        Args:
-            tokens: all known ones.
-            num_computed: of these, by the steps so far.
-        """
-        ...
-
-    def begin(self, sequence: Sequence, now: float) -> bool:
-        """Begin to pull the blocks of a sequence that is about to start; return whether it has to wait for them."""
-        ...
-
-    def take_ready(self) -> list[Sequence]:
-        """Return the sequences that need not wait any more."""
-        ...
-
-    def on_start(self, sequence: Sequence) -> None:
-        """Note that a sequence has its row, with its own references to the blocks."""
-        ...
-
-    def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
-        ...
-
-    def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
-        """Apply what the ranks report."""
-        ...
-
-    def expire(self, now: float, fence_step: int | None) -> None:
-        """End leases and pulls whose deadline has passed."""
-        ...
-
-    def free_blocks(self, fence_step: int | None) -> bool:
-        """End all leases, since running sequences lack blocks; return whether there were any."""
-        ...
-
-    def forget(self) -> None:
-        """End all leases and pulls: the ranks have forgotten them, or the KV is void. No step is in flight."""
-        ...
-
-    def take_orders(self) -> KvOrders | None:
-        """Return what the next plan orders the ranks to do."""
-        ...
-
-
 class NoKvMoves:
-    """KV that stays where it is."""
+    """KV that stays where it is: KvMoves of a replica without `kv_transfer`."""
 
     kv_layout = b""
     num_kv_leases = num_kv_offers = num_kv_pulls = num_kv_pulled_tokens = num_kv_pulled_bytes = 0
@@ -171,6 +114,7 @@ class KvMoves:
 
     @property
     def must_order(self) -> bool:
+        """Return whether the ranks are to get a plan, though there may be nothing to compute."""
         # Also while reports are due, which come with results: ranks without anything to compute wait for them.
         leases, pulls = self._blocks.leases, self._blocks.pulls
         return bool(leases) or leases.has_orders or pulls.has_orders or pulls.are_read
@@ -180,9 +124,17 @@ class KvMoves:
     def offer(
         self, sequence: Sequence, row: int, tokens: array[int], num_computed: int, now: float
     ) -> KvOffer | None:
+        """Lend the full blocks of a running sequence that leaves; None if nobody could use them.
+
+        Args:
+            tokens: all known ones.
+            num_computed: of these, by the steps so far.
+        """
         # The last token is computed again by the next replica, which needs its logits.
         num_blocks = min(num_computed, len(tokens) - 1) // self._blocks.block_size
         if self._layout is None or num_blocks < 1 or sequence.pooling is not None:
+            return None
+        if len(self._blocks.leases) >= MAX_LEASES:
             return None
         digests = self._blocks.digests_of(sequence, tokens, num_blocks)
         table = self._blocks.find_lendable(row, digests)
@@ -195,6 +147,7 @@ class KvMoves:
         )
 
     def free_blocks(self, fence_step: int | None) -> bool:
+        """End all leases, since running sequences lack blocks; return whether there were any."""
         leases = self._blocks.leases
         had_some = bool(leases)
         while leases.end_oldest(fence_step):
@@ -204,6 +157,7 @@ class KvMoves:
     # The replica that a sequence comes to
 
     def begin(self, sequence: Sequence, now: float) -> bool:
+        """Begin to pull the blocks of a sequence that is about to start; return whether it has to wait for them."""
         offer, sequence.kv = sequence.kv, None
         if offer is None or not self._fits(sequence, offer):
             return False
@@ -249,21 +203,25 @@ class KvMoves:
         return sum(self._block_bytes[group] for group, _, _ in wanted)
 
     def take_ready(self) -> list[Sequence]:
+        """Return the sequences that need not wait any more."""
         ready, self._ready = self._ready, []
         self._parked.difference_update(sequence.seq_id for sequence in ready)
         return ready
 
     def on_start(self, sequence: Sequence) -> None:
+        """Note that a sequence has its row, with its own references to the blocks."""
         pull = self._pull_of.pop(sequence.seq_id, None)
         if pull is not None:
             self._blocks.pulls.cancel(pull)
 
     def discard(self, sequence: Sequence) -> None:
+        """Forget a sequence that has ended."""
         self._ready = [each for each in self._ready if each is not sequence]
         self._parked.discard(sequence.seq_id)
         self.on_start(sequence)
 
     def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
+        """Apply what the ranks report."""
         for report in reports:
             match report.kind:
                 case KvReportKind.SERVES:
@@ -309,6 +267,7 @@ class KvMoves:
             self._bytes_per_s += 0.5 * (pull.num_bytes / pull.seconds - self._bytes_per_s)
 
     def expire(self, now: float, fence_step: int | None) -> None:
+        """End leases and pulls whose deadline has passed."""
         self._blocks.leases.expire(now, fence_step)
         for pull in self._blocks.pulls:
             if pull.sequence is not None and pull.reading and now >= pull.deadline:
@@ -319,6 +278,7 @@ class KvMoves:
     # Both
 
     def forget(self) -> None:
+        """End all leases and pulls: the ranks have forgotten them, or the KV is void. No step is in flight."""
         self._blocks.leases.forget()
         waiting = [each for each in self._blocks.pulls.forget() if each.seq_id in self._parked]
         self._ready += [each for each in waiting if each not in self._ready]
@@ -327,6 +287,7 @@ class KvMoves:
         self._layout = None
 
     def take_orders(self) -> KvOrders | None:
+        """Return what the next plan orders the ranks to do."""
         leases, pulls = self._blocks.leases, self._blocks.pulls
         if not (leases.has_orders or pulls.has_orders):
             return None

@@ -171,6 +171,15 @@ def test_running_sequences_come_before_leases() -> None:
     assert source.scheduler.kv_moves.num_kv_leases == 0
 
 
+def test_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.scheduler.core.queue.kv_moves.MAX_LEASES", 1)
+    _, source, _ = pair()
+    for handle in (1, 2):
+        leave_after(source, 6, handle)
+    assert source.moved[1].kv is not None
+    assert source.moved[2].kv is None
+
+
 def test_replica_without_states_or_caches_lends_nothing() -> None:
     network = FakeKvNetwork()
     for config in ({"num_state_slots": 4}, {"prefix_caching": False}):
