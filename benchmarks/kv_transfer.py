@@ -97,6 +97,8 @@ def pull_seconds(keys: CurveKeys | None, *, shares: bool) -> list[float]:
         lender.start()
         stack.callback(lender.join)
         stack.callback(own.send, None)
+        if not own.poll(TIMEOUT_S):
+            raise TimeoutError(f"the lender did not start in {TIMEOUT_S:g} s")
         endpoint = own.recv()
         service = make_service(keys, directory, "reader")
         stack.callback(service.close)

@@ -145,7 +145,7 @@ class RecordedRanks(MeteredRanks):
 
 @dataclass(slots=True)
 class Times:
-    """When a request arrived, and when each of its tokens came."""
+    """Times of a request's arrival and of each of its tokens."""
 
     arrived_at: float
     tokens_at: list[float] = field(default_factory=list)

@@ -69,7 +69,7 @@ class KvPull:
 
 @dataclass(frozen=True, slots=True)
 class KvOrders:
-    """What a plan orders the ranks to do beside its step, before they move or compute anything.
+    """Orders of a plan beside its step, which the ranks carry out before they move or compute anything.
 
     Attributes:
         revoked: generations of leases that end: later steps may write their blocks.
@@ -99,7 +99,7 @@ class KvFailure(StrEnum):
 
 
 class KvReportKind(StrEnum):
-    """What a KvReport reports.
+    """Kind of a KvReport.
 
     SERVES: the rank serves its blocks. PULLED: it writes no block of a pull any more. RENEWED, RELEASED: a reader
     uses a lease, or needs it no more.
@@ -113,7 +113,7 @@ class KvReportKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """What happened at a rank since its previous result.
+    """An event at a rank since its previous result.
 
     Attributes:
         number: the pull, or the generation of the lease.

@@ -37,7 +37,7 @@ class GraphAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """What computes the attention of a rank's steps."""
+    """Library that computes the attention of a rank's steps."""
 
     def begin_step(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return the inputs of a step that is launched kernel by kernel, with what computes its attention."""

@@ -133,7 +133,7 @@ class FlashInferGraphs:
 
 
 class _Kind(NamedTuple):
-    """What layers have in common that share a plan."""
+    """Properties of layers that share a plan."""
 
     group: int
     num_heads: int

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class LinearBackend(Protocol):
-    """What multiplies by the weights of linear layers."""
+    """Library that multiplies by the weights of linear layers."""
 
     def convert(self, weight: LinearWeight) -> LinearWeight:
         """Return the weight in a form that the library multiplies by; unchanged if it has none."""

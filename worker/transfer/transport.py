@@ -178,7 +178,7 @@ class KvReadError(Exception):
 
 
 class LeaseTable(Protocol):
-    """What a server asks about leases; any thread may."""
+    """Leases as a server sees them, from any thread."""
 
     def covers(self, generation: int, block_ids: IntArray, patience_s: float) -> bool:
         """Return whether a lease is in effect and has all these blocks; wait for it to come into effect."""

@@ -50,7 +50,7 @@ class GrpcTarget:
 
 @dataclass(frozen=True, slots=True)
 class AiperfLoad:
-    """What aiperf sends.
+    """The load that aiperf sends.
 
     Attributes:
         tokenizer: a directory, or a name on the Hugging Face Hub.

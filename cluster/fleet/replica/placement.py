@@ -132,7 +132,7 @@ def choose_strategy(
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """What a replica asks of Ray's placement group.
+    """The bundles and the strategy of a replica's placement group.
 
     Attributes:
         bundles: of the placement group; a bundle is on one node.
