@@ -32,7 +32,7 @@ LOCK_TOOLS := build/lock-tools
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
-	@echo "make test      the tests that need no GPU, without the slow ones (8 minutes on two quiet cores)"
+	@echo "make test      the tests that need no GPU, without the slow ones (20 minutes on two cores)"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
 	@echo "make test-random    the tests of make test in random order; prints the seed"
 	@echo "make test-triton    the Triton kernels, interpreted, with each supported Triton"
