@@ -104,8 +104,16 @@ def pytest_collection_finish() -> None:
 
 
 def _make_hypothesis_repeatable() -> None:
-    """Draw the same examples in each run, without deadlines, so that a new failure comes from a change."""
+    """Draw the same examples in each run, without deadlines, so that a new failure comes from a change.
+
+    Hypothesis also draws constants that it finds in the modules loaded so far: they depend on the tests that happened
+    to run before in the same process, so it must not look.
+    """
     from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture.providers import HypothesisProvider
+    from hypothesis.internal.constants_ast import Constants
+
+    setattr(HypothesisProvider, "_local_constants", Constants())  # noqa: B010 (mypy knows a property)
 
     settings.register_profile(
         "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
