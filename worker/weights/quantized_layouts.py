@@ -345,7 +345,7 @@ def _read_zeros(checkpoint: Checkpoint, part: WeightSlice, groups: _Groups, bits
     per_word = WORD_BITS // bits
     shape = num_outputs // per_word, groups.count
     words = _read_words(checkpoint, name, shape, _in_words(part, part.outputs, per_word), groups.range)
-    return _unpack(words.t().contiguous(), bits).to(torch.int16) - (1 << bits - 1)
+    return _unpack(words.t(), bits).to(torch.int16) - (1 << bits - 1)
 
 
 def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Tensor | None = None) -> _Groups:
@@ -399,6 +399,8 @@ def _in_words(part: WeightSlice, elements: Range, per_word: int) -> Range:
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """[A, W] int32 -> the elements of each row, lowest bits first, [A, W * 32 / bits] uint8."""
+    if words.stride(-1) != 1:  # of one column, which is contiguous whatever its stride is
+        words = words.clone(memory_format=torch.contiguous_format)
     elements = words.view(torch.uint8)
     return elements if bits == 8 else unpack_nibbles(elements)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_kinds import model_type_of
-from quantized_models import SCHEMES, write_quantized
+from quantized_models import SCHEMES, Scheme, write_quantized
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
 from state_models import StateModel
@@ -22,6 +22,8 @@ from quire.proto.model.state import state_bytes
 TOLERANCE = 2e-4
 # Random weights make some models sensitive: transformers' float32 logits differ from its float64 ones by 5e-4.
 SENSITIVE = {"zamba2-two-blocks": 2e-3}
+# Groups that divide the 48 numbers of latents.
+_SCHEMES = SCHEMES | {"packed-groups-of-16": Scheme("packed", group_len=16)}
 LENGTHS, CHUNK_LENS, NUM_DECODES = [13, 30, 3, 41], [5, 7, 1, 41], 4
 
 
@@ -68,6 +70,7 @@ def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
         ("falcon_h1", "int8", 1),
         ("jamba-dense", "int8", 2),
         ("kimi_linear", "int8", 2),
+        ("kimi_linear", "packed-groups-of-16", 1),
         ("minimax", "float8", 2),
     ],
 )
@@ -75,7 +78,7 @@ def test_quantized_checkpoint_equals_its_dequantized_twin(
     kind: str, scheme: str, tp: int, references: Any, tmp_path: Path
 ) -> None:
     folder, _ = references(kind)
-    quantized, twin = write_quantized(folder, tmp_path, SCHEMES[scheme])
+    quantized, twin = write_quantized(folder, tmp_path, _SCHEMES[scheme])
     prompts = prompts_of(LENGTHS, seed=1)
     found, expected = (
         StateModel(each, tp).compute(prompts, CHUNK_LENS, NUM_DECODES) for each in (quantized, twin)

@@ -454,3 +454,22 @@ def test_packed_word_has_documented_bit_order(layout: str, word: int, tmp_path: 
     assert found is not None
     numbers = torch.arange(8.0).expand(8, 8) - (8 if layout == "packed" else 0)
     assert torch.equal(dequantize(found), numbers.t() if layout == "awq" else numbers)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_packed_zero_points_of_one_word_are_read(num_groups: int, tmp_path: Path) -> None:
+    """Eight outputs, as of a layer with a number per head."""
+    zeros = torch.arange(8).expand(num_groups, 8) + torch.arange(num_groups)[:, None]
+    words = sum(zeros[:, output] << 4 * output for output in range(8))
+    tensors = {
+        "weight_packed": torch.zeros(8, num_groups, dtype=torch.int32),
+        "weight_scale": torch.ones(8, num_groups),
+        "weight_zero_point": torch.as_tensor(words).view(torch.int32)[::2].view(1, -1),
+    }
+    save_file(
+        {f"x.{key}": tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors"
+    )
+    part, quantization = WeightSlice("x", (8, 8 * num_groups), 0, 0, 8), Quantization("compressed", bits=4)
+    found = read_quantized(Checkpoint(tmp_path), part, quantization, CPU)
+    assert found is not None
+    assert torch.equal(dequantize(found), -zeros.t().repeat_interleave(8, dim=1).float())
