@@ -221,6 +221,18 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 24, "sliding_window_pattern": 3},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {"sliding_window": 11, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mimo_v2_flash": {
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "num_key_value_heads": 2,
+        "sliding_window": 11,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
+    },
     "glm4": {"rms_norm_eps": 1e-5},
     "glm4_moe": {
         "n_routed_experts": 8,

@@ -51,6 +51,8 @@ class AttentionSpec:
         values_are_keys: the projected keys are the values too, before norm and rotation.
         gate: sigmoids multiply the results: of as many projected numbers as ``query`` has, which are stored after
             those of each head, or of one per ``head``, which are stored as ``g_proj``; None for no gate.
+        value_dim: elements of a head's values, which are cached with zeros behind them; None for `head_dim`.
+        value_scale: multiplies the values.
         output_name: of the output projection in the checkpoint, if it is not Names.attention_output.
     """
 
@@ -71,4 +73,6 @@ class AttentionSpec:
     temperature: QueryTemperature | None = None
     values_are_keys: bool = False
     gate: str | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     output_name: str | None = None

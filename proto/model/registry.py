@@ -12,7 +12,7 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
-from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba, zamba
+from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba, mimo, zamba
 from .family import Family, FieldNames
 from .mla import MlaSpec
 from .parallel_split import WHOLE_MODEL, Stage
@@ -62,6 +62,7 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "MiMoForCausalLM": Family(qkv_bias=True),
+    "MiMoV2FlashForCausalLM": mimo.V2_FLASH,
     "Qwen3ForCausalLM": Family(qk_norm=QkNorm("head")),
     "Qwen3MoeForCausalLM": Family(
         qk_norm=QkNorm("head"),

@@ -33,7 +33,6 @@ ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types that are refused before anything of them is loaded |-> reason.
 _REFUSED = {
     "gemma4_unified_text": "its layers have heads of different sizes, and some share the keys and values of others",
-    "mimo_v2_flash": "its values have another size than its keys, and its layers other numbers of KV heads",
     "jetmoe": "its experts have keys and values of other shapes than its configuration",
     "hrm_text": "its layers are computed several times per token, each time with other keys and values",
     "diffllama": "its layers attend twice",

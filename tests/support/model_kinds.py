@@ -95,6 +95,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "phimoe-fused": {"num_local_experts": 4, "checkpoint": {"save_original_format": False}},
     "gpt_oss": {},
+    "mimo_v2_flash": {},
+    "mimo_v2_flash-one-kv-head": {"num_key_value_heads": 1, "attention_bias": True, "v_head_dim": 12},
     "qwen2": {},
     "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1},
     "qwen3": {},

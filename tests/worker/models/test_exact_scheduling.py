@@ -34,6 +34,7 @@ WINDOWS = {
     "gemma3n_text-1": [0, 11],
     "gemma3n_text-2": [0, 11],
     "gemma3n_text-4": [0, 11],
+    "mimo_v2_flash-2": [0, 11, 11],
     "gptj-1": [0],
     "gptj-2": [0],
     "gptj-4": [0],
@@ -54,6 +55,7 @@ SCARCE_BLOCKS = {
     "gemma4_text": 40,
     "gemma4_text_narrow": 40,
     "gemma3n_text": 40,
+    "mimo_v2_flash": 44,
     "gptj": 28,
     "qwen3_moe": 28,
     "llama4_text": 56,  # blocks of four cache groups

@@ -291,6 +291,7 @@ def make_dense_layer(
     has_more = (
         bool(attention.steps)
         or attention.spec.gate is not None
+        or attention.spec.value_dim is not None
         or attention.variant.chunk > 0
         or attention.variant.sinks is not None
         or attention.output.bias is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.attention_variant import AttentionVariant
@@ -51,9 +53,10 @@ class Attention:
         num_heads = len(load.head_shard(own.num_heads, 1))
         # Numbers of the projection before the queries.
         self._gate_len = {None: 0, "head": num_heads, "query": num_heads * own.head_dim}[own.gate]
-        output = f"{name}.{own.output_name or spec.names.attention_output}"
+        self._num_kv_heads = len(load.head_shard(own.num_kv_heads, 1))
+        output, value_dim = f"{name}.{own.output_name or spec.names.attention_output}", _value_dim(own)
         self.output = RowParallelLinear(
-            load, output, own.num_heads * own.head_dim, spec.hidden_size, own.output_bias
+            load, output, own.num_heads * value_dim, spec.hidden_size, own.output_bias
         )
         kind = None if own.qk_norm is None else own.qk_norm.kind
         self.q_norm = self.k_norm = None
@@ -94,6 +97,8 @@ class Attention:
         gate = None
         if self._gate_len:
             gate, projected = projected[:, : self._gate_len], projected[:, self._gate_len :].contiguous()
+        if self.spec.value_dim is not None:
+            projected = self._widen_values(projected, self.spec.value_dim)
         heads = projected.view(projected.shape[0], -1, self.spec.head_dim)
         for step in self.steps:
             step.apply(heads, rotations)
@@ -113,9 +118,22 @@ class Attention:
             q = q.index_select(0, queries)
             gate = None if gate is None else gate.index_select(0, queries)
         attended = paged_attention(q, kv_cache, inputs, self.spec.scale, self.variant)
+        if self.spec.value_dim is not None:
+            attended = attended[..., : self.spec.value_dim]
         if gate is not None:
             attended = attended * gate.sigmoid().view(*q.shape[:2], -1)
-        return self.output.forward_partial(attended.view(len(q), -1))
+        return self.output.forward_partial(attended.flatten(1))
+
+    def _widen_values(self, projected: Tensor, value_dim: int) -> Tensor:
+        """Return the projection with scaled values, which zeros make as long as keys."""
+        keys_end = projected.shape[1] - self._num_kv_heads * value_dim
+        values = projected[:, keys_end:].unflatten(1, (-1, value_dim)) * self.spec.value_scale
+        values = F.pad(values, (0, self.spec.head_dim - value_dim))
+        return torch.cat((projected[:, :keys_end], values.flatten(1)), dim=1)
+
+
+def _value_dim(own: AttentionSpec) -> int:
+    return own.head_dim if own.value_dim is None else own.value_dim
 
 
 def _interleaving(spec: DecoderSpec, own: AttentionSpec) -> Interleaving | None:
@@ -127,7 +145,8 @@ def _interleaving(spec: DecoderSpec, own: AttentionSpec) -> Interleaving | None:
 
 def _qkv_projections(load: LoadContext, spec: DecoderSpec, own: AttentionSpec, name: str) -> list[Projection]:
     counts = own.num_heads, own.num_kv_heads, own.num_kv_heads
-    shards = [load.head_shard(count, own.head_dim) for count in counts]
+    dims = own.head_dim, own.head_dim, _value_dim(own)
+    shards = [load.head_shard(count, dim) for count, dim in zip(counts, dims, strict=True)]
     if not own.fused_qkv:
         interleaving = _interleaving(spec, own)
         parts = "qkk" if own.values_are_keys else "qkv"
