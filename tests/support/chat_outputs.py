@@ -25,12 +25,17 @@ TOOLS: Mapping[str, Mapping[str, Any]] = {"get_weather": WEATHER, "now": {}}
 
 
 def new_parser(
-    tool_calls: str = "none", reasoning: str = "none", *, prompt: str = "", **options: Any
+    tool_calls: str = "none",
+    reasoning: str = "none",
+    *,
+    prompt: str = "",
+    tools: Mapping[str, Mapping[str, Any]] = TOOLS,
+    **options: Any,
 ) -> ChatOutputParser:
     """Return a parser whose calls have the ids call-0, call-1 and so on."""
     numbers = itertools.count()
     found = ChatFormat.find(tool_calls, reasoning, None)
-    return found.parser(prompt, TOOLS, new_id=lambda: f"call-{next(numbers)}", **options)
+    return found.parser(prompt, tools, new_id=lambda: f"call-{next(numbers)}", **options)
 
 
 def parse(pieces: Iterable[str], *formats: str, **options: Any) -> tuple[list[ChatDelta], AssistantMessage]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .harmony import HARMONY, HarmonyCalls
-from .special_calls import GemmaCalls, KimiCalls, MistralCalls, PythonCalls, new_mistral_id
+from .special_calls import GemmaCalls, KimiCalls, MistralCalls, NestedTagCalls, PythonCalls, new_mistral_id
 from .tool_format import KeyedCalls, NamedCalls, ObjectCalls, TaggedCalls, ToolCallFormat
 
 _PARAMETERS = '{"name": "{name}", "parameters": '
@@ -17,6 +17,7 @@ _DSML_ARGUMENT = '<｜DSML｜parameter name="{key}" string="{type}">{value}</｜
 _XML_ARGUMENT = '<parameter name="{key}">{value}</parameter>\n'
 _GLM_ARGUMENT = "<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
 _IFM_ARGUMENT = "<ifm|arg_key>{key}</ifm|arg_key>\n<ifm|arg_value>{value}</ifm|arg_value>\n"
+_MINIMAX = "]<]minimax[>["
 _QWEN_ARGUMENT = "<parameter={key}>\n{value}\n</parameter>\n"
 
 _TABLE: Mapping[str, ToolCallFormat] = {
@@ -178,6 +179,17 @@ _TABLE: Mapping[str, ToolCallFormat] = {
         openings=("<function=",),
         shown_by=[("<tool_call>", "<function=", "<parameter=")],
         models="Qwen3-Coder, Qwen 3.5, Nemotron 3, Step 3.5, MiMo",
+    ),
+    "minimax_m3": NestedTagCalls(
+        mark=_MINIMAX,
+        begin=f"{_MINIMAX}<tool_call>\n",
+        end=f"{_MINIMAX}</tool_call>",
+        header=f'{_MINIMAX}<invoke name="{{name}}">',
+        call_end=f"{_MINIMAX}</invoke>\n",
+        style="minimax_m3_xml",
+        extras=(_MINIMAX,),
+        shown_by=[(_MINIMAX,)],
+        models="MiniMax M3",
     ),
     "minimax_m2": TaggedCalls(
         begin="<minimax:tool_call>\n",
@@ -400,6 +412,7 @@ _ALIASES = {
     "internlm": "interns1",
     "llama3_json": "llama3 llama4_json",
     "minimax_m2": "minimax-m2",
+    "minimax_m3": "minimax-m3",
     "openai": "gpt-oss",
     "pythonic": "llama4_pythonic",
     "qwen3_coder": "mimo qwen3_xml step3p5",

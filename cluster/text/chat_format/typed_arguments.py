@@ -82,7 +82,25 @@ def argument_type(schema: Mapping[str, Any], parameter: str) -> ArgumentType:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or parameter not in properties:
         return STRING
-    return _told(properties[parameter], schema, 0)
+    return told_type(properties[parameter], schema)
+
+
+def told_type(schema: Any, root: Mapping[str, Any]) -> ArgumentType:
+    """Return what a part of a tool's schema tells of its values.
+
+    Args:
+        root: the tool's schema, to which references of the part lead.
+    """
+    return _told(schema, root, 0)
+
+
+def members_schema(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a tool's schema that has the ``properties`` or ``items`` of a part, after its references."""
+    for _ in range(_MAX_SCHEMA_DEPTH):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            break
+        schema = _referred(schema["$ref"], root)
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def dump(value: Any) -> str:

@@ -49,6 +49,11 @@ def k3(name: str, number: int, *arguments: tuple[str, str, str]) -> str:
     return f'<|open|>call tool="{name}" index="{number}"<|sep|>{texts}<|close|>call<|sep|>'
 
 
+def m3(text: str) -> str:
+    """Return a text with the mark of MiniMax M3 before each tag."""
+    return text.replace("<", "]<]minimax[>[<")
+
+
 # name |-> calls of get_weather with a city and days, and of now, as the model writes them
 TEXTS = {
     "apertus": f'<|tools_prefix|>[{{"get_weather": {CITY}}}, {{"now": {{}}}}]<|tools_suffix|>',
@@ -111,6 +116,10 @@ TEXTS = {
         '</function>\n<function name="now"></function>'
     ),
     "minimax_m2": f"<minimax:tool_call>\n{INVOKE.format(x='')}</minimax:tool_call>",
+    "minimax_m3": m3(
+        '<tool_call>\n<invoke name="get_weather"><city>Pa"ris</city><days>3</days></invoke>\n'
+        '<invoke name="now"></invoke>\n</tool_call>'
+    ),
     "mistral": f"[TOOL_CALLS]{LIST}",
     "nemotron_json": f"<TOOLCALL>{LIST}</TOOLCALL>",
     "olmo3": f"<function_calls>\n{PYTHON}\nnow()\n</function_calls>",
@@ -142,8 +151,8 @@ PEERS = (
     "deepseekv3 deepseekv31 deepseekv32 deepseekv4 dots ernie45 functiongemma gemma4 gigachat3 gigachat35 glm "
     "glm45 glm47 gpt-oss granite granite-20b-fc granite4 hermes hunyuan hunyuan_a13b hy_v3 internlm interns1 "
     "jamba k2_horizon kimi_k2 kimi_k3 lfm2 ling3 llama3 llama3_json llama4_json llama4_pythonic longcat mimo "
-    "minicpm5 minimax-m2 minimax_m2 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen qwen25 qwen3_coder "
-    "qwen3_xml seed_oss solar_open2 spark25 step3 step3p5 trinity xlam "
+    "minicpm5 minimax-m2 minimax_m2 minimax_m3 mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen qwen25 "
+    "qwen3_coder qwen3_xml seed_oss solar_open2 spark25 step3 step3p5 trinity xlam "
 )
 REASONING_PEERS = (
     "apertus2509 cohere_command3 cohere_command4 deepseek-r1 deepseek-v3 deepseek-v4 deepseek_r1 deepseek_v3 "
