@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, ExitStack, suppress
 
@@ -95,6 +96,7 @@ class FleetSite:
         self._nodes: RayNodes
         self._second: subprocess.Popen[bytes]
         self._gateways: list[_Gateway] = []
+        self._num_updates = 0
         self._before = ExitStack()
         self._adapter = adapter_options(self._before)
         self.faults: dict[str, Fault] = {
@@ -106,6 +108,7 @@ class FleetSite:
             "gateway": self._kill_gateway,
             "raylet": self._kill_raylet,
             "head": self._pause_head,
+            "update": self._update,
         }
 
     @property
@@ -206,6 +209,19 @@ class FleetSite:
                 await asyncio.sleep(self._rng.uniform(0.5, 5.0))
                 process.resume()
 
+    async def _update(self) -> None:
+        """Replace the replicas one by one by those of another version; half of the times kill a rank meanwhile."""
+        self._num_updates += 1
+        changed = "--weights-version", str(self._num_updates)
+        target = self._gateways[0].process.address
+        version = await _run_quire("deploy", *OPTIONS, *self._adapter, *changed, "--target", target)
+        async with asyncio.timeout(SETTLED_TIMEOUT_S):
+            if self._rng.random() < 0.5:
+                await asyncio.sleep(self._rng.uniform(0.5, 20.0))
+                await self._of_replica(self._kill_rank)()
+            while [replica.version for replica in await _ready(self.observer)] != [version] * NUM_REPLICAS:
+                await asyncio.sleep(0.2)
+
     def _actors(self, name: str) -> Iterable[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             return process_with(f"ray::{name}", [self._nodes.head_pid, self._second.pid])
@@ -246,3 +262,16 @@ async def _ready(client: AsyncClient) -> list[ReplicaInfo]:
         return [replica for replica in (await client.fleet()).replicas if replica.ready]
     except QuireError:
         return []
+
+
+async def _run_quire(*arguments: str) -> str:
+    """Run a command of quire and return the last word that it prints. Raises AssertionError if it fails."""
+    program = "from quire.cluster.cli import main; main()"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, *arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    async with asyncio.timeout(RECOVERY_TIMEOUT_S):
+        printed, errors = await process.communicate()
+    if process.returncode:
+        raise AssertionError(f"quire {arguments[0]} failed: {errors.decode()}")
+    return printed.decode().split()[-1]

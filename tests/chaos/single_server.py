@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import random
 import signal
 import tempfile
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
@@ -15,16 +17,18 @@ import httpx
 import psutil
 from tcp_proxy import TcpProxy, tcp_proxy
 
-from quire import AsyncClient
+from quire import AsyncClient, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
+from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 from quire.proto.errors import QuireError, RequestQuarantined
 from quire.proto.faults import Fault as InjectedFault
 from quire.proto.faults import FaultKind
 
-from .adapter import adapter_options
+from .adapter import adapter_options, adapter_path
 from .doors import Door
+from .jobs import ADAPTER
 from .machine import Clock, Disk, environment, own_disk, short_of_memory
-from .site import READY_TIMEOUT_S, Fault, Resources, process_with, until_answered
+from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process_with, until_answered
 
 OPTIONS = "demo", "--tensor-parallel-size", "2", "--audit", "--enable-chaos"
 NUM_RANKS = 2
@@ -55,6 +59,8 @@ class SingleServer:
         self._before = ExitStack()
         self._connections = AsyncExitStack()
         self._poison = 0
+        self._names = (f"chaos-{number}" for number in itertools.count())
+        self._adapter: tuple[str, ...] = ()
         self.faults: dict[str, Fault] = {
             "kill": self._kill_rank,
             "stop": self._stop_rank,
@@ -63,6 +69,8 @@ class SingleServer:
             "poison": self._poison_request,
             "slow": self._slow_rank,
             "memory": self._exhaust_memory,
+            "adapter": self._load_adapter,
+            "weights": self._update_weights,
             "scheduler": self._kill_scheduler,
             "pause": self._pause_scheduler,
             "connection": self._break_connections,
@@ -80,8 +88,9 @@ class SingleServer:
             self.faults["clock"] = self._jump
         if self._disk is not None:
             self.faults["disk"] = self._fill_disk
+        self._adapter = adapter_options(self._before)
         with environment(variables):
-            self.server = ServerProcess(*OPTIONS, *adapter_options(self._before))
+            self.server = ServerProcess(*OPTIONS, *self._adapter)
         self._before.callback(self.server.close)
         await asyncio.to_thread(self.server.wait_ready, READY_TIMEOUT_S)
         enter = self._connections.enter_async_context
@@ -156,6 +165,41 @@ class SingleServer:
     async def _exhaust_memory(self) -> None:
         with short_of_memory(await self._a_rank()):
             await asyncio.sleep(self._rng.uniform(0.5, 1.5))
+
+    async def _load_adapter(self) -> None:
+        """Kill a rank while the ranks load an adapter, or not. The adapter is there afterwards, or a clear error."""
+        name = next(self._names)
+        loading = self.observer.load_lora(name, adapter_path(self._adapter))
+        if not await self._succeeds("a load of an adapter", loading):
+            return
+        prompt, params = "It was", SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        loaded = await self.observer.generate(prompt, params, model=name)
+        expected = await self.observer.generate(prompt, params, model=ADAPTER)
+        if loaded.outputs[0].token_ids != expected.outputs[0].token_ids:
+            raise AssertionError("an adapter that was loaded under a fault changes the tokens")
+        await self.observer.unload_lora(name)
+
+    async def _update_weights(self) -> None:
+        """Kill a rank while the ranks read the same weights again, or not."""
+        updating = self.observer.update_weights(str(DEMO_MODEL_PATH), version=next(self._names))
+        await self._succeeds("an update of the weights", updating)
+
+    async def _succeeds(self, what: str, command: Awaitable[None]) -> bool:
+        """Run a command of all ranks, half of the times while one is killed, and return whether it succeeded."""
+        running = asyncio.ensure_future(command)
+        is_harmed = self._rng.random() < 0.5
+        if is_harmed:
+            await asyncio.sleep(self._rng.uniform(0.0, 0.5))
+            await self._kill_rank()
+        try:
+            async with asyncio.timeout(RECOVERY_TIMEOUT_S):
+                await running
+        except QuireError as error:
+            if not is_harmed:
+                raise AssertionError(f"{what} ended with {error!r}") from error
+            _log.info("%s ended with %r", what, error)
+            return False
+        return True
 
     async def _kill_scheduler(self) -> None:
         (scheduler,) = process_with("SchedulerActor", [self.server.process.pid])
