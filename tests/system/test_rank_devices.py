@@ -30,7 +30,6 @@ class RecordingActor(WorkerActor):
 
         self._current_device_index = fake_accelerator.current_device_index
         fake_accelerator.install(pytest.MonkeyPatch())
-        super().__init__(config, rank)
         self._constructor_thread = threading.get_ident()
         actor = self
 
@@ -49,7 +48,7 @@ class RecordingActor(WorkerActor):
                 return 0.0
 
         self._calls: list[tuple[bool, int]] = []
-        self._runner_class = Runner  # type: ignore[assignment]
+        super().__init__(config, rank, Runner)
 
     def _record(self) -> None:
         is_constructor_thread = threading.get_ident() == self._constructor_thread

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -143,9 +143,12 @@ class WorkerActor:
 
     Args:
         rank: None for a standby, which becomes a rank by `take_place`.
+        make_runner: makes what computes the steps, from the arguments of `ModelRunner`; None for that.
     """
 
-    def __init__(self, config: EngineConfig, rank: int | None) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int | None, make_runner: Callable[..., Any] | None = None
+    ) -> None:
         self._config = config
         self._assigned_rank = rank
         self._stage = "start"
@@ -170,7 +173,7 @@ class WorkerActor:
             from . import runner
         gc.freeze()  # a full collection of all modules takes 0.1 s; models come later and can be freed
         self._create_store, self._groups_class = torch_distributed.create_store, replica_groups.ReplicaGroups
-        self._runner_class, self._single_rank = runner.ModelRunner, pipeline.SINGLE_RANK
+        self._make_runner, self._single_rank = make_runner or runner.ModelRunner, pipeline.SINGLE_RANK
         kind = config.parallel.device
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
         # Ray sets OMP_NUM_THREADS to 1, or, if the process had imported torch before, to nothing.
@@ -216,7 +219,7 @@ class WorkerActor:
             with self._timed("join"):
                 own = self._single_rank if store is None else self._join(*store)
             with self._timed("weights"):
-                self._runner = self._runner_class(
+                self._runner = self._make_runner(
                     self._config,
                     own.tensor,
                     self._on_progress,

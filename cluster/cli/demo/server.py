@@ -1,4 +1,4 @@
-"""`quire serve` as a child process, with a check for leftovers after it has ended."""
+"""`quire serve` or `quire fleet` as a child process, with a check for leftovers after it has ended."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ _SHARED_MEMORY = "/dev/shm/"
 
 
 class ServerProcess(Closing):
-    """`quire serve` in a session of its own: Ctrl-C reaches only the parent, which stops the server cleanly.
+    """`quire serve` or `quire fleet` in a session of its own.
+
+    Ctrl-C reaches only the parent, which stops the server cleanly.
 
     Args:
-        arguments: those of `quire serve`; the server listens on a loopback port that the system chooses.
+        arguments: those of the command; the server listens on a loopback port that the system chooses.
+        command: ``serve``, or ``fleet``.
 
     Attributes:
         address: ``HOST:PORT`` of the gRPC server; empty until it is ready.
@@ -37,17 +40,17 @@ class ServerProcess(Closing):
         temporary: the server's folder for temporary files.
     """
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, command: str = "serve") -> None:
         self.address = self.http_url = ""
         self._folder = tempfile.TemporaryDirectory(prefix="q")
         self.temporary = Path(self._folder.name)
         self._log = self.temporary / "log"
         self._shared_memory: set[Path] = set()  # mapped by the server's processes when last looked at
         self._trees: list[ProcessTree] = []
-        command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", *arguments]
+        program = [sys.executable, "-c", "from quire.cluster.cli import main; main()"]
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*command, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"],
+                [*program, command, *arguments, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -10,7 +10,6 @@ import typer
 
 from ....proto.errors import Problems
 from ....proto.options.option import read_environment, select_options
-from ...client.wire.tokens import Role
 from ...config.deployment import ClusterOptions, Deployment, ScalingLimits
 from ...config.engine_options import EngineOptions
 from ...config.server_options import ServerOptions
@@ -97,8 +96,8 @@ def fleet(
 ) -> None:
     """Run a fleet on this machine alone until stopped: Ray, replicas, and a gateway with TLS and tokens.
 
-    Makes the certificate and the tokens if the folder has none, and prints how to call the fleet with them.
-    Everything ends with this command. For a fleet on several machines use `quire serve --address`.
+    Makes the certificate and the tokens if the folder has none, and prints how to call the fleet with them
+    once it is ready. Everything ends with this command. For a fleet on several machines use `quire serve --address`.
 
     Example: `quire fleet demo --local 2`
     """
@@ -112,11 +111,10 @@ def fleet(
         from .local_credentials import LocalCredentials
 
         credentials = LocalCredentials.make(folder)
-        options = environment | credentials.server_options() | server
-        target = options.get("listen", ServerOptions().listen)
-        for command, role in (("status", Role.OPERATOR), ('generate "Hello"', Role.USER)):
-            print(f"quire {command} --target {target} {credentials.client_options(role)}", flush=True)
-        return _serve_fleet(problems, model, None, engine | replicas, {}, options, environment)
+        options = credentials.server_options() | server
+        return _serve_fleet(
+            problems, model, None, engine | replicas, {}, options, environment, credentials.example_commands
+        )
 
     _run(serving)
 
@@ -157,6 +155,7 @@ def _serve_fleet(
     cluster: Options,
     server: Options,
     environment: Options,
+    example_commands: Callable[[str], Iterable[str]] = lambda address: (),
 ) -> int:
     with problems:
         cluster_options = ClusterOptions(**select_options(ClusterOptions, environment | cluster))
@@ -165,7 +164,7 @@ def _serve_fleet(
     server_options, security = _set_up_server(problems, environment | server)
     from .fleet import serve_fleet
 
-    return serve_fleet(deployments, address, server_options, cluster_options, security)
+    return serve_fleet(deployments, address, server_options, cluster_options, security, example_commands)
 
 
 def _set_up_server(problems: Problems, server: Options) -> tuple[ServerOptions, "Security"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
 from ...config.deployment import ClusterOptions, Deployment
@@ -44,6 +44,7 @@ def serve_fleet(
     server_options: ServerOptions,
     cluster_options: ClusterOptions,
     security: Security,
+    example_commands: Callable[[str], Iterable[str]] = lambda address: (),
 ) -> int:
     """Serve until SIGINT or SIGTERM. Call it from the main thread.
 
@@ -54,6 +55,7 @@ def serve_fleet(
             machine, which ends with the gateway.
         cluster_options: ignored if the fleet's controller runs already.
         security: the one that `set_up_server` returned.
+        example_commands: returns commands that call a server at an address, which are printed after the addresses.
 
     Returns:
         The exit status: 0, or 128 plus the signal's number if the signal came before the gateway was ready.
@@ -72,7 +74,9 @@ def serve_fleet(
             raise_on_signals()
             controller = find_or_start_controller(DEFAULT_NAMESPACE, cluster_options)
             stack.callback(ignore_signals)
-            return run_event_loop(_serve(deployments, controller, server_options, security, observers))
+            return run_event_loop(
+                _serve(deployments, controller, server_options, security, observers, example_commands)
+            )
     except Interrupted as interrupted:
         return 128 + interrupted.signal_number
 
@@ -90,6 +94,7 @@ async def _serve(
     server_options: ServerOptions,
     security: Security,
     observers: Sequence[RequestObserver],
+    example_commands: Callable[[str], Iterable[str]],
 ) -> int:
     signaled = next_signal()
     models = ServedModels()
@@ -115,7 +120,7 @@ async def _serve(
         _log.info("listening on %s; requests wait until a replica is ready", servers.addresses)
         is_ready = await servers.wait_until_ready(signaled)
         if is_ready:
-            servers.announce()
+            servers.announce(example_commands)
             await signaled
         _log.info("stopping; running requests have %g s", GRACE_S)
         await servers.stop(GRACE_S)

@@ -64,9 +64,12 @@ class LocalCredentials:
         """Return the options of a server that uses the files."""
         return {"tls_cert": str(self.certificate), "tls_key": str(self.key), "token_file": str(self.tokens)}
 
-    def client_options(self, role: Role) -> str:
-        """Return the options of a command that calls the server."""
-        return f"--tls-ca {self.certificate} --token-file {self.token_of(role)}"
+    def example_commands(self, address: str) -> list[str]:
+        """Return commands that call the server at an address, one per role."""
+        return [
+            f"quire {command} --target {address} --tls-ca {self.certificate} --token-file {self.token_of(role)}"
+            for command, role in (("status", Role.OPERATOR), ('generate "Hello"', Role.USER))
+        ]
 
     def _has_certificate(self) -> bool:
         """Return whether there is a certificate that is valid for another day."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ...config.server_options import ServerOptions
@@ -57,12 +58,15 @@ class GatewayServers:
         ready.cancel()
         return is_ready
 
-    def announce(self) -> None:
-        """Print the addresses on stdout, one line each; the last one says that requests are served."""
+    def announce(self, example_commands: Callable[[str], Iterable[str]] = lambda address: ()) -> None:
+        """Print the addresses on stdout, one line each, and then commands that call the server."""
         gc.freeze()  # a full collection of all modules takes 0.1 s, which would delay every stream
         if self._http is not None:
             print(f"quire serves HTTP on {self._http.url}")
-        print(f"quire is ready on {self._grpc_address}", flush=True)
+        print(
+            "\n".join((f"quire is ready on {self._grpc_address}", *example_commands(self._grpc_address))),
+            flush=True,
+        )
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, wait `grace_s` for running calls, then end them with ShuttingDown. Safe to call twice."""

@@ -121,8 +121,7 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     """Ray calls the constructor and the methods on different threads."""
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
-    rank = on_new_thread(lambda: actor.WorkerActor(config, 0))
-    rank._runner_class = Runner
+    rank = on_new_thread(lambda: actor.WorkerActor(config, 0, Runner))
     report = on_new_thread(lambda: rank.load(None))
     assert [name for name, _, _ in Runner.calls] == ["init"]  # no collective before every rank has loaded
     assert on_new_thread(rank.profile) == 7
@@ -140,8 +139,7 @@ def test_standby_becomes_the_rank_of_its_new_configuration(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
-    standby: Any = actor.WorkerActor(config, None)
-    standby._runner_class = Runner
+    standby: Any = actor.WorkerActor(config, None, Runner)
     assert standby.assigned_rank() is None
     assert standby.process().pid == os.getpid()
     standby.take_place(replace(config, model=replace(config.model, path="elsewhere")), 1)
@@ -159,8 +157,7 @@ def test_rank_passes_on_what_it_logged_at_its_start(
             logging.getLogger("quire.of_a_test").info("%s", name)
 
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
-    rank = actor.WorkerActor(config, 0)
-    rank._runner_class = Logging  # type: ignore[assignment]
+    rank = actor.WorkerActor(config, 0, Logging)
     rank.load(None)
     rank.profile()
     rank.allocate(7)
@@ -179,8 +176,7 @@ def test_run_ends_though_the_device_does_not(
     released = threading.Event()
     group = Group()
     monkeypatch.setattr(group, "close", lambda _: released.wait(60))
-    rank = actor.WorkerActor(config, 0)
-    rank._runner_class = Runner  # type: ignore[assignment]
+    rank = actor.WorkerActor(config, 0, Runner)
     monkeypatch.setattr(replica_groups, "join_group", lambda *_: group)
     rank.load(("127.0.0.1", 1))
     with caplog.at_level(logging.WARNING):
@@ -260,8 +256,7 @@ def test_rank_rejoins_a_new_group_with_its_weights_in_place(
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
     groups = [Group(), Group()]
     joined = iter(groups)
-    rank = actor.WorkerActor(config, 0)
-    rank._runner_class = Runner  # type: ignore[assignment]
+    rank = actor.WorkerActor(config, 0, Runner)
     monkeypatch.setattr(replica_groups, "join_group", lambda *_: next(joined))
     on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
     on_new_thread(lambda: rank.run(ChannelAddress("", "")))
@@ -290,7 +285,7 @@ def test_in_process_group_uses_gpu_of_the_thread_that_made_it(
 
 def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
-    rank = actor.WorkerActor(config, 0)
+    rank = actor.WorkerActor(config, 0, Runner)
     joined: list[tuple[torch.device, int]] = []
 
     def join(
@@ -299,7 +294,6 @@ def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: p
         joined.append((device, fake_accelerator.current_device_index()))
         return Group()
 
-    rank._runner_class = Runner  # type: ignore[assignment]
     monkeypatch.setattr(replica_groups, "join_group", join)
     on_new_thread(lambda: rank.load(("127.0.0.1", 1)))
     assert joined == [(torch.device("cuda", ORDINAL), ORDINAL)]
@@ -344,8 +338,7 @@ def test_worker_actor_launches_a_step_while_the_device_computes_another(
     monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", TwoPlans)
     monkeypatch.setattr(Runner, "launch", launch)
-    rank = actor.WorkerActor(config, 0)
-    rank._runner_class = Runner  # type: ignore[assignment]
+    rank = actor.WorkerActor(config, 0, Runner)
     rank.load(None)
     rank.run(ChannelAddress("", ""))
     assert replies == [1, 2]
@@ -374,8 +367,7 @@ def test_worker_actor_reports_a_failed_kernel_and_ends(
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
     monkeypatch.setattr(Receiver, "reply", lambda self, frame: replies.append(decode_reply(frame)))
     monkeypatch.setattr(Runner, "launch", lambda self, plan: Broken())
-    rank = actor.WorkerActor(config, 0)
-    rank._runner_class = Runner  # type: ignore[assignment]
+    rank = actor.WorkerActor(config, 0, Runner)
     rank.load(None)
     rank.run(ChannelAddress("", ""))
     (failure,) = replies

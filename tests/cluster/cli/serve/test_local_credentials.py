@@ -7,7 +7,6 @@ from certificates import HAS_OPENSSL
 
 from quire.cluster.cli.serve import local_credentials
 from quire.cluster.cli.serve.local_credentials import LocalCredentials
-from quire.cluster.client.wire.tokens import Role
 from quire.cluster.config.server_options import ServerOptions
 from quire.cluster.gateway.access.security import Security
 from quire.proto.errors import ConfigError
@@ -46,9 +45,13 @@ def test_server_takes_the_options(tmp_path: Path) -> None:
     credentials = LocalCredentials.make(tmp_path)
     options = {name: Path(value) for name, value in credentials.server_options().items()}
     Security.load(ServerOptions(**options))  # type: ignore[arg-type]  # those that are files
-    assert credentials.client_options(Role.USER) == (
-        f"--tls-ca {tmp_path}/tls.crt --token-file {tmp_path}/user.token"
-    )
+    files = [
+        f"--tls-ca {tmp_path}/tls.crt --token-file {tmp_path}/{role}.token" for role in ("operator", "user")
+    ]
+    assert credentials.example_commands("localhost:1") == [
+        f"quire status --target localhost:1 {files[0]}",
+        f'quire generate "Hello" --target localhost:1 {files[1]}',
+    ]
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
