@@ -33,10 +33,11 @@ from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process
 NUM_REPLICAS = NUM_GATEWAYS = 2
 # A replica is a scheduler and one rank: each node has room for one replica.
 NODE = {"CPU": 2}
-OPTIONS = (
+DEPLOYED = (
     "demo", "--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "512", "--drain-grace-s", "0.5",
-    "--audit", "--enable-chaos",
+    "--audit",
 )  # fmt: skip
+OPTIONS = *DEPLOYED, "--enable-chaos"
 # Of the network between the nodes, and of a short time in which no node is given up.
 LOSSES, RATES_BITS_PER_S = (0.02, 0.1, 0.3), (100_000, 1_000_000)
 CUT_S, DISTURBED_S = (0.5, 12.0), (1.0, 5.0)
@@ -214,7 +215,7 @@ class FleetSite:
         self._num_updates += 1
         changed = "--weights-version", str(self._num_updates)
         target = self._gateways[0].process.address
-        version = await _run_quire("deploy", *OPTIONS, *self._adapter, *changed, "--target", target)
+        version = await _run_quire("deploy", *DEPLOYED, *self._adapter, *changed, "--target", target)
         async with asyncio.timeout(SETTLED_TIMEOUT_S):
             if self._rng.random() < 0.5:
                 await asyncio.sleep(self._rng.uniform(0.5, 20.0))
