@@ -26,13 +26,13 @@ class Distribution:
         self.count, self.total = 0, 0.0
         self._latest, self._place = -1.0, 0
 
-    def add(self, value: float) -> None:
-        """Count one value. The tokens of a step have equal gaps, so the latest place is kept."""
+    def add(self, value: float, count: int = 1) -> None:
+        """Count a value, or many equal ones. The tokens of a step have equal gaps, so the latest place is kept."""
         if value != self._latest:
             self._latest, self._place = value, _place_of(value)
-        self._counts[self._place] += 1
-        self.count += 1
-        self.total += value
+        self._counts[self._place] += count
+        self.count += count
+        self.total += value * count
 
     @property
     def mean(self) -> float:

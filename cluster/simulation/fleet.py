@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from itertools import count
 
 import numpy as np
 
+from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.digests import make_root, prefix_hashes
 from ...proto.sampling import SamplingParams
@@ -87,8 +89,8 @@ class Watcher:
     def on_first_token(self, request: SimulatedRequest, now: float) -> None:
         """A request got its first token."""
 
-    def on_gap(self, seconds: float) -> None:
-        """A request got another token so long after the one before."""
+    def on_gap(self, seconds: float, count: int = 1) -> None:
+        """So many requests got another token so long after the one before."""
 
     def on_end(self, request: SimulatedRequest) -> None:
         """A request ended: its times and its error are known."""
@@ -127,6 +129,7 @@ class SimulatedFleet:
         drain_grace_s: that running sequences of a draining replica have.
         choose: the routing; None for the gateway's.
         on_elapsed: called with (replica, seconds) before each result of a step.
+        joins_steps: equal steps are planned and applied at once, which changes no figure and saves most of the time.
     """
 
     def __init__(
@@ -141,11 +144,15 @@ class SimulatedFleet:
         drain_grace_s: float = 30.0,
         choose: Choose | None = None,
         on_elapsed: Callable[[SimulatedReplica, float], None] | None = None,
+        joins_steps: bool = True,
     ) -> None:
         self._config, self._step_time, self._watcher = config, step_time, watcher
         self._policy, self._num_replicas = policy, num_replicas
         self._cold_start_s, self._drain_grace_s = cold_start_s, drain_grace_s
         self._on_elapsed = on_elapsed
+        self._joins_steps = joins_steps
+        # Heaps: turns of replicas, which send no replica a message unless one drains, and all other events.
+        self._turns: list[tuple[float, int, Callable[[float], None]]] = []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
         self._router = Router(config.cache.block_size, random.Random(0))
@@ -173,7 +180,8 @@ class SimulatedFleet:
         now = 0.0
         self._tick(now)
         while self._has_arrivals or self._running or self._buffer or self._num_moving:
-            now, _, event = heapq.heappop(self._events)
+            is_turn = bool(self._turns) and (not self._events or self._turns[0] < self._events[0])
+            now, _, event = heapq.heappop(self._turns if is_turn else self._events)
             event(now)
         for replica in list(self.replicas.values()):
             self._end(replica, now)
@@ -243,19 +251,37 @@ class SimulatedFleet:
         return chosen
 
     def _on_tokens(self, replica: SimulatedReplica, now: float, batch: TokenBatch) -> None:
-        running, watcher = self._running, self._watcher
-        for handle in batch.handles.tolist():
-            request = running[handle]
-            request.num_received += 1
-            if request.last_token_s is None:
-                request.first_token_s = now
-                watcher.on_first_token(request, now)
-            else:
-                watcher.on_gap(now - request.last_token_s)
-            request.last_token_s = now
+        self._count_tokens(batch.handles, now)
         for finish in batch.finished:
-            self._on_finish(running.pop(finish.handle), finish, now)
+            self._on_finish(self._running.pop(finish.handle), finish, now)
             self._free_handles.append(finish.handle)
+
+    def _count_tokens(self, handles: IntArray, now: float) -> None:
+        """Count a token of each handle. Rows that decode have the same gap, which is counted once."""
+        gaps: dict[float, int] = {}  # time of the token before |-> number of tokens
+        for handle in handles.tolist():
+            request = self._running[handle]
+            request.num_received += 1
+            before = request.last_token_s
+            if before is None:
+                request.first_token_s = now
+                self._watcher.on_first_token(request, now)
+            else:
+                gaps[before] = gaps.get(before, 0) + 1
+            request.last_token_s = now
+        for before, num_tokens in gaps.items():
+            self._watcher.on_gap(now - before, num_tokens)
+
+    def _on_equal_steps(self, handles: IntArray, times: list[float]) -> None:
+        self._count_tokens(handles, times[0])
+        before = times[0]
+        for now in times[1:]:
+            self._watcher.on_gap(now - before, handles.size)
+            before = now
+        for handle in handles.tolist():
+            request = self._running[handle]
+            request.num_received += len(times) - 1
+            request.last_token_s = before
 
     def _on_finish(self, request: SimulatedRequest, finish: Finish, now: float) -> None:
         if not request.has_waited and request.first_token_s is not None:
@@ -281,16 +307,23 @@ class SimulatedFleet:
         """Have a replica that has something to do take its next turn."""
         if not replica.is_stepping:
             replica.is_stepping = True
-            self._at(now, partial(self._turn, replica))
+            heapq.heappush(self._turns, (now, next(self._order), partial(self._turn, replica)))
 
     def _turn(self, replica: SimulatedReplica, now: float) -> None:
-        next_at = replica.turn(now)
+        next_at = replica.turn(now, self._quiet_until)
         if next_at is not None:
-            self._at(next_at, partial(self._turn, replica))
+            heapq.heappush(self._turns, (next_at, next(self._order), partial(self._turn, replica)))
             return
         replica.is_stepping = False
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now)
+
+    @property
+    def _quiet_until(self) -> float:
+        """Return the time until which no replica gets a message: the next event, as far as that can send one."""
+        if any(each.state is ReplicaState.DRAINING for each in self.replicas.values()):
+            return 0.0  # each of its steps may hand off requests
+        return self._events[0][0] if self._events else math.inf
 
     def _tick(self, now: float) -> None:
         """Read the replicas' reports, decide on their number, and carry out the controller's plan."""
@@ -330,7 +363,13 @@ class SimulatedFleet:
     def _start(self, now: float) -> SimulatedReplica:
         replica_id = f"replica-{next(self._order)}"
         replica = SimulatedReplica(
-            replica_id, self._config, self._step_time, self._on_tokens, now, self._on_elapsed
+            replica_id,
+            self._config,
+            self._step_time,
+            self._on_tokens,
+            now,
+            self._on_elapsed,
+            self._on_equal_steps if self._joins_steps else None,
         )
         self.replicas[replica_id] = replica
         if now == 0.0 and len(self.replicas) <= self._num_replicas:

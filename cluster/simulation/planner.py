@@ -64,10 +64,10 @@ class BoundedSummary(Summary):
             if self.num_late > _MISSES * self.size.num_requests:
                 raise _TargetMissed("first tokens are late")
 
-    def on_gap(self, seconds: float) -> None:
-        Summary.on_gap(self, seconds)
+    def on_gap(self, seconds: float, count: int = 1) -> None:
+        Summary.on_gap(self, seconds, count)
         if self.targets.itl_s is not None and seconds > self.targets.itl_s:
-            self.num_slow += 1
+            self.num_slow += count
             if self.num_slow > _MISSES * max(1, self.size.num_output_tokens - self.size.num_requests):
                 raise _TargetMissed(
                     f"more than 1 % of tokens come {self.targets.itl_s:g} s after the one before"

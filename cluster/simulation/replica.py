@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import EncoderInput, StepPlan, StepResult
@@ -20,6 +22,8 @@ from .traces import FIRST_TOKEN, VOCAB_SIZE
 GATEWAY = b"simulated"
 # Random tokens of outputs, used over and over: later prompts contain none of them.
 _NUM_RANDOM = 1 << 16
+# Equal steps that are worth running at once, and so many that their tokens take little memory.
+_LEAST_EQUAL_STEPS, _MOST_EQUAL_STEPS = 3, 256
 
 
 class SimulatedClock:
@@ -69,6 +73,23 @@ class PlanMeter:
         work = StepWork(num_tokens, num_decoded + rows.size, num_read, num_pairs, len(plan.new))
         return work, np.sort(np.concatenate([active, complete]))
 
+    def decoding(self) -> tuple[int, int]:
+        """Return the number of rows that decode, and the tokens whose KV they have read together."""
+        active = np.flatnonzero(self._decoding)
+        return active.size, int(self._num_computed[active].sum())
+
+    def repeat(self, count: int) -> None:
+        """Count so many steps in which all rows that decode compute a token."""
+        self._num_computed[self._decoding] += count
+
+
+class EqualResults(NamedTuple):
+    """Results of steps in which the same rows decode; see `Scheduler.run_equal_steps`."""
+
+    token_ids: npt.NDArray[np.int32]  # [steps, rows]
+    planned_at: list[float]
+    done_at: list[float]
+
 
 class SimulatedRanks:
     """WorkerGroup without a model: steps take the time of a StepTime and return random tokens.
@@ -89,20 +110,56 @@ class SimulatedRanks:
         self._random = (
             np.random.default_rng(0).integers(FIRST_TOKEN, VOCAB_SIZE, _NUM_RANDOM).astype(np.int32)
         )
-        self._num_used = 0
+        self._num_used = self._step_id = self._epoch = 0
         self._busy_until = 0.0
         self._results: deque[tuple[float, StepResult]] = deque()
 
     def broadcast(self, plan: StepPlan) -> None:
         work, rows = self._meter.measure(plan)
+        self._step_id, self._epoch = plan.step_id, plan.epoch
+        self._add_result(self._sample(rows.size), self._take(work, self._clock.now))
+
+    def _take(self, work: StepWork, now: float) -> float:
+        """Be busy with a step that is planned now; return its seconds."""
         seconds = self._step_time.seconds(work)
-        self._busy_until = max(self._busy_until, self._clock.now) + seconds
-        if self._num_used + rows.size > _NUM_RANDOM:
+        self._busy_until = max(self._busy_until, now) + seconds
+        return seconds
+
+    def _sample(self, num_tokens: int) -> npt.NDArray[np.int32]:
+        if self._num_used + num_tokens > _NUM_RANDOM:
             self._num_used = 0
-        token_ids = self._random[self._num_used : self._num_used + rows.size]
-        self._num_used += rows.size
-        result = StepResult(plan.step_id, plan.epoch, 0, token_ids, None, {"forward": seconds})
+        self._num_used += num_tokens
+        return self._random[self._num_used - num_tokens : self._num_used]
+
+    def _add_result(self, token_ids: npt.NDArray[np.int32], seconds: float) -> None:
+        result = StepResult(self._step_id, self._epoch, 0, token_ids, None, {"forward": seconds})
         self._results.append((self._busy_until, result))
+
+    def repeat(self, most: int, until: float) -> EqualResults:
+        """Compute `most` steps in which all rows decode, or fewer if one would be planned at `until` or later.
+
+        The first is planned now, and each other one at the next result, which is taken.
+        """
+        num_rows, num_read = self._meter.decoding()
+        planned_at: list[float] = []
+        done_at: list[float] = []
+        tokens: list[npt.NDArray[np.int32]] = []
+        now = self._clock.now
+        while len(planned_at) < most and (not planned_at or now < until):
+            planned_at.append(now)
+            num_read += num_rows
+            seconds = self._take(StepWork(num_rows, num_rows, num_read), now)
+            self._step_id += 1
+            self._add_result(self._sample(num_rows), seconds)
+            began_at = now
+            now, result = self._results.popleft()
+            tokens.append(result.token_ids)
+            done_at.append(now)
+            if self._on_elapsed is not None:
+                self._on_elapsed(now - began_at)
+        self._meter.repeat(len(planned_at))
+        self._clock.now = now
+        return EqualResults(np.stack(tokens), planned_at, done_at)
 
     def send_media(self, image: EncoderInput) -> None:
         """Take no notice of an image."""
@@ -199,6 +256,8 @@ class SimulatedReplica:
 
     Args:
         on_tokens: called with (replica, time, batch) for each message of the step loop with tokens or ends.
+        on_equal_steps: called with (handles, times) instead, if each of these steps gave each handle a token; None to
+            run all steps one at a time.
 
     Attributes:
         state: stage of its life.
@@ -213,6 +272,7 @@ class SimulatedReplica:
         on_tokens: Callable[[SimulatedReplica, float, TokenBatch], None],
         started_at: float = 0.0,
         on_elapsed: Callable[[SimulatedReplica, float], None] | None = None,
+        on_equal_steps: Callable[[IntArray, list[float]], None] | None = None,
     ) -> None:
         self.replica_id, self.started_at = replica_id, started_at
         self.state = ReplicaState.STARTING
@@ -221,9 +281,9 @@ class SimulatedReplica:
         self._clock = SimulatedClock()
         self._clock.now = started_at
         elapsed = None if on_elapsed is None else lambda seconds: on_elapsed(self, seconds)
-        ranks = SimulatedRanks(config.scheduler.max_num_seqs, self._clock, step_time, elapsed)
-        self._loop = StepLoop(self.scheduler, ranks, self, replica_id, self._clock)
-        self._on_tokens = on_tokens
+        self._ranks = SimulatedRanks(config.scheduler.max_num_seqs, self._clock, step_time, elapsed)
+        self._loop = StepLoop(self.scheduler, self._ranks, self, replica_id, self._clock)
+        self._on_tokens, self._on_equal_steps = on_tokens, on_equal_steps
         self._inbox: list[tuple[bytes, GatewayMessage]] = []
         self._reported_version = 0
 
@@ -236,10 +296,20 @@ class SimulatedReplica:
         """Send a message, which the next turn handles."""
         self._inbox.append((GATEWAY, message))
 
-    def turn(self, now: float) -> float | None:
-        """Handle the messages so far and run a step that begins now; return its end, or None without work."""
+    def turn(self, now: float, until: float) -> float | None:
+        """Handle the messages so far and run a step that begins now; return its end, or None without work.
+
+        Equal steps that begin before `until`, when the next message may come, are run at once instead.
+        """
         self._clock.now = now
         self._loop.handle_messages(0.0)
+        if self._on_equal_steps is not None and until > now:
+            count = self.scheduler.num_equal_steps(_MOST_EQUAL_STEPS)
+            if count >= _LEAST_EQUAL_STEPS:
+                results = self._ranks.repeat(count, until)
+                _, handles = self.scheduler.run_equal_steps(*results)
+                self._on_equal_steps(handles, results.done_at)
+                return self._clock.now
         if self._loop.step():
             return self._clock.now
         assert not self.scheduler.has_work, f"{self.replica_id} has sequences that it does not schedule"

@@ -58,8 +58,8 @@ class Summary(Watcher):
     def on_first_token(self, request: SimulatedRequest, now: float) -> None:
         self.ttft.add(now - request.traced.arrival_s)
 
-    def on_gap(self, seconds: float) -> None:
-        self.itl.add(seconds)
+    def on_gap(self, seconds: float, count: int = 1) -> None:
+        self.itl.add(seconds, count)
 
     def on_end(self, request: SimulatedRequest) -> None:
         self.num_ended += 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...proto.block_map import BlockMap
+from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.digests import make_root
 from ...proto.engine_command import COMMAND_TIMEOUT_S
@@ -38,6 +39,7 @@ from .queue.media import MediaQueue
 from .queue.policy import rank_of
 from .replies.outbox import Outgoing, error_finish
 from .replies.retained_outputs import KnownOutput
+from .results.equal_steps import EqualSteps
 from .results.observers import (
     CostObserver,
     DraftObserver,
@@ -88,6 +90,7 @@ class Scheduler:
         self._processor = ResultProcessor(self._state, epoch, observers)
         self._drainer = Drainer(self._state)
         self.control = EngineControl(self._state)
+        self._equal_steps = EqualSteps(self._state, self._processor)
         if self._state.lora is not None and config.lora is not None:
             for reference in config.lora.modules:
                 self._state.lora.register(reference)
@@ -251,6 +254,24 @@ class Scheduler:
             self.control.on_result(result)
             return self.take_outgoing()
         return self._processor.apply(step, result, now) + self.take_outgoing()
+
+    def num_equal_steps(self, most: int) -> int:
+        """Return how many of the next steps, at most `most`, decode a token of the same rows and end none."""
+        control = self.control
+        if self._drainer.is_on or control.holds_steps or control.holds_admission:
+            return 0
+        return self._equal_steps.count(most)
+
+    def run_equal_steps(
+        self, token_ids: IntArray, planned_at: list[float], done_at: list[float]
+    ) -> tuple[bytes, IntArray]:
+        """Plan and apply some of these steps; return the gateway and the handles of their tokens.
+
+        Args:
+            token_ids: [steps, rows], of the results.
+            planned_at, done_at: of each step that is planned, and of each result that is applied.
+        """
+        return self._equal_steps.run(token_ids, planned_at, done_at)
 
     def take_outgoing(self) -> Outgoing:
         """Return the messages that are not part of a step's result: expired deadlines, failures, moves."""

@@ -136,6 +136,10 @@ class SchedulerState:
         """Return the running sequences with children attached."""
         return tuple(self._parents)
 
+    @property
+    def has_deadlines(self) -> bool:
+        return bool(self._deadlines)
+
     def outputs_of(self, request_id: str) -> list[Sequence]:
         """Return the sequences that are alive of all requests with that id."""
         return self._of_request.get(request_id, [])

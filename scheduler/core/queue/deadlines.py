@@ -28,6 +28,9 @@ class DeadlineQueue:
         self._alive = alive
         self._entries: list[tuple[float, int]] = []  # (deadline, seq_id)
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def add(self, sequence: Sequence) -> None:
         """Add a sequence, if it has a deadline."""
         if sequence.deadline is not None:

@@ -28,6 +28,9 @@ class Outbox:
     def __init__(self) -> None:
         self._outgoing: Outgoing = []
 
+    def __bool__(self) -> bool:
+        return bool(self._outgoing)
+
     def add(self, gateway: bytes, batch: TokenBatch) -> None:
         self._outgoing.append((gateway, batch))
 

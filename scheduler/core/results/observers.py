@@ -33,6 +33,12 @@ class TimeObserver:
         self._pace.observe_step(seconds, is_done=step.has_results)
         self._step_times.observe(step.num_tokens, step.planned_at, now, is_typical=not step.encodes)
 
+    def observe_decoded(self, num_rows: int, planned_at: float, now: float) -> None:
+        """Learn from a step that decoded a token of each row, and did nothing else."""
+        seconds = self._throughput.count_step(num_rows, planned_at, now)
+        self._pace.observe_step(seconds)
+        self._step_times.observe(num_rows, planned_at, now)
+
 
 class CostObserver:
     """Updates the cost model from steps full of prompt tokens.

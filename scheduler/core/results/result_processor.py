@@ -215,10 +215,10 @@ class ResultProcessor:
         """Append one known token to each row."""
         full = self._state.rows.full_tails(rows)
         if full.size:
-            self._flush(full)
+            self.flush(full)
         self._state.rows.append(rows, token_ids)
 
-    def _flush(self, rows: RowArray) -> None:
+    def flush(self, rows: RowArray) -> None:
         """Move a full block of tokens out of each row and publish the block; its KV has been computed."""
         state, block_size = self._state, self._state.blocks.block_size
         raw, starts = state.rows.flush(rows)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -71,6 +72,9 @@ class InFlightSteps:
     def __len__(self) -> int:
         return len(self._steps)
 
+    def __iter__(self) -> Iterator[InFlightStep]:
+        return iter(self._steps)
+
     @property
     def max_row_tokens(self) -> int:
         """Return the most tokens that a row may gain by the steps in flight."""
@@ -116,6 +120,14 @@ class InFlightSteps:
         assert step.step_id == self.next_id, f"step {step.step_id} was planned, {self.next_id} is next"
         self._last_id = step.step_id
         self._steps.append(step)
+
+    def repeat(self, planned_at: Sequence[float]) -> None:
+        """Add the newest step again, planned at each of these times, and remove as many of the oldest steps."""
+        self._last_id += len(planned_at)
+        kept = list(planned_at)[-len(self._steps) :] if self._steps else []
+        for step_id, at in enumerate(kept, self._last_id + 1 - len(kept)):
+            self._steps.append(replace(self._steps[-1], step_id=step_id, planned_at=at))
+            self._steps.popleft()
 
     def pop(self) -> InFlightStep:
         """Remove the oldest step."""

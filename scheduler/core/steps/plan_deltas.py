@@ -24,6 +24,9 @@ class PlanDeltas:
     def num_forks(self) -> int:
         return len(self._forks)
 
+    def __bool__(self) -> bool:
+        return bool(self._released or self._selected or self._trimmed or self._forks)
+
     def release_row(self, row: int) -> None:
         """Add a row that was emptied; what was to change in it is dropped."""
         self._released.append(row)

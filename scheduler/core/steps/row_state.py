@@ -120,6 +120,11 @@ class RowState:
             self._excludes_planned = bool(np.count_nonzero(decoding) > self._advancing.size)
         return self._advancing
 
+    @property
+    def num_safe_tokens(self) -> int:
+        """Return how many tokens of each row of `advancing` may be planned while all have another one to compute."""
+        return self._num_safe_tokens
+
     def schedule(self, row: int, num_tokens: int) -> None:
         """Count the row's next `num_tokens` known tokens as cached or planned."""
         self._num_scheduled[row] += num_tokens
@@ -151,6 +156,12 @@ class RowState:
         self._num_safe_tokens -= most
         if self._num_safe_tokens < 0:
             self._advancing = None
+
+    def advance_by(self, rows: RowArray, count: int) -> None:
+        """Count `count` more tokens of each of `rows` as planned: all of `advancing`, and at most the safe ones."""
+        self._num_scheduled[rows] += count
+        self.num_scheduled_tokens += rows.size * count
+        self._num_safe_tokens -= count
 
     def retract(self, rows: RowArray, counts: IntArray) -> None:
         """Count planned tokens of distinct rows as not planned: drafted tokens that were rejected."""
