@@ -307,12 +307,16 @@ class SimulatedFleet:
         """Have a replica that has something to do take its next turn."""
         if not replica.is_stepping:
             replica.is_stepping = True
-            heapq.heappush(self._turns, (now, next(self._order), partial(self._turn, replica)))
+            self._turn_at(now, replica)
+
+    def _turn_at(self, time_s: float, replica: SimulatedReplica) -> None:
+        event: Callable[[float], None] = partial(self._turn, replica)
+        heapq.heappush(self._turns, (time_s, next(self._order), event))
 
     def _turn(self, replica: SimulatedReplica, now: float) -> None:
         next_at = replica.turn(now, self._quiet_until)
         if next_at is not None:
-            heapq.heappush(self._turns, (next_at, next(self._order), partial(self._turn, replica)))
+            self._turn_at(next_at, replica)
             return
         replica.is_stepping = False
         if replica.state is ReplicaState.DRAINING:
