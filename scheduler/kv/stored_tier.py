@@ -42,8 +42,8 @@ READ_OVERHEAD_S = 0.005
 RETRY_S = 60.0
 # Blocks that are remembered to be written.
 MAX_CANDIDATES = 1 << 16
-# Weight of the newest read in the measured rate.
-_RATE_WEIGHT = 0.3
+# The measured rate is of about this many blocks: a short read hardly changes it.
+_RATE_BLOCKS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +116,7 @@ class StoredTier:
         self.num_read_blocks = self.num_written_blocks = self.num_read_bytes = self.num_hit_tokens = 0
         self.num_corrupt_blocks = self.num_failed_reads = self.num_late_reads = 0
         self.read_blocks_per_s = 0.0
+        self._rate_blocks = 0  # that the rate was measured with, at most _RATE_BLOCKS
         self.tier_bytes = [0] * len(TIERS)
         self._read_at = -RETRY_S
         self._polled_at = 0.0
@@ -369,8 +370,7 @@ class StoredTier:
         self.num_read_blocks += len(read)
         self.num_failed_reads += len(order.failed)
         if order.rates:
-            rate, old = min(order.rates), self.read_blocks_per_s
-            self.read_blocks_per_s = rate if not old else (1 - _RATE_WEIGHT) * old + _RATE_WEIGHT * rate
+            self._measure(len(read), min(order.rates))
         num_tokens = self._block_size * sum(
             group == 0 for position, (group, _) in enumerate(order.contents) if position not in order.failed
         )
@@ -380,6 +380,14 @@ class StoredTier:
                 ticket.num_tokens += num_tokens
                 self._host.hold(read)
                 ticket.held += read
+
+    def _measure(self, num_blocks: int, blocks_per_s: float) -> None:
+        """Take a read into the measured rate, which is that of all blocks together: seconds are added, not rates."""
+        old = self._rate_blocks
+        seconds = num_blocks / blocks_per_s + (old / self.read_blocks_per_s if old else 0.0)
+        if num_blocks:
+            self.read_blocks_per_s = (num_blocks + old) / seconds
+            self._rate_blocks = min(num_blocks + old, _RATE_BLOCKS)
 
     def reset(self) -> None:
         """Forget all orders, and what there is: the ranks start over, and report it again."""

@@ -4,12 +4,13 @@ A file has many blocks of one layout, is written once under a temporary name and
 first page or pages list the blocks:
 
     magic, version, number of blocks, bytes of a block, layout
-    for each block: cache group, digest of the chain of tokens, HMAC of (layout, group, digest, content)
+    for each block: cache group, digest of the chain of tokens, nonce, code of (group, digest, content)
     HMAC of all of the above
 
-All HMACs are SHA-256 with the key of the server or fleet: who can write into the directory but has no key can neither
-plant a block nor exchange two. They also find what a power failure tore, so that no file is synced: a block that
-fails costs its computation.
+The codes of blocks are those of AES-GCM with a random nonce, and the lists have HMAC-SHA-256, both by keys that are
+made of the key of the server or fleet, and the former of the layout besides: who can write into the directory but has
+no key can neither plant a block nor exchange two. They also find what a power failure tore, so that no file is
+synced: a block that fails costs its computation.
 
 A process writes files of its own only. It deletes whole files of any process, those that were used longest ago, so
 that the files never have more bytes than allowed: a writer first reserves its file's length under the temporary name,
@@ -32,15 +33,19 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from ...proto.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 KEY_BYTES = 32
 # Bytes of blocks in a file: at least the first, if there are so many to write; at most the second.
 MIN_FILE_BYTES = 2 << 20
 MAX_FILE_BYTES = 16 << 20
 # Bytes that one read of consecutive blocks takes, which are verified while the next ones are read.
 READ_BYTES = 4 << 20
+# Files that the system is asked to read while an earlier one is verified: 16 MiB each.
+FILES_AHEAD = 2
 # A temporary file without a change for so long was left by a process that was killed.
 STALE_S = 600.0
 # Uses of a file within this time are recorded once.
@@ -48,8 +53,10 @@ TOUCH_INTERVAL_S = 60.0
 
 _MAGIC = b"quire-KV"
 _HEADER = struct.Struct("<8sHHIQ16s")
-_ENTRY = struct.Struct("<36s32s")
+_ENTRY = struct.Struct("<36s28s")
 _TAG_BYTES = 32
+# Of a block: the nonce, then the code. With random nonces a key may have 2^32 blocks.
+_NONCE_BYTES, _CODE_BYTES = 12, 16
 _PAGE = 4096
 _FOLDER, _VERSION_FILE = "quire-kv", "version"
 _SUFFIX, _TEMPORARY = ".kv", ".tmp"
@@ -116,7 +123,10 @@ class KvDirectory:
         self.path, self.max_bytes = path, max_bytes
         self.num_bytes = 0
         self._layout, self._block_bytes = layout, block_bytes
-        self._mac = hmac.new(key, layout, sha256)
+        # Imported here, because a rank without tiers does without the library.
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher = AESGCM(hmac.digest(key, b"blocks" + layout, "sha256"))
         self._list_mac = hmac.new(key, b"list", sha256)
         self._root = path / _FOLDER
         self._own = self._root / layout.hex()
@@ -256,9 +266,14 @@ class KvDirectory:
         for key in keys:
             if (place := self._places.get(key)) is not None:
                 of_file.setdefault(place[0], []).append(place[1])
-        for name, positions in of_file.items():
+        names = list(of_file)
+        for number, name in enumerate(names):
+            for later in (
+                names[number + FILES_AHEAD : number + FILES_AHEAD + 1] if number else names[: FILES_AHEAD + 1]
+            ):
+                self._announce(later, of_file[later])
             try:
-                yield from self._read_file(name, sorted(set(positions)))
+                yield from self._read_file(name, sorted(set(of_file[name])))
             except OSError:
                 self._forget(name)
 
@@ -267,7 +282,7 @@ class KvDirectory:
         descriptor = os.open(self._own / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for start, end in _runs(positions, most):
-                content = memoryview(bytearray((end - start) * self._block_bytes))
+                content = np.empty((end - start) * self._block_bytes, np.uint8).data
                 offset = file.data_start + start * self._block_bytes
                 if os.preadv(descriptor, [content], offset) != len(content):
                     raise OSError(f"{name} is shorter than its list")
@@ -275,6 +290,17 @@ class KvDirectory:
             self._touch(name, file)
         finally:
             os.close(descriptor)
+
+    def _announce(self, name: str, positions: list[int]) -> None:
+        """Let the system read blocks of a file into its page cache, while this thread does something else."""
+        with suppress(OSError):
+            descriptor = os.open(self._own / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                start = self._files[name].data_start + min(positions) * self._block_bytes
+                length = (max(positions) - min(positions) + 1) * self._block_bytes
+                os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
 
     def _touch(self, name: str, file: _File) -> None:
         """Record the use of a file in its time of change, by which files are deleted."""
@@ -286,13 +312,11 @@ class KvDirectory:
 
     def is_genuine(self, key: BlockKey, tag: bytes, content: memoryview | bytes) -> bool:
         """Return whether a block's content is what was written under its name with this key. For any thread."""
-        return hmac.compare_digest(tag, self._tag(key, content))
+        return hmac.compare_digest(tag, self._tag(key, content, tag[:_NONCE_BYTES]))
 
-    def _tag(self, key: BlockKey, content: memoryview | bytes) -> bytes:
-        mac = self._mac.copy()
-        mac.update(key)
-        mac.update(content)
-        return mac.digest()
+    def _tag(self, key: BlockKey, content: memoryview | bytes, nonce: bytes) -> bytes:
+        """Return a nonce and the code of a block, whose content is authenticated and not encrypted."""
+        return nonce + self._cipher.encrypt(nonce, key, content)[-_CODE_BYTES:]
 
     def _tag_of_list(self, raw: bytes) -> bytes:
         mac = self._list_mac.copy()
@@ -338,7 +362,7 @@ class KvDirectory:
 
     def _write_file(self, name: str, blocks: list[tuple[BlockKey, memoryview]], changes: Changes) -> _File:
         keys = tuple(key for key, _ in blocks)
-        tags = tuple(self._tag(key, content) for key, content in blocks)
+        tags = tuple(self._tag(key, content, secrets.token_bytes(_NONCE_BYTES)) for key, content in blocks)
         head = _HEADER.pack(_MAGIC, VERSION, 0, len(blocks), self._block_bytes, self._layout)
         head += b"".join(map(_ENTRY.pack, keys, tags))
         head += self._tag_of_list(head)

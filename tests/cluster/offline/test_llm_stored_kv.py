@@ -165,5 +165,5 @@ def test_unusable_directory_or_key_is_refused(
 def test_directory_of_another_version_is_refused(model_dir: Path, stored: tuple[Path, list[int]]) -> None:
     place, _ = stored
     (place / "quire-kv" / "version").write_text("9\n")
-    with pytest.raises(ConfigError, match="version '9', must be 1"):
+    with pytest.raises(ConfigError, match="version '9', must be 2"):
         open_llm(model_dir, place)

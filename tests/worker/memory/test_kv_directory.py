@@ -1,0 +1,194 @@
+"""KvDirectory: what is read is what was written, and files stay within their bound, whoever writes."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.worker.memory import kv_directory
+from quire.worker.memory.kv_directory import KvDirectory
+
+BLOCK_BYTES = 8192
+LAYOUT, KEY = b"l" * 16, b"k" * 32
+
+
+def make_blocks(count: int, seed: int = 0) -> dict[bytes, memoryview]:
+    random = np.random.default_rng(seed)
+    return {bytes(4) + random.bytes(32): memoryview(random.bytes(BLOCK_BYTES)) for _ in range(count)}
+
+
+def open_directory(path: Path, max_bytes: int = 1 << 30, key: bytes = KEY) -> KvDirectory:
+    directory = KvDirectory(path, max_bytes, LAYOUT, BLOCK_BYTES, key)
+    directory.scan()
+    return directory
+
+
+def genuine(directory: KvDirectory, keys: list[bytes]) -> dict[bytes, bytes]:
+    """Return the blocks that are read and are what their names say."""
+    found = dict[bytes, bytes]()
+    for read in directory.read(keys):
+        for index, (key, tag) in enumerate(zip(read.keys, read.tags, strict=True)):
+            content = read.content[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            if directory.is_genuine(key, tag, content):
+                found[key] = bytes(content)
+    return found
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(path.glob("quire-kv/*/*.kv"))
+
+
+def bytes_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("quire-kv/*/*"))
+
+
+def test_blocks_are_found_by_another_process(tmp_path: Path) -> None:
+    blocks = make_blocks(9)
+    open_directory(tmp_path).write(list(blocks.items()))
+    assert genuine(open_directory(tmp_path), list(blocks)) == blocks
+
+
+def test_another_key_finds_nothing(tmp_path: Path) -> None:
+    blocks = make_blocks(3)
+    open_directory(tmp_path).write(list(blocks.items()))
+    other = open_directory(tmp_path, key=b"o" * 32)
+    assert not other.keys()
+    assert other.num_foreign_files == 1
+
+
+@pytest.mark.parametrize("place", [0, BLOCK_BYTES - 1])
+def test_changed_block_is_not_genuine(tmp_path: Path, place: int) -> None:
+    blocks = make_blocks(3)
+    open_directory(tmp_path).write(list(blocks.items()))
+    (file,) = files_of(tmp_path)
+    content = bytearray(file.read_bytes())
+    content[place - BLOCK_BYTES] ^= 1  # in the last block
+    file.write_bytes(content)
+    assert set(genuine(open_directory(tmp_path), list(blocks))) == set(list(blocks)[:-1])
+
+
+def test_exchanged_blocks_are_not_genuine(tmp_path: Path) -> None:
+    blocks = make_blocks(2)
+    open_directory(tmp_path).write(list(blocks.items()))
+    (file,) = files_of(tmp_path)
+    content = bytearray(file.read_bytes())
+    first, second = content[-2 * BLOCK_BYTES : -BLOCK_BYTES], content[-BLOCK_BYTES:]
+    content[-2 * BLOCK_BYTES :] = second + first
+    file.write_bytes(content)
+    assert not genuine(open_directory(tmp_path), list(blocks))
+
+
+def test_file_that_vanishes_or_is_cut_is_forgotten(tmp_path: Path) -> None:
+    blocks = [make_blocks(kv_directory.MIN_FILE_BYTES // BLOCK_BYTES, seed) for seed in range(2)]
+    directory = open_directory(tmp_path)
+    for each in blocks:
+        directory.write(list(each.items()))
+    first, second = files_of(tmp_path)
+    first.unlink()
+    os.truncate(second, second.stat().st_size - 1)
+    keys = [*blocks[0], *blocks[1]]
+    found = genuine(directory, keys)
+    assert len(found) < len(blocks[0])  # those of the file that was cut, up to the cut at most
+    assert not set(directory.keys()) - set(found)
+
+
+def test_files_of_two_servers_stay_within_the_bound(tmp_path: Path) -> None:
+    num_blocks = kv_directory.MIN_FILE_BYTES // BLOCK_BYTES
+    bound = 5 * kv_directory.MIN_FILE_BYTES
+    most, is_over = [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.is_set():
+            # A file that is renamed or deleted while the directory is listed is counted twice or not at all.
+            try:
+                most[0] = max(most[0], sum(each.stat().st_size for each in files_of(tmp_path)))
+            except FileNotFoundError:
+                continue
+
+    def write(seed: int) -> None:
+        directory = open_directory(tmp_path, bound)
+        for number in range(12):
+            try:
+                directory.write(list(make_blocks(num_blocks, 100 * seed + number).items()))
+            except kv_directory.NoRoom:
+                continue  # the other one has reserved what is left
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    writers = [threading.Thread(target=write, args=(seed,)) for seed in (1, 2)]
+    for thread in writers:
+        thread.start()
+    for thread in writers:
+        thread.join(120)
+    is_over.set()
+    watcher.join(120)
+    assert bytes_of(tmp_path) <= bound
+    assert most[0] <= bound
+    assert files_of(tmp_path)
+
+
+@pytest.fixture
+def limit_of_files() -> Iterator[int]:
+    """Limit the length of files of this process, so that a write fails halfway as on a full disk."""
+    limit, (soft, hard) = 64 << 10, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_failed_write_leaves_nothing_and_reads_go_on(tmp_path: Path, limit_of_files: int) -> None:
+    blocks, more = make_blocks(2), make_blocks(2 * limit_of_files // BLOCK_BYTES, 1)
+    directory = open_directory(tmp_path)
+    directory.write(list(blocks.items()))
+    with pytest.raises(OSError, match="File too large"):
+        directory.write(list(more.items()))
+    assert genuine(directory, [*blocks, *more]) == blocks
+    assert not list(tmp_path.glob("quire-kv/*/.*"))
+
+
+_FILL = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_kv_directory as tests
+place = Path(sys.argv[1])
+blocks, more = tests.make_blocks(8), tests.make_blocks(512, 1)
+directory = tests.open_directory(place)
+directory.write(list(blocks.items()))
+try:
+    directory.write(list(more.items()))
+    print("written")
+except OSError as error:
+    print(error.strerror)
+print(tests.genuine(directory, [*blocks, *more]) == blocks, list(place.glob("quire-kv/*/.*")))
+print(len(tests.genuine(tests.open_directory(place), list(blocks))))
+"""
+
+
+def test_full_file_system_keeps_what_it_has(tmp_path: Path) -> None:
+    """The file system is a tmpfs of 1 MiB in a namespace of its own, where the machine lets one be made."""
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=1m none "$0" && exec "$@"',
+        str(tmp_path),
+    ]
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets users mount nothing")
+    done = subprocess.run(
+        [*command, sys.executable, "-c", _FILL, str(tmp_path), str(Path(__file__).parent)],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["No space left on device", "True []", "8"], done.stderr
