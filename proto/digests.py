@@ -52,18 +52,24 @@ def prefix_hashes(
     return hashes
 
 
+def media_of_block(media: Sequence[MediaItem], index: int, block_size: int) -> list[MediaItem]:
+    """Return the images that touch block number `index`."""
+    start, end = index * block_size, (index + 1) * block_size
+    return [item for item in media if item.start < end and item.end > start]
+
+
 def parent_with_media(parent: bytes, media: Sequence[MediaItem], index: int, block_size: int) -> bytes:
     """Return the digest that block number `index` continues: the chain before it and the images that it touches.
 
     Image tokens are equal in all images, so a block with some has the name and the place of each image in its digest.
     """
-    if not media:
-        return parent
-    start, end = index * block_size, (index + 1) * block_size
-    touching = [item for item in media if item.start < end and item.end > start]
+    touching = media_of_block(media, index, block_size)
     if not touching:
         return parent
-    parts = (item.digest + (item.start - start).to_bytes(8, "little", signed=True) for item in touching)
+    parts = (
+        item.digest + (item.start - index * block_size).to_bytes(8, "little", signed=True)
+        for item in touching
+    )
     return sha256(b"media" + parent + b"".join(parts)).digest()
 
 

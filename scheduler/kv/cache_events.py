@@ -5,14 +5,17 @@ A gateway of quire follows the `CacheJournal` instead, whose reports are smaller
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ...proto.digests import media_of_block
 from ..sequences.sequence import Sequence
 from .cache_journal import CacheJournal
 
 # Content of a cached block: its digest, the digest of the chain before it, and its int32 tokens, a full block or
 # fewer.
 CacheKey = tuple[bytes, bytes, bytes]
+
+_TOKEN_BYTES = 4
 
 # Memories that hold blocks, by the names that routers of vLLM's events know.
 DEVICE_MEDIUM = "GPU"
@@ -31,6 +34,7 @@ class BlocksStored:
         tokens: int32 tokens of all blocks; empty for blocks whose tokens an earlier event of their digests has.
         lora_name: the adapter that the blocks were computed with.
         root: start of the chain, if other tenants, salts or adapters have other blocks for the same tokens.
+        media: for each block the digests of the images that it touches, in order; empty if no block has any.
         partition: of the pool.
     """
 
@@ -41,6 +45,7 @@ class BlocksStored:
     tokens: bytearray | bytes = b""
     lora_name: str | None = None
     root: bytes | None = None
+    media: list[tuple[bytes, ...]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,17 +71,22 @@ class CacheEvents:
     def add_stored(self, key: CacheKey, sequence: Sequence, partition: int) -> None:
         """Record that a block of a sequence was added on the device."""
         digest, parent, tokens = key
+        media = list[tuple[bytes, ...]]()
         if sequence.media:  # then the key's parent may have images in it
             index = sequence.block_digests.index(digest)
             parent = sequence.block_digests[index - 1] if index else sequence.root
+            block_size = len(tokens) // _TOKEN_BYTES
+            media = [tuple(item.digest for item in media_of_block(sequence.media, index, block_size))]
         last = self._events[-1] if self._events else None
         if (
             isinstance(last, BlocksStored)
             and isinstance(last.tokens, bytearray)
             and last.digests[-1] == parent
+            and len(last.media) == (len(last.digests) if media else 0)
         ):
             last.digests.append(digest)
             last.tokens += tokens
+            last.media += media
             return
         self._events.append(
             BlocksStored(
@@ -87,6 +97,7 @@ class CacheEvents:
                 tokens=bytearray(tokens),
                 lora_name=None if sequence.lora is None else sequence.lora.name,
                 root=None if sequence.has_common_root else sequence.root,
+                media=media,
             )
         )
 

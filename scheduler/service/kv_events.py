@@ -42,7 +42,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
         lora_id: vLLM's older number of an adapter, always None.
         medium: ``GPU`` (the device, also if it is a CPU) or ``CPU`` (host memory).
         extra_keys: for each block, what distinguishes it from other blocks with the same tokens: the tenant, salt and
-            adapter, as one text. None for requests without them.
+            adapter as one text, then a text for each image that it touches. None for a block, or for all, without.
     """
 
     block_hashes: list[int]
@@ -52,7 +52,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str
     lora_name: str | None
-    extra_keys: list[tuple[str]] | None = None
+    extra_keys: list[tuple[str, ...] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
@@ -209,8 +209,15 @@ def message_of(event: CacheEvent, block_size: int) -> BlockStored | BlockRemoved
         None,
         event.medium,
         event.lora_name,
-        None if event.root is None else [(event.root.hex(),)] * len(names),
+        _extra_keys(event),
     )
+
+
+def _extra_keys(event: BlocksStored) -> list[tuple[str, ...] | None] | None:
+    root = () if event.root is None else (event.root.hex(),)
+    media = event.media or [()] * len(event.digests)
+    found = [(*root, *(digest.hex() for digest in own)) or None for own in media]
+    return found if any(found) else None
 
 
 def _name(digest: bytes) -> int:

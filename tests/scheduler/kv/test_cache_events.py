@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import Driver
-from fakes import VOCAB_SIZE, random_prompt, small_config
+from fakes import IMAGE_TOKEN, VOCAB_SIZE, images_of, random_prompt, small_config
 
 from quire.proto.digests import child_digest, make_root
 from quire.proto.lora import LoraReference
+from quire.proto.media import MediaItem
 from quire.scheduler.kv.cache_events import DEVICE_MEDIUM, HOST_MEDIUM, BlocksStored, CacheEvent
 from quire.scheduler.kv.kv_tiers import KvTiers
 
@@ -109,3 +110,16 @@ def test_nothing_is_recorded_if_nobody_reads() -> None:
     driver.add(0, random_prompt(13), max_tokens=1)
     driver.run()
     assert driver.scheduler.blocks.events.take() == []
+
+
+def test_blocks_name_the_images_that_they_touch() -> None:
+    digest = b"i" * 16
+    config = small_config(kv_events="zmq://127.0.0.1:*", encoder_cache_rows=30, eos=())
+    driver = Driver(config, images=images_of([digest]))
+    size = driver.scheduler.blocks.block_size
+    item = MediaItem(digest, size + 1, size, size, num_bytes=16)  # in the second and the third block of four
+    prompt = [5] * item.start + [IMAGE_TOKEN] * size + [6] * (2 * size)
+    assert driver.add(0, prompt, b"gateway", media=(item,), max_tokens=1) is None
+    driver.run()
+    (event,) = (each for each in driver.scheduler.blocks.events.take() if isinstance(each, BlocksStored))
+    assert event.media == [(), (digest,), (digest,), ()]

@@ -127,6 +127,16 @@ def test_root_is_an_extra_key_of_each_block(publisher: KvEventPublisher, context
     assert (event["extra_keys"], event["lora_name"]) == ([["0102"]] * 2, "poet")
 
 
+def test_images_are_extra_keys_of_the_blocks_that_they_touch(
+    publisher: KvEventPublisher, context: zmq.Context[Any]
+) -> None:
+    media = [(), (b"\x0a", b"\x0b")]
+    for root in (None, b"\x01"):
+        publisher.publish([BlocksStored([bytes(32)] * 2, DEVICE_MEDIUM, 0, root=root, media=media)], 3.0)
+    events = [batch["events"][0] for _, batch in replay(context, publisher, number(1))]
+    assert [each["extra_keys"] for each in events] == [[None, ["0a", "0b"]], [["01"], ["01", "0a", "0b"]]]
+
+
 @pytest.mark.parametrize("request_frames", [[b""], [b"", b"1"], [b"", b"x" * 8, b""]])
 def test_invalid_request_for_a_replay_is_ignored(
     publisher: KvEventPublisher, context: zmq.Context[Any], request_frames: list[bytes]
