@@ -443,6 +443,20 @@ SECTIONS = (
         ),
     ),
     Section(
+        "KV that travels",
+        "kv_transfer",
+        "Rates at which a rank reads the blocks of a rank in another process, 256 MiB at once, beside a copy of "
+        "memory and a plain TCP connection; the machine was busy.",
+        chosen(
+            kv_transfer__memcpy="copy of memory",
+            kv_transfer__memory="from the lender's memory, on one host",
+            kv_transfer__buffer="through shared memory, on one host",
+            kv_transfer__tcp_plain="plain TCP connection",
+            kv_transfer__stream="TCP with AES-GCM",
+            kv_transfer__frames="ZeroMQ with CURVE",
+        ),
+    ),
+    Section(
         "Idle cost",
         "idle",
         "CPU use of `quire serve demo` without requests. Ray's library in the processes of quire is included.",

@@ -10,12 +10,12 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from unittest import mock
 
 import numpy as np
 import torch
@@ -28,11 +28,19 @@ from quire.proto.kv_layout import layout_of
 from quire.proto.kv_transfer import KvGrant, KvOrders, KvPull, KvReportKind
 from quire.proto.transport.network import CurveKeys
 from quire.worker.memory.cache_engine import CacheEngine
-from quire.worker.transfer import transport
+from quire.worker.transfer import peers
 from quire.worker.transfer.kv_blocks import KvBlocks
+from quire.worker.transfer.messages import READ_BYTES
+from quire.worker.transfer.process_memory import ProcessMemory
 from quire.worker.transfer.service import KvService
 
 NUM_BLOCKS, NUM_LAYERS, REPEATS = 129, 32, 9
+WAYS = {
+    "memory": "the reader copies from the lender's memory, on one host",
+    "buffer": "the lender copies into shared memory, on one host",
+    "stream": "AES-GCM over TCP",
+    "frames": "ZeroMQ's CURVE over TCP",
+}
 CPU = torch.device("cpu")
 TIMEOUT_S = 120.0
 
@@ -43,15 +51,16 @@ def main() -> None:
     note = f"{num_bytes >> 20} MiB, one sequence's blocks at once, best of {REPEATS}"
     figures = {
         "kv_transfer.memcpy": Figure(num_bytes / copy_seconds(num_bytes) / 1e9, "GB/s", note),
-        "kv_transfer.unix_socket": Figure(num_bytes / socket_seconds(num_bytes) / 1e9, "GB/s", note),
+        "kv_transfer.tcp_plain": Figure(num_bytes / socket_seconds(num_bytes) / 1e9, "GB/s", note),
     }
-    for name, keys, shares in (
-        ("shared_memory", None, True),
-        ("ipc", None, False),
-        ("tcp_encrypted", CurveKeys.generate(), False),
+    for name, keys in (
+        ("memory", None),
+        ("buffer", None),
+        ("stream", CurveKeys.generate()),
+        ("frames", CurveKeys.generate()),
     ):
-        seconds = min(pull_seconds(keys, shares=shares))
-        figures[f"kv_transfer.{name}"] = Figure(num_bytes / seconds / 1e9, "GB/s", note)
+        seconds = min(pull_seconds(name, keys))
+        figures[f"kv_transfer.{name}"] = Figure(num_bytes / seconds / 1e9, "GB/s", WAYS[name])
     report(figures, arguments.json)
 
 
@@ -82,14 +91,17 @@ def lend(keys: CurveKeys | None, directory: str, channel: Connection) -> None:
     service.close()
 
 
-def pull_seconds(keys: CurveKeys | None, *, shares: bool) -> list[float]:
-    """Return the seconds of some pulls of all blocks."""
+def pull_seconds(way: str, keys: CurveKeys | None) -> list[float]:
+    """Return the seconds of some pulls of all blocks, which come by one of the ways."""
     torch.set_num_threads(1)
     seconds = list[float]()
     with ExitStack() as stack:
-        if not shares:  # as between two hosts
-            address, transport._Buffer.address = transport._Buffer.address, lambda self, num_bytes: None  # type: ignore[method-assign]
-            stack.callback(setattr, transport._Buffer, "address", address)
+        if way != "memory":  # as from a GPU, or from another host
+            stack.enter_context(mock.patch.object(ProcessMemory, "open", return_value=None))
+        if way in ("stream", "frames"):
+            stack.enter_context(mock.patch.object(peers._Buffer, "address", return_value=None))
+        if way == "frames":
+            stack.enter_context(mock.patch.object(peers, "_connect_stream", return_value=None))
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         spawn = multiprocessing.get_context("spawn")
         own, others = spawn.Pipe()
@@ -126,21 +138,33 @@ def copy_seconds(num_bytes: int) -> float:
 
 
 def socket_seconds(num_bytes: int) -> float:
-    """Return the seconds of a plain transfer through a pair of connected sockets, into the same memory."""
-    content = bytes(num_bytes)
-    target = bytearray(num_bytes)
+    """Return the seconds in which another process sends so many bytes over a plain TCP connection."""
+    spawn = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT_S)
+        sender = spawn.Process(target=send_plain, args=(server.getsockname()[1], num_bytes))
+        sender.start()
+        connection, _ = server.accept()
+    target = memoryview(bytearray(num_bytes))
 
-    def transfer() -> None:
-        left, right = socket.socketpair()
-        with left, right:
-            sender = threading.Thread(target=left.sendall, args=(content,))
-            sender.start()
-            view, start = memoryview(target), 0
-            while start < num_bytes:
-                start += right.recv_into(view[start : start + (1 << 20)])
-            sender.join()
+    def receive() -> None:
+        connection.sendall(b"!")
+        start = 0
+        while start < num_bytes:
+            start += connection.recv_into(target[start : start + READ_BYTES])
 
-    return min([timed(transfer) for _ in range(REPEATS)])
+    with connection:
+        seconds = min([timed(receive) for _ in range(REPEATS)])
+    sender.join()
+    return seconds
+
+
+def send_plain(port: int, num_bytes: int) -> None:
+    content = memoryview(bytearray(num_bytes))
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        while connection.recv(1):
+            for start in range(0, num_bytes, READ_BYTES):
+                connection.sendall(content[start : start + READ_BYTES])
 
 
 def timed(work: Callable[[], None]) -> float:

@@ -18,12 +18,15 @@ from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvOrders, KvReport
 from ..attention import LayerCache
 from ..memory.cache_engine import CacheEngine
+from .process_memory import Addresses, OwnMemory, join_pieces
 
 ByteArray = npt.NDArray[np.uint8]
 # (first, count) of each layer of a group, by the numbers of the model's heads; a count of 0 for none.
 Heads = tuple[tuple[int, int], ...]
 
 _ROW_WORDS = 512
+# Numbers that tell where a part of a layer is, see KvBlocks._places.
+_NUM_FIELDS = 6
 # Types that blocks are copied as: of 8 bytes 30 times as fast as of one.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 
@@ -54,6 +57,7 @@ class KvBlocks:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_written: torch.cuda.Event | None = None
+        self._memory: OwnMemory | None = None
         rank, size = layout.rank, layout.tensor_parallel_size
         layers = [*cache.layers, *cache.draft_layers]
         self._word = next(
@@ -87,6 +91,58 @@ class KvBlocks:
             for layer, (_, count) in zip(self._groups[group], heads, strict=True)
             for part in layer.parts
         )
+
+    @property
+    def memory(self) -> OwnMemory | None:
+        """Where the blocks are, for `pieces` of a reader. Returns None if they are not in this process's memory."""
+        if self._stream is not None:
+            return None
+        if self._memory is None:
+            rows = [row for layers in self._groups for layer in layers for row in self._places(layer)]
+            self._memory = OwnMemory(np.array(rows, np.int64).ravel())
+        return self._memory
+
+    def pieces(
+        self, group: int, heads: Heads, sources: IntArray, targets: IntArray, places: npt.NDArray[np.int64]
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """Return the addresses to copy to, those to copy from in the lender's memory, and the lengths.
+
+        Args:
+            places: of the lender's `memory`.
+
+        Raises:
+            ValueError: the lender does not have these heads.
+        """
+        own, other = (
+            iter(each.reshape(-1, _NUM_FIELDS)[self._first_row(group) :])
+            for each in (self._memory_places, places)
+        )
+        found = list[tuple[Addresses, Addresses, Addresses]]()
+        for layer, (first, count) in zip(self._groups[group], heads, strict=True):
+            for part in layer.parts:
+                width = part.shape[3] * self._word.itemsize
+                here, there = next(own), next(other)
+                if not count:
+                    continue
+                to = _starts(here, targets, first, count, part.shape[1], width)
+                at = _starts(there, sources, first, count, part.shape[1], width)
+                found.append((to, at, np.full(to.size, count * width, np.uint64)))
+        return join_pieces(*(np.concatenate(each) for each in zip(*found, strict=True)))
+
+    def _first_row(self, group: int) -> int:
+        return sum(len(layer.parts) for layers in self._groups[:group] for layer in layers)
+
+    @property
+    def _memory_places(self) -> npt.NDArray[np.int64]:
+        assert self.memory is not None
+        return self.memory.places
+
+    @staticmethod
+    def _places(layer: _Layer) -> Iterator[tuple[int, ...]]:
+        """Yield where each part of a layer is: address, first head, heads, blocks, and its sub-block."""
+        for part in layer.parts:
+            assert part.is_contiguous()
+            yield part.data_ptr(), layer.first_head, part.shape[2], part.shape[0], layer.split, layer.place
 
     def mark_written(self) -> None:
         """Note that everything launched so far is to be read by `gather`; on a CPU it is done."""
@@ -151,6 +207,28 @@ class KvBlocks:
                 self._stream.wait_event(self._is_written)
             yield
             self._stream.synchronize()
+
+
+def _starts(
+    place: npt.NDArray[np.int64], block_ids: IntArray, first: int, count: int, num_parts: int, width: int
+) -> Addresses:
+    """Return the addresses of some heads of blocks in a part of a layer, [blocks * num_parts].
+
+    Args:
+        place: of the part, see KvBlocks._places.
+        width: bytes of a head.
+    """
+    address, first_head, num_heads, num_blocks, split, sub_block = place.tolist()
+    blocks = block_ids.astype(np.int64) * split + sub_block
+    if not first_head <= first <= first + count <= first_head + num_heads or blocks.max() >= num_blocks:
+        raise ValueError(
+            f"heads {first} to {first + count} of blocks up to {blocks.max()} are not in this memory"
+        )
+    starts = blocks[:, None] * num_parts + np.arange(num_parts)
+    addresses: Addresses = (
+        (address + (starts * num_heads + first - first_head) * width).ravel().astype(np.uint64)
+    )
+    return addresses
 
 
 def checksum(content: ByteArray) -> int:

@@ -22,8 +22,9 @@ from ...proto.block_tables import IntArray
 from ...proto.errors import in_one_line
 from ...proto.kv_transfer import KvFailure, KvOrders, KvPull, KvReport, KvReportKind
 from ...proto.transport.network import CurveKeys
-from .kv_blocks import ByteArray, Heads, KvBlocks, NoKvService, heads_to_read
-from .transport import READ_BYTES, READS_AT_ONCE, KvPeer, KvReadError, ZmqTransport
+from .kv_blocks import Heads, KvBlocks, NoKvService, heads_to_read
+from .messages import READ_BYTES, READS_AT_ONCE, KvReadError
+from .transport import KvPeer, ZmqTransport
 
 # A step without anything to compute waits this long for something to report: the scheduler plans such steps, one
 # after the other, while leases or pulls are open.
@@ -295,15 +296,16 @@ class _Reader:
             while waiting or reading:
                 while waiting and len(reading) < READS_AT_ONCE:
                     chunk = waiting.popleft()
-                    sources = order.sources[chunk.places]
-                    number = peer.read(order.generation, chunk.group, sources, chunk.heads, chunk.num_bytes)
+                    sources, targets = order.sources[chunk.places], order.targets[chunk.places]
+                    number = peer.read(
+                        order.generation, chunk.group, sources, targets, chunk.heads, chunk.num_bytes
+                    )
                     reading[number] = chunk
-                number, content = self._await_read(peer, endpoint)
-                self._store(reading.pop(number), content)
+                self._count(reading.pop(self._await_read(peer, endpoint)))
         finally:
             peer.close()
 
-    def _await_read(self, peer: KvPeer, endpoint: str) -> tuple[int, ByteArray]:
+    def _await_read(self, peer: KvPeer, endpoint: str) -> int:
         """Return the next read that is done. Raises KvReadError if none is in time, or nobody waits any more."""
         silent_at = time.monotonic() + SILENCE_S
         while time.monotonic() < silent_at:
@@ -314,8 +316,7 @@ class _Reader:
                 return done
         raise KvReadError(KvFailure.TIMEOUT, f"{endpoint} has not answered for {SILENCE_S:g} s")
 
-    def _store(self, chunk: _Chunk, content: ByteArray) -> None:
-        self._blocks.scatter(chunk.group, self._pull.order.targets[chunk.places], chunk.heads, content)
+    def _count(self, chunk: _Chunk) -> None:
         self._num_missing[chunk.places] -= 1
         self.num_bytes += chunk.num_bytes
 

@@ -3,116 +3,67 @@
 A rank registers its blocks, describes where they are served, and connects to peers by their descriptions. A peer's
 reads are answered in order; `poll` returns those that are done.
 
-`ZmqTransport` serves over ipc on one host, and over tcp, encrypted with the fleet's keys, between hosts. A reader on
-the same host lends the owner a piece of shared memory, into which the bytes go directly; otherwise they follow the
-answer as a frame.
+`ZmqTransport` has its messages on ZeroMQ: ipc on one host, tcp with the fleet's keys between hosts. How the bytes
+come is agreed at the hello (see `peers`). Streams have a port of their own, whose connections are admitted by a token
+and encrypted with a key that both come over the messages' channel.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
-import time
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import zmq
 
 from ...proto.block_tables import IntArray
-from ...proto.codec import FrameCodec
 from ...proto.errors import ProtocolError
 from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
-from ...proto.transport.network import CurveGuard, CurveKeys, bind, connect
+from ...proto.transport.network import CurveGuard, CurveKeys, bind
 from ...proto.transport.wakeup import Wakeup
 from ..memory.shared_segment import SegmentAddress, SharedSegment
 from .kv_blocks import ByteArray, Heads, KvBlocks, checksum
+from .messages import (
+    MAX_FRAME_BYTES,
+    Check,
+    Hello,
+    Read,
+    ReadDone,
+    Release,
+    StreamOffer,
+    Welcome,
+    WireMessage,
+    unpack_heads,
+    wire,
+)
+from .peers import Peer
+from .process_memory import let_read
+from .sealed_stream import KEY_BYTES, SealedStream
 
-# Bytes of a read: small enough that reading, checking and writing overlap.
-READ_BYTES = 4 << 20
-# Reads of a peer at once.
-READS_AT_ONCE = 2
-# Largest answer that is accepted; a single block may exceed READ_BYTES.
-MAX_FRAME_BYTES = 256 << 20
 # How long a server waits for a lease that its plan has yet to bring.
 GRANT_PATIENCE_S = 2.0
 # Segments of readers that a server keeps mapped.
 MAX_MAPPED = 64
+# Connections for streams, and offers of such that were not taken up.
+MAX_STREAMS = 16
+MAX_OFFERS = 256
+_TOKEN_BYTES = 16
+# A connection that sends no token for so long is closed, and so is one whose reader takes no bytes.
+_TOKEN_TIMEOUT_S = 2.0
+_SEND_TIMEOUT_S = 5.0
+# After a connection could not be accepted, the next one is tried after this time.
+_RETRY_S = 0.2
+# A stream without a request for so long is closed.
+_IDLE_TIMEOUT_S = 30.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Asks for a comparison of layouts; a Welcome answers."""
-
-    instance: str
-    layout: KvLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """The server's own layout.
-
-    Attributes:
-        problem: the fields that differ; empty if the ranks may exchange blocks.
-    """
-
-    layout: KvLayout
-    problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Asks for heads of blocks of a lease; a ReadDone answers.
-
-    Attributes:
-        heads: (first, count) of each layer of the group, one after the other.
-        buffer: shared memory for the bytes, from its start; None if they are to follow the answer.
-    """
-
-    read_id: int
-    instance: str
-    generation: int
-    group: int
-    block_ids: IntArray
-    heads: IntArray
-    buffer: SegmentAddress | None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadDone:
-    """The end of a read.
-
-    Attributes:
-        failure: why there are no bytes; empty if there are.
-        is_in_buffer: they are in the reader's shared memory.
-    """
-
-    read_id: int
-    failure: str
-    checksum: int
-    is_in_buffer: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Tells that a lease is needed no more."""
-
-    instance: str
-    generation: int
-
-
-WireMessage = Hello | Welcome | Read | ReadDone | Release
-_wire = FrameCodec[WireMessage](
-    "kv transfer",
-    1,
-    {"hello": Hello, "welcome": Welcome, "read": Read, "done": ReadDone, "release": Release},
-)
 
 
 class KvPeer(Protocol):
@@ -126,15 +77,18 @@ class KvPeer(Protocol):
         """
         ...
 
-    def read(self, generation: int, group: int, block_ids: IntArray, heads: Heads, num_bytes: int) -> int:
-        """Begin to read heads of blocks; return the number of the read, at most READS_AT_ONCE at a time."""
+    def read(
+        self, generation: int, group: int, sources: IntArray, targets: IntArray, heads: Heads, num_bytes: int
+    ) -> int:
+        """Begin to read heads of blocks into this rank's; return the read's number, READS_AT_ONCE at a time."""
         ...
 
-    def poll(self, timeout_s: float) -> tuple[int, ByteArray] | None:
-        """Return a read that is done, with its bytes, which the next `read` may overwrite; None if none is yet.
+    def poll(self, timeout_s: float) -> int | None:
+        """Return a read that is done, whose blocks have their content; None if none is yet.
 
         Raises:
-            KvReadError: the lease has ended, or the bytes are not those that were sent.
+            KvReadError: the lease has ended, or the bytes are not those that were sent. What the targets have is
+                undefined then.
         """
         ...
 
@@ -151,7 +105,7 @@ class KvTransport(Protocol):
     """One rank's end of all exchanges."""
 
     def register(self, blocks: KvBlocks) -> None:
-        """Serve blocks from now on, those of leases."""
+        """Serve blocks from now on, those of leases, and read into them."""
         ...
 
     def describe(self) -> str:
@@ -163,18 +117,6 @@ class KvTransport(Protocol):
     def close(self) -> None:
         """Serve no more. Safe to call twice."""
         ...
-
-
-class KvReadError(Exception):
-    """A failed exchange with a peer.
-
-    Attributes:
-        reason: of the failure.
-    """
-
-    def __init__(self, reason: KvFailure, problem: str) -> None:
-        super().__init__(f"{reason}: {problem}")
-        self.reason = reason
 
 
 class LeaseTable(Protocol):
@@ -194,13 +136,13 @@ class LeaseTable(Protocol):
 
 
 class ZmqTransport:
-    """A KvTransport over ZeroMQ, with a thread that serves.
+    """A KvTransport over ZeroMQ, with a thread that serves, and one for each stream.
 
     Args:
         endpoint: where to bind, ipc or tcp.
         keys: of the fleet, over tcp.
         leases: which blocks may be read.
-        run: runs the server's body, with its device current.
+        run: runs the body of a thread, with its device current.
     """
 
     def __init__(
@@ -226,6 +168,7 @@ class ZmqTransport:
             self._context.destroy(linger=0)
             raise
         self._thread: threading.Thread | None = None
+        self._streams = None if keys is None else _open_streams(self._endpoint, self._serve_stream, run)
 
     def register(self, blocks: KvBlocks) -> None:
         self._blocks = blocks
@@ -236,12 +179,15 @@ class ZmqTransport:
         return f"{self._endpoint}#{self._instance}"
 
     def connect(self, description: str) -> KvPeer:
-        return _ZmqPeer(description, self._keys)
+        assert self._blocks is not None, "register must be called before connect"
+        return Peer(description, self._keys, self._blocks)
 
     def close(self) -> None:
         if self._context.closed:
             return
         self._stop.wake()
+        if self._streams is not None:
+            self._streams.close()
         if self._thread is not None:
             self._thread.join()
         self._stop.close()
@@ -257,7 +203,7 @@ class ZmqTransport:
         while self._stop.socket not in dict(poller.poll()):
             peer, *frames = self._router.recv_multipart()
             try:
-                self._handle(peer, _wire.decode(frames[-1] if frames else b""))
+                self._handle(peer, wire.decode(frames[-1] if frames else b""))
             except ProtocolError as error:
                 _log.warning("ignored a message of a rank that reads KV: %s", error)
             except zmq.ZMQError as error:
@@ -265,41 +211,97 @@ class ZmqTransport:
 
     def _handle(self, peer: bytes, message: WireMessage) -> None:
         assert self._blocks is not None
-        own = self._blocks.layout
         match message:
             case Hello():
-                problem = "; ".join(own.whole.differences(message.layout.whole))
-                if message.instance != self._instance:
-                    problem = "the rank that lent the blocks has ended"
-                self._send(peer, Welcome(own, problem))
+                self._send(peer, self._welcome(message, self._blocks))
             case Read():
                 self._answer(peer, message, self._blocks)
+            case Check():
+                self._send(peer, self._check(message))
             case Release() if message.instance == self._instance:
                 self._leases.on_release(message.generation)
 
+    def _welcome(self, hello: Hello, blocks: KvBlocks) -> Welcome:
+        problem = "; ".join(blocks.layout.whole.differences(hello.layout.whole))
+        if hello.instance != self._instance:
+            problem = "the rank that lent the blocks has ended"
+        if problem:
+            return Welcome(blocks.layout, problem)
+        if self._keys is None and hello.pid > 0:
+            let_read(hello.pid)
+        memory = blocks.memory
+        return Welcome(
+            blocks.layout,
+            "",
+            maps_buffer=hello.buffer is not None and _can_open(hello.buffer),
+            memory=None if memory is None else memory.describe(),
+            stream=None if self._streams is None else self._streams.offer(),
+        )
+
+    def _check(self, check: Check) -> ReadDone:
+        patience_s = GRANT_PATIENCE_S if check.waits else 0.0
+        is_valid = check.instance == self._instance and self._leases.covers(
+            check.generation, check.block_ids, patience_s
+        )
+        if is_valid:
+            self._leases.on_read(check.generation)
+        failure = "" if is_valid else KvFailure.STALE
+        return ReadDone(check.read_id, failure, 0, is_in_buffer=False)
+
     def _answer(self, peer: bytes, read: Read, blocks: KvBlocks) -> None:
-        """Answer a read: with bytes only if the lease was in effect before and after they were copied."""
+        shared = None
+
+        def take(num_bytes: int) -> ByteArray:
+            nonlocal shared
+            shared = self._map(read.buffer, num_bytes)
+            return np.empty(num_bytes, np.uint8) if shared is None else shared[:num_bytes]
+
+        content = self._copy_out(read, blocks, take)
+        if isinstance(content, KvFailure):
+            self._send(peer, ReadDone(read.read_id, content, 0, is_in_buffer=False))
+            return
+        done = ReadDone(read.read_id, "", checksum(content), is_in_buffer=shared is not None)
+        self._send(peer, done, None if shared is not None else content)
+
+    def _copy_out(
+        self, read: Read, blocks: KvBlocks, take: Callable[[int], ByteArray]
+    ) -> ByteArray | KvFailure:
+        """Copy what is to be read into memory that `take` gives; fail if the lease was not in effect all the time."""
         is_valid = read.instance == self._instance and self._leases.covers(
             read.generation, read.block_ids, GRANT_PATIENCE_S
         )
-        heads = _unpack_heads(read.heads)
+        heads = unpack_heads(read.heads)
         if not is_valid or not 0 <= read.group < len(blocks.layout.groups):
-            self._send(peer, ReadDone(read.read_id, KvFailure.STALE, 0, is_in_buffer=False))
-            return
+            return KvFailure.STALE
         num_bytes = len(read.block_ids) * blocks.block_bytes(read.group, heads)
         if num_bytes > MAX_FRAME_BYTES:
-            self._send(peer, ReadDone(read.read_id, KvFailure.REFUSED, 0, is_in_buffer=False))
-            return
-        shared = self._map(read.buffer, num_bytes)
-        content = np.empty(num_bytes, np.uint8) if shared is None else shared[:num_bytes]
+            return KvFailure.REFUSED
+        content = take(num_bytes)
         blocks.gather(read.group, read.block_ids, heads, content)
-        total = checksum(content)
         if not self._leases.covers(read.generation, read.block_ids, 0.0):
-            self._send(peer, ReadDone(read.read_id, KvFailure.STALE, 0, is_in_buffer=False))
-            return
+            return KvFailure.STALE
         self._leases.on_read(read.generation)
-        done = ReadDone(read.read_id, "", total, is_in_buffer=shared is not None)
-        self._send(peer, done, None if shared is not None else content)
+        return content
+
+    def _serve_stream(self, stream: SealedStream) -> None:
+        """Answer the requests of a stream until it ends."""
+        buffer = np.empty(0, np.uint8)
+
+        def take(num_bytes: int) -> ByteArray:
+            nonlocal buffer
+            if buffer.size < num_bytes:
+                buffer = np.empty(num_bytes, np.uint8)
+            return buffer[:num_bytes]
+
+        while (frame := stream.receive(_IDLE_TIMEOUT_S)) is not None:
+            read = wire.decode(bytes(frame))
+            if not isinstance(read, Read) or self._blocks is None:
+                return
+            content = self._copy_out(read, self._blocks, take)
+            failure = content if isinstance(content, KvFailure) else ""
+            stream.send(wire.encode(ReadDone(read.read_id, failure, 0, is_in_buffer=False)), _SEND_TIMEOUT_S)
+            if not isinstance(content, KvFailure):
+                stream.send(content.data, _SEND_TIMEOUT_S)
 
     def _map(self, address: SegmentAddress | None, num_bytes: int) -> ByteArray | None:
         """Return a reader's shared memory; None if it has none that this process can map."""
@@ -317,128 +319,111 @@ class ZmqTransport:
         return self._segments[address.name]
 
     def _send(self, peer: bytes, message: WireMessage, content: ByteArray | None = None) -> None:
-        frames: list[Any] = [peer, _wire.encode(message)]
+        frames: list[Any] = [peer, wire.encode(message)]
         if content is not None:
             frames.append(content)
         self._router.send_multipart(frames, copy=content is None)
 
 
-class _ZmqPeer:
-    """A connection of ZmqTransport; see KvPeer.
+def _can_open(address: SegmentAddress) -> bool:
+    """Return whether this process can map the memory of a reader."""
+    try:
+        SharedSegment.open(address).close()
+    except OSError:
+        return False
+    return True
 
-    It has READS_AT_ONCE pieces of shared memory, which grow with the largest read.
+
+def _open_streams(
+    endpoint: str, serve: Callable[[SealedStream], None], run: Callable[[Callable[[], None]], None]
+) -> _Streams | None:
+    """Return the port for streams at an endpoint's address; None, and a warning, if there is none."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return _Streams(host, serve, run)
+    except OSError as error:
+        _log.warning(
+            "blocks leave %s over ZeroMQ, which is slower: no port can be opened: %s", endpoint, error
+        )
+        return None
+
+
+class _Streams:
+    """A port for streams, and a thread for each connection.
+
+    Args:
+        serve: answers the requests of a stream, in its thread.
+        run: as for ZmqTransport.
     """
 
-    def __init__(self, description: str, keys: CurveKeys | None) -> None:
-        self._endpoint, _, self._instance = description.partition("#")
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._shares = True  # until the peer shows that it cannot map this process's memory
-        self._free: list[_Buffer] = [_Buffer() for _ in range(READS_AT_ONCE)]
-        self._reads: dict[int, tuple[_Buffer, int]] = {}
-        self._last: _Buffer | None = None
-        self._num_reads = 0
-        with suppress(zmq.ZMQError, AssertionError):  # nobody answers then
-            connect(self._socket, self._endpoint, keys)
+    def __init__(
+        self, host: str, serve: Callable[[SealedStream], None], run: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._serve, self._run = serve, run
+        self._lock = threading.Lock()  # guards what follows
+        self._offers: OrderedDict[bytes, bytes] = OrderedDict()  # token |-> key
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._closed = threading.Event()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._port = socket.create_server((host, 0), family=family, backlog=MAX_STREAMS)
+        self._thread = threading.Thread(target=self._accept, name="kv-streams", daemon=True)
+        self._thread.start()
 
-    def hello(self, layout: KvLayout, timeout_s: float) -> KvLayout:
-        self._socket.send(_wire.encode(Hello(self._instance, layout)))
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            answer = self._receive(left_s)
-            if answer is not None and isinstance(answer[0], Welcome):
-                if answer[0].problem:
-                    raise KvReadError(KvFailure.REFUSED, f"{self._endpoint}: {answer[0].problem}")
-                return answer[0].layout
-        raise KvReadError(KvFailure.UNREACHABLE, f"{self._endpoint} has not answered in {timeout_s:g} s")
-
-    def read(self, generation: int, group: int, block_ids: IntArray, heads: Heads, num_bytes: int) -> int:
-        self._take_back()
-        buffer = self._free.pop()
-        self._num_reads += 1
-        self._reads[self._num_reads] = buffer, num_bytes
-        address = buffer.address(num_bytes) if self._shares else None
-        self._socket.send(
-            _wire.encode(
-                Read(
-                    self._num_reads, self._instance, generation, group, block_ids, _pack_heads(heads), address
-                )
-            )
-        )
-        return self._num_reads
-
-    def poll(self, timeout_s: float) -> tuple[int, ByteArray] | None:
-        self._take_back()
-        answer = self._receive(timeout_s)
-        if answer is None:
-            return None
-        done, frame = answer
-        if not isinstance(done, ReadDone) or done.read_id not in self._reads:
-            return None
-        buffer, num_bytes = self._reads.pop(done.read_id)
-        self._last = buffer
-        if done.failure:
-            raise KvReadError(KvFailure(done.failure), f"{self._endpoint} gives no blocks")
-        self._shares = done.is_in_buffer
-        content = buffer.content[:num_bytes] if done.is_in_buffer else np.frombuffer(frame, np.uint8)
-        if content.size != num_bytes or checksum(content) != done.checksum:
-            raise KvReadError(KvFailure.CORRUPT, f"{self._endpoint} sent other bytes than it had")
-        return done.read_id, content
-
-    def release(self, generation: int) -> None:
-        self._socket.send(_wire.encode(Release(self._instance, generation)))
+    def offer(self) -> StreamOffer:
+        """Return a token and a key for one connection."""
+        token, key = secrets.token_bytes(_TOKEN_BYTES), secrets.token_bytes(KEY_BYTES)
+        with self._lock:
+            self._offers[token] = key
+            if len(self._offers) > MAX_OFFERS:
+                self._offers.popitem(last=False)
+        return StreamOffer(self._port.getsockname()[1], token, key)
 
     def close(self) -> None:
-        self._context.destroy()
-        for buffer in (*self._free, *(each for each, _ in self._reads.values())):
-            buffer.close()
+        """Close the port and all connections, and wait for their threads."""
+        with self._lock:
+            self._closed.set()
+            connections = dict(self._open)
+        for connection in (self._port, *connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for thread in connections.values():
+            thread.join()
+        self._port.close()
 
-    def _take_back(self) -> None:
-        if self._last is not None:
-            self._free.append(self._last)
-            self._last = None
-
-    def _receive(self, timeout_s: float) -> tuple[WireMessage, bytes | memoryview] | None:
-        if not self._socket.poll(max(0, round(1000 * timeout_s))):
-            return None
-        first, *rest = self._socket.recv_multipart(copy=False)
-        try:
-            return _wire.decode(first.bytes), rest[0].buffer if rest else b""
-        except ProtocolError as error:
-            raise KvReadError(KvFailure.CORRUPT, f"{self._endpoint}: {error}") from None
-
-
-class _Buffer:
-    """Shared memory for one read at a time; it grows as needed."""
-
-    def __init__(self) -> None:
-        self._segment: SharedSegment | None = None
-        self.content: ByteArray = np.zeros(0, np.uint8)
-
-    def address(self, num_bytes: int) -> SegmentAddress | None:
-        """Return the address of at least `num_bytes`. Returns None if the system has no such memory."""
-        if self.content.size < num_bytes:
-            self.close()
+    def _accept(self) -> None:
+        while True:
             try:
-                self._segment = SharedSegment.create("transfer", max(num_bytes, READ_BYTES))
-                self.content = np.frombuffer(self._segment.map(), np.uint8)
-            except OSError:
-                self.close()
-        return None if self._segment is None else self._segment.address
+                connection, _ = self._port.accept()
+            except OSError:  # closed, or the process has too many files open
+                if self._closed.wait(_RETRY_S):
+                    return
+                continue
+            thread = threading.Thread(
+                target=self._run,
+                args=(lambda own=connection: self._handle(own),),
+                name="kv-stream",
+                daemon=True,
+            )
+            with self._lock:
+                is_welcome = len(self._open) < MAX_STREAMS and not self._closed.is_set()
+                if is_welcome:
+                    self._open[connection] = thread
+                    thread.start()
+            if not is_welcome:
+                connection.close()
 
-    def close(self) -> None:
-        self.content = np.zeros(0, np.uint8)
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-
-
-def _pack_heads(heads: Heads) -> IntArray:
-    return np.array(heads, np.int32).ravel()
-
-
-def _unpack_heads(packed: IntArray) -> Heads:
-    pairs = packed.reshape(-1, 2).tolist()
-    return tuple((first, count) for first, count in pairs)
+    def _handle(self, connection: socket.socket) -> None:
+        try:
+            connection.settimeout(_TOKEN_TIMEOUT_S)
+            token = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+            with self._lock:
+                key = self._offers.pop(token, None)
+            if key is not None:
+                self._serve(SealedStream(connection, key, is_server=True, max_bytes=MAX_FRAME_BYTES))
+        except (OSError, ValueError, ProtocolError) as error:
+            _log.debug("a stream of KV ended: %s", error)
+        finally:
+            with self._lock:
+                self._open.pop(connection, None)
+            connection.close()

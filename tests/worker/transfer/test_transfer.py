@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +18,17 @@ from fakes import small_config
 
 from quire.proto.block_tables import IntArray
 from quire.proto.config import EngineConfig
+from quire.proto.errors import ProtocolError
 from quire.proto.kv_layout import layout_of
 from quire.proto.kv_transfer import KvGrant, KvOrders, KvPull, KvReport, KvReportKind
 from quire.proto.transport.network import CurveKeys
 from quire.worker.memory.cache_engine import CacheEngine
-from quire.worker.transfer import transport
+from quire.worker.transfer import peers, transport
 from quire.worker.transfer.kv_blocks import KvBlocks, checksum
+from quire.worker.transfer.peers import Peer
+from quire.worker.transfer.process_memory import Addresses, MemoryMap, ProcessMemory
+from quire.worker.transfer.sealed_stream import SealedStream
 from quire.worker.transfer.service import KvService
-from quire.worker.transfer.transport import _ZmqPeer
 
 NUM_BLOCKS = 12
 SOURCES = np.array([3, 7, 5, 9], np.int32)
@@ -105,6 +110,16 @@ def travel(
     return [await_report(each, KvReportKind.PULLED) for each in reading]
 
 
+def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have blocks come by one way: memory of the lender, buffer of the reader, stream, or frames."""
+    if way != "memory":  # as from a GPU, or from another host
+        monkeypatch.setattr(ProcessMemory, "open", staticmethod(lambda memory: None))
+    if way in ("stream", "frames"):
+        monkeypatch.setattr(peers._Buffer, "address", lambda self, num_bytes: None)
+    if way == "frames":
+        monkeypatch.setattr(peers, "_connect_stream", lambda endpoint, offer: None)
+
+
 def assert_arrived(source: Replica, target: Replica, layers: range = range(3)) -> None:
     """Check that the targets have the content of the sources, in all heads."""
     for layer in layers:
@@ -121,9 +136,17 @@ def assert_arrived(source: Replica, target: Replica, layers: range = range(3)) -
 
 @pytest.mark.parametrize(("lenders", "readers"), [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4), (1, 8), (8, 4)])
 @pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("way", ["memory", "buffer"])
 def test_ranks_of_any_sizes_exchange_heads(
-    stack: ExitStack, tmp_path: Path, lenders: int, readers: int, dtype: str
+    stack: ExitStack,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lenders: int,
+    readers: int,
+    dtype: str,
+    way: str,
 ) -> None:
+    use(way, monkeypatch)
     if 8 in (lenders, readers) and dtype != "auto":
         pytest.skip("one type proves it")
     source = Replica(make_config(lenders, dtype=dtype))
@@ -146,7 +169,11 @@ def test_ranks_of_any_sizes_exchange_heads(
                 assert torch.equal(own.blocks[TARGETS.tolist(), :, 0], head)
 
 
-def test_blocks_of_several_groups_travel(stack: ExitStack, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["memory", "buffer"])
+def test_blocks_of_several_groups_travel(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    use(way, monkeypatch)
     config = make_config(1, windows=(0, 5, 5))
     assert len(config.cache_layout.groups) > 1
     source, target = Replica(config), Replica(config, is_empty=True)
@@ -158,10 +185,11 @@ def test_blocks_of_several_groups_travel(stack: ExitStack, tmp_path: Path) -> No
     assert torch.equal(own.layers[first].blocks[1], other.layers[first].blocks[3])
 
 
+@pytest.mark.parametrize("way", ["stream", "frames"])
 def test_blocks_travel_encrypted_over_tcp(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.setattr(transport._Buffer, "address", lambda self, num_bytes: None)  # as from another host
+    use(way, monkeypatch)
     source, target = Replica(make_config(2)), Replica(make_config(1), is_empty=True)
     reports = travel(stack, source, target, tmp_path, CurveKeys.generate())
     assert reports[0].failed.size == 0
@@ -192,9 +220,23 @@ def test_blocks_of_an_ended_lease_are_not_read(stack: ExitStack, tmp_path: Path)
     assert report.failed.tolist() == [0, 1, 2, 3]
 
 
+def revoke_after_the_copy(monkeypatch: pytest.MonkeyPatch, lending: list[KvService]) -> None:
+    read = ProcessMemory.read
+
+    def read_and_lose(memory: ProcessMemory, own: Addresses, others: Addresses, lengths: Addresses) -> None:
+        read(memory, own, others, lengths)
+        if lengths.sum() > 32:  # not the proof of identity
+            lending[0].apply(KvOrders(revoked=np.array([1], np.int32)))
+
+    monkeypatch.setattr(ProcessMemory, "read", read_and_lose)
+
+
+@pytest.mark.parametrize("way", ["memory", "buffer", "stream"])
 def test_lease_that_ends_during_the_read_gives_nothing(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
+    use(way, monkeypatch)
+    keys = CurveKeys.generate() if way == "stream" else None
     source, target = Replica(make_config(1)), Replica(make_config(1), is_empty=True)
     lending: list[KvService] = []
     gather = KvBlocks.gather
@@ -206,8 +248,9 @@ def test_lease_that_ends_during_the_read_gives_nothing(
         lending[0].apply(KvOrders(revoked=np.array([1], np.int32)))
 
     monkeypatch.setattr(KvBlocks, "gather", gather_and_lose)
-    lending += source.services(stack, tmp_path)
-    (reading,) = target.services(stack, tmp_path)
+    revoke_after_the_copy(monkeypatch, lending)
+    lending += source.services(stack, tmp_path, keys)
+    (reading,) = target.services(stack, tmp_path, keys)
     endpoint = await_report(lending[0], KvReportKind.SERVES).name
     lending[0].apply(GRANT)
     reading.apply(pull_of((endpoint,)))
@@ -215,6 +258,7 @@ def test_lease_that_ends_during_the_read_gives_nothing(
 
 
 def test_torn_bytes_are_detected(stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use("buffer", monkeypatch)
     source, target = Replica(make_config(1)), Replica(make_config(1), is_empty=True)
     monkeypatch.setattr(
         transport,
@@ -235,6 +279,11 @@ def test_other_layouts_are_refused_by_name(stack: ExitStack, tmp_path: Path) -> 
     assert "layers of group 0" in report.name
 
 
+def no_answer(*args: object) -> None:
+    """Fail as a message that is ignored does."""
+    raise ProtocolError("not understood")
+
+
 def test_peer_that_has_ended_is_unreachable_and_one_that_hangs_is_given_up(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +291,7 @@ def test_peer_that_has_ended_is_unreachable_and_one_that_hangs_is_given_up(
     (lending,), (reading,) = source.services(stack, tmp_path), target.services(stack, tmp_path)
     endpoint = await_report(lending, KvReportKind.SERVES).name
     lending.apply(GRANT)
-    monkeypatch.setattr(transport.ZmqTransport, "_answer", lambda *args: None)
+    monkeypatch.setattr(transport.ZmqTransport, "_check", no_answer)
     reading.apply(pull_of((endpoint,)))
     assert await_report(reading, KvReportKind.PULLED).name.startswith("timeout: ipc://")
     lending.close()
@@ -257,7 +306,7 @@ def test_canceled_pull_ends_at_once_and_releases_the_lease(
     (lending,), (reading,) = source.services(stack, tmp_path), target.services(stack, tmp_path)
     endpoint = await_report(lending, KvReportKind.SERVES).name
     lending.apply(GRANT)
-    monkeypatch.setattr(transport.ZmqTransport, "_answer", lambda *args: None)
+    monkeypatch.setattr(transport.ZmqTransport, "_check", no_answer)
     reading.apply(pull_of((endpoint,)))
     reading.apply(KvOrders(ended=np.array([1], np.int32)))
     assert await_report(reading, KvReportKind.PULLED).name.startswith("canceled: ")
@@ -291,7 +340,55 @@ def test_foreign_messages_are_ignored(stack: ExitStack, tmp_path: Path) -> None:
     source, target = Replica(make_config(1)), Replica(make_config(1), is_empty=True)
     (lending,) = source.services(stack, tmp_path)
     endpoint = await_report(lending, KvReportKind.SERVES).name
-    peer = _ZmqPeer(endpoint, None)
+    layout = layout_of(target.config, 0, "w")
+    peer = Peer(endpoint, None, KvBlocks(target.caches[0], target.config.cache_layout, layout, CPU))
     stack.callback(peer.close)
-    peer._socket.send(b"nonsense")
+    peer._line._socket.send(b"nonsense")
     assert peer.hello(layout_of(target.config, 0, "w"), 60.0).weights_version == "w"
+
+
+def test_memory_of_another_process_of_that_number_is_not_read() -> None:
+    content = np.zeros(8, np.uint8)
+    memory = MemoryMap(os.getpid(), content.ctypes.data, b"12345678", b"")
+    assert ProcessMemory.open(memory) is None
+    assert ProcessMemory.open(replace(memory, proof_address=8)) is None  # nothing is there
+    assert ProcessMemory.open(replace(memory, proof=bytes(8))) is not None
+
+
+def test_stream_admits_only_holders_of_a_token(stack: ExitStack, tmp_path: Path) -> None:
+    (lending,) = Replica(make_config(1)).services(stack, tmp_path, CurveKeys.generate())
+    streams = lending._transport._streams
+    assert streams is not None
+    offer = streams.offer()
+    for token in (b"x" * 16, offer.token, offer.token):  # the third one comes too late
+        with socket.create_connection(("127.0.0.1", offer.port), 60) as connection:
+            connection.sendall(token)
+            stream = SealedStream(connection, b"k" * 32, is_server=False, max_bytes=1024)
+            with suppress(OSError):  # the server may have closed already
+                stream.send(b"with another key", 60.0)
+            with pytest.raises(OSError, match=r"closed|reset"):
+                stream.receive(60.0)
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_stream_refuses_what_was_not_sent(is_changed: bool) -> None:
+    left, right = make_tcp_pair()
+    with left, right:
+        sender = SealedStream(left, b"k" * 32, is_server=True, max_bytes=64)
+        receiver = SealedStream(right, b"k" * 32, is_server=False, max_bytes=64)
+        assert receiver.receive(0.01) is None
+        sender.send(b"first", 60.0)
+        assert bytes(receiver.receive(60.0) or b"") == b"first"
+        if is_changed:
+            left.sendall(bytes([21, 0, 0, 0]) + bytes(21))
+        else:
+            sender.send(bytes(65), 60.0)
+        with pytest.raises(ValueError, match=r"not what the other end sent|has 81 bytes"):
+            receiver.receive(60.0)
+
+
+def make_tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        left = socket.create_connection(server.getsockname())
+        right, _ = server.accept()
+    return left, right

@@ -1,0 +1,156 @@
+"""Messages between ranks of different replicas that read each other's blocks, and the bounds of both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...proto.block_tables import IntArray
+from ...proto.codec import FrameCodec, sent_if_set
+from ...proto.kv_layout import KvLayout
+from ...proto.kv_transfer import KvFailure
+from ..memory.shared_segment import SegmentAddress
+from .kv_blocks import Heads
+from .process_memory import MemoryMap
+
+# Bytes of a read: small enough that reading, checking and writing overlap.
+READ_BYTES = 4 << 20
+# Reads of a peer at once.
+READS_AT_ONCE = 2
+# Largest answer that is accepted; a single block may exceed READ_BYTES.
+MAX_FRAME_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Asks for a comparison of layouts; a Welcome answers.
+
+    Attributes:
+        pid: of the reader.
+        buffer: memory that the reader shares, to find out whether the server can map it.
+    """
+
+    instance: str
+    layout: KvLayout
+    pid: int = sent_if_set(0)
+    buffer: SegmentAddress | None = sent_if_set(None)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOffer:
+    """A port at the server's address, where a reader that sends the token gets blocks encrypted with the key."""
+
+    port: int
+    token: bytes
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The server's own layout, and how its blocks can be read.
+
+    Attributes:
+        problem: the fields that differ; empty if the ranks may exchange blocks.
+        maps_buffer: the server writes into the memory that the reader shares.
+        memory: where the blocks are in the server's memory; None on a GPU.
+        stream: between hosts only.
+    """
+
+    layout: KvLayout
+    problem: str
+    maps_buffer: bool = sent_if_set(False)
+    memory: MemoryMap | None = sent_if_set(None)
+    stream: StreamOffer | None = sent_if_set(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Asks for heads of blocks of a lease; a ReadDone answers.
+
+    Attributes:
+        heads: (first, count) of each layer of the group, one after the other.
+        buffer: shared memory for the bytes, from its start; None if they are to follow the answer.
+    """
+
+    read_id: int
+    instance: str
+    generation: int
+    group: int
+    block_ids: IntArray
+    heads: IntArray
+    buffer: SegmentAddress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Asks whether a lease is in effect and has all these blocks; a ReadDone answers.
+
+    Attributes:
+        waits: for the lease to come into effect.
+    """
+
+    read_id: int
+    instance: str
+    generation: int
+    block_ids: IntArray
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """The end of a read or a check.
+
+    Attributes:
+        failure: why there are no bytes; empty if there are.
+        is_in_buffer: they are in the reader's shared memory.
+    """
+
+    read_id: int
+    failure: str
+    checksum: int
+    is_in_buffer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tells that a lease is needed no more."""
+
+    instance: str
+    generation: int
+
+
+WireMessage = Hello | Welcome | Read | Check | ReadDone | Release
+wire = FrameCodec[WireMessage](
+    "kv transfer",
+    1,
+    {
+        "hello": Hello,
+        "welcome": Welcome,
+        "read": Read,
+        "check": Check,
+        "done": ReadDone,
+        "release": Release,
+    },
+)
+
+
+class KvReadError(Exception):
+    """A failed exchange with a peer.
+
+    Attributes:
+        reason: of the failure.
+    """
+
+    def __init__(self, reason: KvFailure, problem: str) -> None:
+        super().__init__(f"{reason}: {problem}")
+        self.reason = reason
+
+
+def pack_heads(heads: Heads) -> IntArray:
+    return np.array(heads, np.int32).ravel()
+
+
+def unpack_heads(packed: IntArray) -> Heads:
+    pairs = packed.reshape(-1, 2).tolist()
+    return tuple((first, count) for first, count in pairs)

@@ -1,0 +1,358 @@
+"""A reader's connection to one rank of another replica, and the ways by which blocks come.
+
+In order of preference: the reader copies from the lender's memory, which a CPU's rank on the same host can do; the
+lender copies into memory that the reader shares, on the same host; it sends them over a stream, encrypted, between
+hosts; they follow its answers as frames, where nothing else works.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import zmq
+
+from ...proto.block_tables import IntArray
+from ...proto.errors import ProtocolError
+from ...proto.kv_layout import KvLayout
+from ...proto.kv_transfer import KvFailure
+from ...proto.transport.network import CurveKeys, connect
+from ..memory.shared_segment import SegmentAddress, SharedSegment
+from .kv_blocks import ByteArray, Heads, KvBlocks, checksum
+from .messages import (
+    MAX_FRAME_BYTES,
+    READ_BYTES,
+    READS_AT_ONCE,
+    Check,
+    Hello,
+    KvReadError,
+    Read,
+    ReadDone,
+    Release,
+    StreamOffer,
+    Welcome,
+    WireMessage,
+    pack_heads,
+    wire,
+)
+from .process_memory import ProcessMemory
+from .sealed_stream import SealedStream
+
+# A stream that is not connected within this time is done without, for instance behind a firewall.
+_CONNECT_TIMEOUT_S = 1.0
+# A request of a few kB that cannot be sent for so long will not be.
+_SEND_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRead:
+    """Heads of blocks to be read.
+
+    Attributes:
+        sources, targets: the lender's blocks, and the reader's.
+    """
+
+    read_id: int
+    generation: int
+    group: int
+    sources: IntArray
+    targets: IntArray
+    heads: Heads
+    num_bytes: int
+
+
+class _Way(Protocol):
+    """How blocks come. For one thread."""
+
+    def begin(self, read: BlockRead) -> None: ...
+
+    def poll(self, timeout_s: float) -> int | None:
+        """Return the number of a read whose blocks are there; None if there is none yet. Raises KvReadError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Peer:
+    """A KvPeer.
+
+    Args:
+        description: by the other rank's transport.
+        blocks: into which reads go.
+    """
+
+    def __init__(self, description: str, keys: CurveKeys | None, blocks: KvBlocks) -> None:
+        self._line = _Line(description, keys)
+        self._blocks = blocks
+        self._way: _Way | None = None
+        self._num_reads = 0
+
+    def hello(self, layout: KvLayout, timeout_s: float) -> KvLayout:
+        probe = _Buffer()
+        try:
+            self._line.send(Hello(self._line.instance, layout, os.getpid(), probe.address(READ_BYTES)))
+            deadline = time.monotonic() + timeout_s
+            while (left_s := deadline - time.monotonic()) > 0:
+                answer = self._line.receive(left_s)
+                if answer is not None and isinstance(answer[0], Welcome):
+                    break
+            else:
+                raise KvReadError(
+                    KvFailure.UNREACHABLE, f"{self._line.endpoint} has not answered in {timeout_s:g} s"
+                )
+        finally:
+            probe.close()
+        welcome = answer[0]
+        if welcome.problem:
+            raise KvReadError(KvFailure.REFUSED, f"{self._line.endpoint}: {welcome.problem}")
+        self._way = self._choose(welcome)
+        return welcome.layout
+
+    def _choose(self, welcome: Welcome) -> _Way:
+        if welcome.memory is not None and self._blocks.memory is not None:
+            memory = ProcessMemory.open(welcome.memory)
+            if memory is not None:
+                return _FromMemory(
+                    self._line, self._blocks, memory, np.frombuffer(welcome.memory.places, np.int64)
+                )
+        if not welcome.maps_buffer and welcome.stream is not None:
+            stream = _connect_stream(self._line.endpoint, welcome.stream)
+            if stream is not None:
+                return _FromStream(self._line, self._blocks, stream)
+        return _FromAnswers(self._line, self._blocks, shares=welcome.maps_buffer)
+
+    def read(
+        self, generation: int, group: int, sources: IntArray, targets: IntArray, heads: Heads, num_bytes: int
+    ) -> int:
+        assert self._way is not None, "hello must be called before the first read"
+        self._num_reads += 1
+        self._way.begin(BlockRead(self._num_reads, generation, group, sources, targets, heads, num_bytes))
+        return self._num_reads
+
+    def poll(self, timeout_s: float) -> int | None:
+        assert self._way is not None, "hello must be called before the first read"
+        return self._way.poll(timeout_s)
+
+    def release(self, generation: int) -> None:
+        self._line.send(Release(self._line.instance, generation))
+
+    def close(self) -> None:
+        if self._way is not None:
+            self._way.close()
+        self._line.close()
+
+
+class _Line:
+    """The connection for messages."""
+
+    def __init__(self, description: str, keys: CurveKeys | None) -> None:
+        self.endpoint, _, self.instance = description.partition("#")
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        with suppress(zmq.ZMQError, AssertionError):  # nobody answers then
+            connect(self._socket, self.endpoint, keys)
+
+    def send(self, message: WireMessage) -> None:
+        self._socket.send(wire.encode(message))
+
+    def receive(self, timeout_s: float) -> tuple[WireMessage, bytes | memoryview] | None:
+        """Return the next message and the bytes that follow it; None if none arrives in time."""
+        if not self._socket.poll(max(0, round(1000 * timeout_s))):
+            return None
+        first, *rest = self._socket.recv_multipart(copy=False)
+        return self.decode(first.bytes), rest[0].buffer if rest else b""
+
+    def decode(self, raw: bytes) -> WireMessage:
+        try:
+            return wire.decode(raw)
+        except ProtocolError as error:
+            raise KvReadError(KvFailure.CORRUPT, f"{self.endpoint}: {error}") from None
+
+    def check(self, done: ReadDone) -> None:
+        """Raise KvReadError if a read has failed."""
+        if done.failure:
+            raise KvReadError(KvFailure(done.failure), f"{self.endpoint} gives no blocks")
+
+    def close(self) -> None:
+        self._context.destroy()
+
+
+class _FromMemory:
+    """Copies from the lender's memory, and asks after each copy whether the lease was still in effect.
+
+    It asks before the first one, too: a lease that is in effect then and after a copy was so meanwhile, since its
+    number is not used again.
+    """
+
+    def __init__(
+        self,
+        line: _Line,
+        blocks: KvBlocks,
+        memory: ProcessMemory,
+        places: np.ndarray[tuple[int], np.dtype[np.int64]],
+    ) -> None:
+        self._line, self._blocks, self._memory, self._places = line, blocks, memory, places
+        self._waiting = deque[BlockRead]()
+        self._granted = 0  # generation of the lease that was in effect when asked
+
+    def begin(self, read: BlockRead) -> None:
+        if not self._waiting and self._granted != read.generation:
+            self._ask(read, 0)
+        self._waiting.append(read)
+
+    def poll(self, timeout_s: float) -> int | None:
+        if self._waiting and self._waiting[0].generation == self._granted:
+            self._copy(self._waiting.popleft())
+        answer = self._line.receive(0.0 if self._waiting and self._granted else timeout_s)
+        if answer is None or not isinstance(answer[0], ReadDone):
+            return None
+        done = answer[0]
+        self._line.check(done)
+        if done.read_id == 0 and self._waiting:
+            self._granted = self._waiting[0].generation
+        return done.read_id or None
+
+    def _copy(self, read: BlockRead) -> None:
+        try:
+            self._memory.read(
+                *self._blocks.pieces(read.group, read.heads, read.sources, read.targets, self._places)
+            )
+        except (OSError, ValueError) as error:
+            raise KvReadError(KvFailure.UNREACHABLE, f"{self._line.endpoint}: {error}") from None
+        self._ask(read, read.read_id)
+
+    def _ask(self, read: BlockRead, number: int) -> None:
+        waits = number == 0
+        self._line.send(Check(number, self._line.instance, read.generation, read.sources, waits))
+
+    def close(self) -> None:
+        self._waiting.clear()
+
+
+class _FromAnswers:
+    """Has the lender copy into memory that this process shares, or send the bytes with its answers."""
+
+    def __init__(self, line: _Line, blocks: KvBlocks, *, shares: bool) -> None:
+        self._line, self._blocks, self._shares = line, blocks, shares
+        self._free = [_Buffer() for _ in range(READS_AT_ONCE)]
+        self._reads: dict[int, tuple[BlockRead, _Buffer]] = {}
+
+    def begin(self, read: BlockRead) -> None:
+        buffer = self._free.pop()
+        self._reads[read.read_id] = read, buffer
+        address = buffer.address(read.num_bytes) if self._shares else None
+        self._line.send(_request(self._line, read, address))
+
+    def poll(self, timeout_s: float) -> int | None:
+        answer = self._line.receive(timeout_s)
+        if answer is None:
+            return None
+        done, frame = answer
+        if not isinstance(done, ReadDone) or done.read_id not in self._reads:
+            return None
+        read, buffer = self._reads.pop(done.read_id)
+        self._free.append(buffer)
+        self._line.check(done)
+        content = buffer.content[: read.num_bytes] if done.is_in_buffer else np.frombuffer(frame, np.uint8)
+        if content.size != read.num_bytes or checksum(content) != done.checksum:
+            raise KvReadError(KvFailure.CORRUPT, f"{self._line.endpoint} sent other bytes than it had")
+        self._blocks.scatter(read.group, read.targets, read.heads, content)
+        return done.read_id
+
+    def close(self) -> None:
+        for buffer in (*self._free, *(each for _, each in self._reads.values())):
+            buffer.close()
+
+
+class _FromStream:
+    """Has the lender send the bytes over a stream, which authenticates them."""
+
+    def __init__(self, line: _Line, blocks: KvBlocks, stream: SealedStream) -> None:
+        self._line, self._blocks, self._stream = line, blocks, stream
+        self._reads = deque[BlockRead]()
+        self._is_answered = False  # the bytes of the first read are next
+
+    def begin(self, read: BlockRead) -> None:
+        self._reads.append(read)
+        try:
+            self._stream.send(wire.encode(_request(self._line, read, None)), _SEND_TIMEOUT_S)
+        except OSError as error:
+            raise KvReadError(KvFailure.UNREACHABLE, f"{self._line.endpoint}: {error}") from None
+
+    def poll(self, timeout_s: float) -> int | None:
+        try:
+            frame = self._stream.receive(timeout_s)
+        except OSError as error:
+            raise KvReadError(KvFailure.UNREACHABLE, f"{self._line.endpoint}: {error}") from None
+        except ValueError as error:
+            raise KvReadError(KvFailure.CORRUPT, f"{self._line.endpoint}: {error}") from None
+        if frame is None:
+            return None
+        if not self._is_answered:
+            done = self._line.decode(bytes(frame))
+            if not isinstance(done, ReadDone) or not self._reads or done.read_id != self._reads[0].read_id:
+                raise KvReadError(KvFailure.CORRUPT, f"{self._line.endpoint} answers something else")
+            self._line.check(done)
+            self._is_answered = True
+            return None
+        read, self._is_answered = self._reads.popleft(), False
+        if len(frame) != read.num_bytes:
+            raise KvReadError(KvFailure.CORRUPT, f"{self._line.endpoint} sent other bytes than it had")
+        self._blocks.scatter(read.group, read.targets, read.heads, np.frombuffer(frame, np.uint8))
+        return read.read_id
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _request(line: _Line, read: BlockRead, buffer: SegmentAddress | None) -> Read:
+    heads = pack_heads(read.heads)
+    return Read(read.read_id, line.instance, read.generation, read.group, read.sources, heads, buffer)
+
+
+def _connect_stream(endpoint: str, offer: StreamOffer) -> SealedStream | None:
+    """Return a stream to a lender; None if it cannot be connected."""
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        connection = socket.create_connection((host, offer.port), _CONNECT_TIMEOUT_S)
+    except OSError:
+        return None
+    try:
+        connection.sendall(offer.token)
+        return SealedStream(connection, offer.key, is_server=False, max_bytes=MAX_FRAME_BYTES)
+    except (OSError, ValueError):
+        connection.close()
+        return None
+
+
+class _Buffer:
+    """Shared memory for one read at a time; it grows as needed."""
+
+    def __init__(self) -> None:
+        self._segment: SharedSegment | None = None
+        self.content: ByteArray = np.zeros(0, np.uint8)
+
+    def address(self, num_bytes: int) -> SegmentAddress | None:
+        """Return the address of at least `num_bytes`. Returns None if the system has no such memory."""
+        if self.content.size < num_bytes:
+            self.close()
+            try:
+                self._segment = SharedSegment.create("transfer", max(num_bytes, READ_BYTES))
+                self.content = np.frombuffer(self._segment.map(), np.uint8)
+            except OSError:
+                self.close()
+        return None if self._segment is None else self._segment.address
+
+    def close(self) -> None:
+        self.content = np.zeros(0, np.uint8)
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
