@@ -1,6 +1,7 @@
 """Layers that keep a state of fixed size per sequence, instead of keys and values of every token.
 
-Three recurrences serve all supported architectures; each op reads and writes the states of its sequences in place:
+Three recurrences serve all supported architectures; each op reads the states of its sequences, and writes those of
+runs that store them, in place:
 
 - `linear_attention`: a matrix per head, to which each token adds the outer product of its key and value. With a
   decay per head it is Mamba 2's (Dao and Gu, 2024) and lightning attention (Qin et al., 2024); with the delta rule
@@ -40,10 +41,11 @@ def causal_conv(
         return cpu.causal_conv(x, weight, bias, states, runs, silu=silu)
     width = weight.shape[1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for slot, start, end, is_new in runs:
+    for slot, start, end, is_new, stores in runs:
         before = torch.zeros_like(states[slot]) if is_new else states[slot]
         window = torch.cat((before, x[start:end]))
-        states[slot] = window[len(window) - width + 1 :]
+        if stores:
+            states[slot] = window[len(window) - width + 1 :]
         mixed = functional.conv1d(
             window.T.float()[None],
             weight.float()[:, None],
@@ -86,7 +88,7 @@ def linear_attention(
     queries, keys = (x.float().repeat_interleave(share, 1) for x in (q * scale, k))
     decay = log_decay.exp().view(*log_decay.shape[:2], -1, 1)
     out = torch.empty_like(v)
-    for slot, start, end, is_new in runs:
+    for slot, start, end, is_new, stores in runs:
         state = torch.zeros_like(states[slot]) if is_new else states[slot]
         for t in range(start, end):
             state = state * decay[t]
@@ -97,7 +99,8 @@ def linear_attention(
                 update = beta[t, :, None] * update
             state = state + keys[t][:, :, None] * update[:, None]
             out[t] = torch.einsum("hd,hde->he", queries[t], state)
-        states[slot] = state
+        if stores:
+            states[slot] = state
     return out
 
 
@@ -119,11 +122,12 @@ def selective_scan(
     if cpu.supports_scan(x, states):
         return cpu.selective_scan(x, step, decay, b, c, states, runs)
     out = torch.empty(x.shape, device=x.device)
-    for slot, start, end, is_new in runs:
+    for slot, start, end, is_new, stores in runs:
         state = torch.zeros_like(states[slot]) if is_new else states[slot]
         for t in range(start, end):
             added = (step[t] * x[t].float())[None] * b[t].float()[:, None]
             state = (step[t][None] * decay).exp() * state + added
             out[t] = (c[t].float()[:, None] * state).sum(0)
-        states[slot] = state
+        if stores:
+            states[slot] = state
     return out

@@ -332,13 +332,11 @@ class EngineConfig:
     def drafts_jump_forward(self) -> bool:
         """Return whether steps draft the text that grammars force, and nothing else.
 
-        A state in place cannot take back the tokens of rejected drafts. With several stages the first one would
-        have to wait for the last one's verdict before it knows the positions of the next step.
+        With several stages the first one would have to wait for the last one's verdict before it knows the positions
+        of the next step.
         """
         is_one_stage = self.parallel.pipeline_parallel_size == 1
-        return (
-            self.model.generates and self.speculative is None and not self.model.has_states and is_one_stage
-        )
+        return self.model.generates and self.speculative is None and is_one_stage
 
     @property
     def encoder_row_bytes(self) -> int:

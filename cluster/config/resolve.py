@@ -213,15 +213,11 @@ def _stage_sizes(options: EngineOptions, model: ModelConfig) -> tuple[int, ...]:
 
 def _check_states(options: EngineOptions, model: ModelConfig) -> None:
     """Check that no option needs what models with states do not have. Raises ConfigError."""
-    for name, is_on in (
-        ("speculative_config", options.speculative_config is not None),
-        ("enable_dp_attention", options.enable_dp_attention),
-    ):
-        if is_on:
-            raise ConfigError(
-                f"{model.name}: {name} does not support models whose layers keep a state of each sequence, as those "
-                f"of {model.architecture} do; leave it out"
-            )
+    if options.enable_dp_attention:
+        raise ConfigError(
+            f"{model.name}: enable_dp_attention does not support models whose layers keep a state of each sequence, "
+            f"as those of {model.architecture} do; leave it out"
+        )
 
 
 def _choose_num_slots(config: EngineConfig, gpu_bytes: int) -> int:
@@ -341,6 +337,11 @@ def _describe_model(config: EngineConfig, options: SpeculativeOptions, with_weig
         raise ConfigError(
             f"speculative_config: model {own.name} has a context of {draft.max_model_len} tokens, must be at least "
             f"{target.max_model_len}; lower max_model_len, or choose another model"
+        )
+    if draft.has_states:
+        raise ConfigError(
+            f"speculative_config: model {own.name} is a {draft.architecture}, whose layers keep a state of each "
+            "sequence, which drafting ranks have no slots for; choose a model with attention alone, or method 'ngram'"
         )
     parallel = config.parallel
     check_supported(draft, parallel.tensor_parallel_size, expert_parallel=parallel.enable_expert_parallel)

@@ -20,17 +20,26 @@ from .tile_configs import INTERPRETED
 CHUNK = 64
 # Runs up to this length are computed token by token: drafted tokens, and ends of prompts.
 MAX_SERIAL_LEN = 16
+# The ends of a step's runs are a view, and those of accepted tokens a tensor: one variant serves both.
+_UNALIGNED = ["ends_ptr"]
 
 
-@triton.jit
+def _tensors_of(runs: StateRuns) -> tuple[Tensor | None, ...]:
+    """Return the arguments of a kernel from `slots_ptr` to `stores_ptr`."""
+    return runs.slots, runs.starts, runs.ends, runs.is_new, runs.stores
+
+
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _causal_conv(
     x_ptr,  # [T, C]
     weight_ptr,  # [C, K]
     bias_ptr,  # [C], or None
     states_ptr,  # [N, K - 1, C]
     slots_ptr,  # [S]
-    starts_ptr,  # [S + 1]
+    starts_ptr,  # [S]
+    ends_ptr,  # [S]
     is_new_ptr,  # [S]
+    stores_ptr,  # [S], or None: all
     out_ptr,  # [T, C]
     stride_x,
     C,
@@ -44,7 +53,7 @@ def _causal_conv(
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
     start = tl.load(starts_ptr + run)
-    length = tl.load(starts_ptr + run + 1) - start
+    length = tl.load(ends_ptr + run) - start
     if length == 0:
         return
     state_ptrs = states_ptr + tl.load(slots_ptr + run).to(tl.int64) * (WIDTH - 1) * C + offs_c
@@ -78,6 +87,9 @@ def _causal_conv(
             total.to(out_ptr.dtype.element_ty),
             mask=(offs_t < length)[:, None] & mask_c,
         )
+    mask_store = mask_c
+    if stores_ptr is not None:
+        mask_store &= tl.load(stores_ptr + run) != 0
     # In this order an input of the state is read before it is overwritten.
     for i in tl.static_range(WIDTH - 1):
         position = length - (WIDTH - 1) + i
@@ -85,7 +97,7 @@ def _causal_conv(
             last = tl.load(x_ptr + position * stride_x + offs_c, mask=mask_c, other=0.0)
         else:
             last = tl.load(state_ptrs + (position + WIDTH - 1) * C, mask=mask_c & is_old, other=0.0)
-        tl.store(state_ptrs + i * C, last.to(states_ptr.dtype.element_ty), mask=mask_c)
+        tl.store(state_ptrs + i * C, last.to(states_ptr.dtype.element_ty), mask=mask_store)
 
 
 def causal_conv(
@@ -99,13 +111,13 @@ def causal_conv(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = min(128, triton.next_power_of_2(num_channels))
     _causal_conv[(len(runs.slots), triton.cdiv(num_channels, block))](
-        x, weight, bias, states, runs.slots, runs.starts, runs.is_new, out, x.stride(0), num_channels,
+        x, weight, bias, states, *_tensors_of(runs), out, x.stride(0), num_channels,
         WIDTH=width, SILU=silu, BLOCK_T=16, BLOCK_C=block, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _linear_attention(
     q_ptr,  # [T, Hk, Dk]
     k_ptr,  # [T, Hk, Dk]
@@ -114,8 +126,10 @@ def _linear_attention(
     beta_ptr,  # [T, Hv], or None
     states_ptr,  # [N, Hv, Dk, Dv]
     slots_ptr,  # [S]
-    starts_ptr,  # [S + 1]
+    starts_ptr,  # [S]
+    ends_ptr,  # [S]
     is_new_ptr,  # [S]
+    stores_ptr,  # [S], or None: all
     out_ptr,  # [T, Hv, Dv]
     scale,
     stride_q,
@@ -136,7 +150,7 @@ def _linear_attention(
     offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = offs_k < KEY_DIM, offs_v < VALUE_DIM
     mask = mask_k[:, None] & mask_v
-    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(starts_ptr + run + 1).to(tl.int64)
+    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(ends_ptr + run).to(tl.int64)
     place = tl.load(slots_ptr + run).to(tl.int64) * NUM_HEADS + head
     state_ptrs = states_ptr + (place * KEY_DIM + offs_k[:, None]) * VALUE_DIM + offs_v
     is_old = tl.load(is_new_ptr + run) == 0
@@ -161,6 +175,8 @@ def _linear_attention(
         state += k[:, None] * update
         out = tl.sum((q * scale)[:, None] * state, 0)
         tl.store(out_ptr + row * VALUE_DIM + offs_v, out.to(out_ptr.dtype.element_ty), mask=mask_v)
+    if stores_ptr is not None:
+        mask &= tl.load(stores_ptr + run) != 0
     tl.store(state_ptrs, state, mask=mask)
 
 
@@ -191,7 +207,7 @@ def linear_attention(
     # 32 KiB of a state in the registers of a program.
     block_v = min(triton.next_power_of_2(value_dim), max(8, 8192 // block_k))
     _linear_attention[(len(runs.slots), num_heads, triton.cdiv(value_dim, block_v))](
-        q, k, v, log_decay, beta, states, runs.slots, runs.starts, runs.is_new, out, scale, q.stride(0),
+        q, k, v, log_decay, beta, states, *_tensors_of(runs), out, scale, q.stride(0),
         k.stride(0), v.stride(0), NUM_HEADS=num_heads, SHARE=num_heads // k.shape[1], KEY_DIM=key_dim,
         VALUE_DIM=value_dim, PER_CHANNEL=log_decay.dim() == 3, DELTA=delta and beta is not None,
         BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
@@ -199,13 +215,14 @@ def linear_attention(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _solve_chunks(
     k_ptr,  # [T, Hk, Dk]
     v_ptr,  # [T, Hv, Dv]
     log_decay_ptr,  # [T, Hv]
     beta_ptr,  # [T, Hv]
-    starts_ptr,  # [S + 1]
+    starts_ptr,  # [S]
+    ends_ptr,  # [S]
     updates_ptr,  # [T, Hv, Dv]
     weights_ptr,  # [T, Hv, Dk]
     stride_k,
@@ -224,7 +241,7 @@ def _solve_chunks(
     # lower triangular system, whose inverse times the values and keys gives updates and weights, so that
     # update_i = updates_i - weights_i @ (state before the chunk).
     run, head = tl.program_id(0), tl.program_id(2)
-    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(starts_ptr + run + 1).to(tl.int64)
+    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(ends_ptr + run).to(tl.int64)
     first = start + tl.program_id(1) * BLOCK_T
     if first >= end:
         return
@@ -264,7 +281,7 @@ def _solve_chunks(
         tl.store(update_ptrs, updates.to(updates_ptr.dtype.element_ty), mask=mask_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _pass_states(
     q_ptr,  # [T, Hk, Dk]
     k_ptr,  # [T, Hk, Dk]
@@ -273,8 +290,10 @@ def _pass_states(
     log_decay_ptr,  # [T, Hv]
     states_ptr,  # [N, Hv, Dk, Dv]
     slots_ptr,  # [S]
-    starts_ptr,  # [S + 1]
+    starts_ptr,  # [S]
+    ends_ptr,  # [S]
     is_new_ptr,  # [S]
+    stores_ptr,  # [S], or None: all
     out_ptr,  # [T, Hv, Dv]
     scale,
     stride_q,
@@ -293,7 +312,7 @@ def _pass_states(
     run, head = tl.program_id(0), tl.program_id(1)
     offs_t, offs_k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
     offs_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(starts_ptr + run + 1).to(tl.int64)
+    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(ends_ptr + run).to(tl.int64)
     place = tl.load(slots_ptr + run).to(tl.int64) * NUM_HEADS + head
     state_ptrs = states_ptr + (place * KEY_DIM + offs_k[:, None]) * VALUE_DIM + offs_v
     mask = (offs_k < KEY_DIM)[:, None] & (offs_v < VALUE_DIM)
@@ -327,6 +346,8 @@ def _pass_states(
         keys = (k.to(tl.float32) * tl.exp(last - decay)[:, None]).to(k.dtype)
         state = state * tl.exp(last)
         state += tl.dot(tl.trans(keys), updates.to(k.dtype), input_precision="tf32x3")
+    if stores_ptr is not None:
+        mask &= tl.load(stores_ptr + run) != 0
     tl.store(state_ptrs, state, mask=mask)
 
 
@@ -353,18 +374,18 @@ def _attend_in_chunks(
         updates = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         weights = torch.empty((len(v), num_heads, key_dim), dtype=v.dtype, device=v.device)
         _solve_chunks[(num_runs, triton.cdiv(runs.max_len, CHUNK), num_heads)](
-            k, v, log_decay, beta, runs.starts, updates, weights, k.stride(0), v.stride(0), **sizes,
+            k, v, log_decay, beta, runs.starts, runs.ends, updates, weights, k.stride(0), v.stride(0), **sizes,
             num_warps=8, num_stages=1,
         )  # fmt: skip
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     _pass_states[(num_runs, num_heads, triton.cdiv(value_dim, block_v))](
-        q, k, updates, weights, log_decay, states, runs.slots, runs.starts, runs.is_new, out, scale, q.stride(0),
+        q, k, updates, weights, log_decay, states, *_tensors_of(runs), out, scale, q.stride(0),
         k.stride(0), updates.stride(0), **sizes, num_warps=num_warps, num_stages=2,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_UNALIGNED)
 def _selective_scan(
     x_ptr,  # [T, C]
     step_ptr,  # [T, C]
@@ -373,8 +394,10 @@ def _selective_scan(
     c_ptr,  # [T, N]
     states_ptr,  # [slots, N, C]
     slots_ptr,  # [S]
-    starts_ptr,  # [S + 1]
+    starts_ptr,  # [S]
+    ends_ptr,  # [S]
     is_new_ptr,  # [S]
+    stores_ptr,  # [S], or None: all
     out_ptr,  # [T, C]
     stride_x,
     stride_bc,
@@ -389,7 +412,7 @@ def _selective_scan(
     offs_c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_n, mask_c = offs_n < NUM_STATES, offs_c < C
     mask = mask_n[:, None] & mask_c
-    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(starts_ptr + run + 1).to(tl.int64)
+    start, end = tl.load(starts_ptr + run).to(tl.int64), tl.load(ends_ptr + run).to(tl.int64)
     slot = tl.load(slots_ptr + run).to(tl.int64)
     state_ptrs = states_ptr + (slot * NUM_STATES + offs_n[:, None]) * C + offs_c
     is_old = tl.load(is_new_ptr + run) == 0
@@ -402,6 +425,8 @@ def _selective_scan(
         c = tl.load(c_ptr + t * stride_bc + offs_n, mask=mask_n, other=0.0).to(tl.float32)
         state = tl.exp(step * decay) * state + (step * x) * b[:, None]
         tl.store(out_ptr + t * C + offs_c, tl.sum(c[:, None] * state, 0), mask=mask_c)
+    if stores_ptr is not None:
+        mask &= tl.load(stores_ptr + run) != 0
     tl.store(state_ptrs, state, mask=mask)
 
 
@@ -417,7 +442,7 @@ def selective_scan(
     out = torch.empty(x.shape, device=x.device)
     block = min(128, triton.next_power_of_2(num_channels))
     _selective_scan[(len(runs.slots), triton.cdiv(num_channels, block))](
-        x, step.contiguous(), decay, b, c, states, runs.slots, runs.starts, runs.is_new, out, x.stride(0),
+        x, step.contiguous(), decay, b, c, states, *_tensors_of(runs), out, x.stride(0),
         b.stride(0), num_channels, NUM_STATES=num_states, BLOCK_N=triton.next_power_of_2(num_states),
         BLOCK_C=block, num_warps=4,
     )  # fmt: skip

@@ -17,11 +17,12 @@ constexpr int64_t MAX_COLUMNS = VECTORS * LANES;
 constexpr int64_t MIN_PARALLEL = 1 << 15;
 
 struct Runs {
-  const int32_t *slots, *starts;
-  const uint8_t* is_new;
+  const int32_t *slots, *starts, *ends;
+  const uint8_t *is_new, *stores;  // stores: nullptr if all do
   int64_t count;
 
-  int64_t num_tokens() const { return starts[count] - starts[0]; }
+  int64_t num_tokens() const { return ends[count - 1] - starts[0]; }
+  bool store(int64_t sequence) const { return stores == nullptr || stores[sequence]; }
 };
 
 // Calls body(sequence, part) for each part of each sequence; `elements` are those of all parts together.
@@ -55,7 +56,7 @@ struct LinearAttention {
 
   // Computes columns [column, column + COUNT * LANES) of one head's state for tokens [start, end).
   template <int COUNT>
-  void run(float* state, bool is_new, int64_t start, int64_t end, int64_t head, int64_t column) const {
+  void run(float* state, bool is_new, bool stores, int64_t start, int64_t end, int64_t head, int64_t column) const {
     constexpr int64_t WIDTH = COUNT * LANES;
     static thread_local std::vector<float> buffer;
     buffer.resize(key_dim * (WIDTH + 3));
@@ -98,7 +99,7 @@ struct LinearAttention {
       for (int i = 0; i < COUNT; i++)
         store(out + (t * num_heads + head) * value_dim + column + i * LANES, sums[i]);
     }
-    for (int64_t d = 0; d < key_dim; d++)
+    for (int64_t d = 0; stores && d < key_dim; d++)
       for (int64_t i = 0; i < WIDTH; i += LANES)
         store(state + d * value_dim + column + i, load(local + d * WIDTH + i));
   }
@@ -110,7 +111,8 @@ struct LinearAttention {
       const int64_t head = part / parts_per_head, first = part % parts_per_head * MAX_COLUMNS;
       float* const state = states + (runs.slots[sequence] * num_heads + head) * state_size;
       with_vectors(std::min(MAX_COLUMNS, value_dim - first), [&](auto count) {
-        run<count>(state, runs.is_new[sequence], runs.starts[sequence], runs.starts[sequence + 1], head, first);
+        run<count>(state, runs.is_new[sequence], runs.store(sequence), runs.starts[sequence], runs.ends[sequence], head,
+                   first);
       });
     });
   }
@@ -124,7 +126,7 @@ void causal_conv(const T* x, int64_t x_stride, const T* weight, const T* bias, T
   const int64_t elements = (runs.num_tokens() + runs.count) * channels * width;
   for_parts(runs, num_parts, elements, threads, [&](int64_t sequence, int64_t part) {
     const int64_t first = part * MAX_COLUMNS, columns = std::min(MAX_COLUMNS, channels - first);
-    const int64_t start = runs.starts[sequence], length = runs.starts[sequence + 1] - start;
+    const int64_t start = runs.starts[sequence], length = runs.ends[sequence] - start;
     T* const state = states + runs.slots[sequence] * before * channels;
     const bool is_new = runs.is_new[sequence];
     for (int64_t column = first; column < first + columns; column += LANES) {
@@ -139,7 +141,8 @@ void causal_conv(const T* x, int64_t x_stride, const T* weight, const T* bias, T
         store(out + (start + t) * channels + column, silu ? activate<SILU>(sum) : sum);
       }
       // In this order an input of the state is read before it is overwritten.
-      for (int64_t i = 0; i < before; i++) store(state + i * channels + column, input(length - before + i));
+      for (int64_t i = 0; runs.store(sequence) && i < before; i++)
+        store(state + i * channels + column, input(length - before + i));
     }
   });
 }
@@ -158,7 +161,7 @@ void selective_scan(const T* x, int64_t x_stride, const float* step, const float
     float* const local = buffer.data();
     for (int64_t n = 0; n < num_states; n++)
       store(local + n * LANES, runs.is_new[sequence] ? Vec{} : load(state + n * channels));
-    for (int64_t t = runs.starts[sequence]; t < runs.starts[sequence + 1]; t++) {
+    for (int64_t t = runs.starts[sequence]; t < runs.ends[sequence]; t++) {
       const Vec size = load(step + t * channels + column), added = size * load(x + t * x_stride + column);
       Vec sum{};
       for (int64_t n = 0; n < num_states; n++) {
@@ -169,7 +172,8 @@ void selective_scan(const T* x, int64_t x_stride, const float* step, const float
       }
       store(out + t * channels + column, sum);
     }
-    for (int64_t n = 0; n < num_states; n++) store(state + n * channels, load(local + n * LANES));
+    for (int64_t n = 0; runs.store(sequence) && n < num_states; n++)
+      store(state + n * channels, load(local + n * LANES));
   });
 }
 
@@ -191,30 +195,32 @@ extern "C" {
 
 void quire_linear_attention(int dtype, const void* q, const void* k, const void* v, const float* log_decay,
                             const float* beta, float* states, const int32_t* slots, const int32_t* starts,
-                            const uint8_t* is_new, void* out, int64_t num_sequences, int64_t num_heads,
+                            const int32_t* ends, const uint8_t* is_new, const uint8_t* stores, void* out,
+                            int64_t num_sequences, int64_t num_heads,
                             int64_t heads_per_key, int64_t key_dim, int64_t value_dim, int64_t q_stride,
                             int64_t k_stride, int64_t v_stride, int64_t decays_per_head, float scale, int delta,
                             int threads) {
-  const Runs runs{slots, starts, is_new, num_sequences};
+  const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
   FOR_DTYPE((LinearAttention<T>{(const T*)q, (const T*)k, (const T*)v, log_decay, beta, states, (T*)out, num_heads,
                                 heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head, scale, delta != 0}
                  .compute(runs, threads)));
 }
 
 void quire_causal_conv(int dtype, const void* x, const void* weight, const void* bias, void* states,
-                       const int32_t* slots, const int32_t* starts, const uint8_t* is_new, void* out,
+                       const int32_t* slots, const int32_t* starts, const int32_t* ends, const uint8_t* is_new,
+                       const uint8_t* stores, void* out,
                        int64_t num_sequences, int64_t channels, int64_t width, int64_t x_stride, int silu,
                        int threads) {
-  const Runs runs{slots, starts, is_new, num_sequences};
+  const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
   FOR_DTYPE(causal_conv((const T*)x, x_stride, (const T*)weight, (const T*)bias, (T*)states, runs, (T*)out, channels,
                         width, silu, threads));
 }
 
 void quire_selective_scan(int dtype, const void* x, const float* step, const float* decay, const void* b,
                           const void* c, float* states, const int32_t* slots, const int32_t* starts,
-                          const uint8_t* is_new, float* out, int64_t num_sequences, int64_t channels,
+                          const int32_t* ends, const uint8_t* is_new, const uint8_t* stores, float* out, int64_t num_sequences, int64_t channels,
                           int64_t num_states, int64_t x_stride, int64_t bc_stride, int threads) {
-  const Runs runs{slots, starts, is_new, num_sequences};
+  const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
   FOR_DTYPE(selective_scan((const T*)x, x_stride, step, decay, (const T*)b, (const T*)c, bc_stride, states, runs, out,
                            channels, num_states, threads));
 }

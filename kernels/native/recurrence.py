@@ -43,7 +43,9 @@ def _logged(x: Tensor, op: str, sizes: str, is_supported: bool) -> bool:
 def _runs(runs: StateRuns) -> tuple[int | None, ...]:
     assert runs.slots.dtype == runs.starts.dtype == torch.int32
     assert runs.is_new.dtype == torch.bool
-    return address_of(runs.slots), address_of(runs.starts), address_of(runs.is_new)
+    assert runs.stores is None or runs.stores.dtype == torch.bool
+    arrays = runs.slots, runs.starts, runs.ends, runs.is_new, runs.stores
+    return tuple(address_of(each) for each in arrays)
 
 
 def causal_conv(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,7 +169,7 @@ def test_conv_equals_padded_convolution(dtype: torch.dtype, width: int, silu: bo
     states = torch.randn(NUM_SLOTS, width - 1, channels).to(dtype)
     before, runs = states.clone(), make_runs(*lengths, new=(False, True, False))
     out = causal_conv(x, weight, bias, states, runs, silu=silu)
-    for slot, start, end, is_new in runs:
+    for slot, start, end, is_new, _ in runs:
         window = torch.cat((before[slot] * (not is_new), x[start:end]))
         expected = functional.conv1d(
             window.T.float()[None], weight.float()[:, None], bias.float(), groups=channels
@@ -247,8 +248,57 @@ def test_bits_depend_neither_on_chunks_nor_on_neighbors(dtype: torch.dtype, cut:
         assert torch.equal(at_once, torch.cat(parts))
 
 
-def on(device: str, runs: StateRuns) -> StateRuns:
-    return StateRuns(runs.slots.to(device), runs.starts.to(device), runs.is_new.to(device), runs.max_len)
+def test_state_after_drafts_is_that_of_accepted_tokens(either: str) -> None:
+    ops = linear_attention, causal_conv, selective_scan
+    check_repeated_runs(ops, lambda tensor: tensor, exact=True)
+
+
+def check_repeated_runs(
+    ops: tuple[Callable[..., Tensor], ...], move: Callable[[Tensor], Tensor], *, exact: bool
+) -> None:
+    """Runs of 4, 1 and 5 tokens, of which the first and the last have drafts, and 1 and 3 tokens are accepted."""
+    attend_, convolve, scan = ops
+    attention = [move(each) for each in attention_inputs(10, torch.float32, dims=(24, 48))]
+    x, b, c = (move(torch.randn(10, size)) for size in (64, 16, 16))
+    weight, step, decay = move(torch.randn(64, 4)), move(torch.rand(10, 64)), move(-torch.rand(16, 64))
+    shapes = (NUM_SLOTS, 4, 24, 48), (NUM_SLOTS, 3, 64), (NUM_SLOTS, 16, 64)
+    before = [move(torch.randn(shape)) for shape in shapes]
+
+    def compute(states: list[Tensor], runs: StateRuns) -> list[Tensor]:
+        return [
+            runs.compute(attend_, *attention, states[0], scale=0.5),
+            runs.compute(convolve, x, weight, None, states[1], silu=True),
+            runs.compute(scan, x, step, decay, b, c, states[2]),
+        ]
+
+    whole = make_runs(4, 1, 5, new=(False, False, False))
+    runs = replace(on(move, whole), stores=move(torch.tensor([False, True, False])), calls=[])
+    states, expected = [each.clone() for each in before], [each.clone() for each in before]
+    outs, expected_outs = compute(states, runs), compute([each.clone() for each in before], on(move, whole))
+    tolerance = 0.0 if exact else 1e-5
+    for each, other in zip(outs, expected_outs, strict=True):
+        torch.testing.assert_close(each, other, atol=tolerance, rtol=tolerance)
+    for kept, old in zip(states, before, strict=True):  # only that of the run without drafts is stored
+        assert [bool((kept[slot] == old[slot]).all()) for slot in (3, 0, 4)] == [True, False, True]
+    runs.repeat(move(torch.tensor([0, 2])), move(torch.tensor([1, 3], dtype=torch.int32)))
+    ends = move(torch.tensor([1, 5, 8], dtype=torch.int32))
+    compute(expected, replace(on(move, whole), shorter=ends))
+    for state, other in zip(states, expected, strict=True):
+        torch.testing.assert_close(state, other, atol=tolerance, rtol=tolerance)
+
+
+def test_kernels_repeat_accepted_tokens(device: str) -> None:
+    from quire.kernels.gpu import recurrence as gpu
+
+    ops = gpu.linear_attention, gpu.causal_conv, gpu.selective_scan
+    check_repeated_runs(ops, lambda tensor: tensor.to(device), exact=False)
+
+
+def on(place: str | Callable[[Tensor], Tensor], runs: StateRuns) -> StateRuns:
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(place) if isinstance(place, str) else place(tensor)
+
+    return StateRuns(move(runs.slots), move(runs.starts), move(runs.is_new), runs.max_len)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

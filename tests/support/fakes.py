@@ -590,6 +590,8 @@ class FakeWorkerGroup:
         self.tokens[row] += [next_token(each) for each in states]
         self.num_computed[row] += len(states) - 1
         self.planned_computed[row] += len(states) - 1
+        if self.states:
+            self.states[self.tables.state_slots[row]] = states[-1]
         return states
 
     def _scores(self, plan: StepPlan) -> PromptLogprobs | None:

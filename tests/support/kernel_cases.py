@@ -320,7 +320,8 @@ def launch_recurrences() -> None:
     """Launch the recurrences of layers that keep a state, for decode steps and for prompts."""
     for num_tokens in (1, 100):
         bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
-        runs = StateRuns(bounds[:1], bounds, torch.zeros(1, dtype=torch.bool), num_tokens)
+        stores = torch.ones(1, dtype=torch.bool)
+        runs = StateRuns(bounds[:1], bounds, torch.zeros(1, dtype=torch.bool), num_tokens, stores)
         for heads, key_heads, key_dim, value_dim, per_channel, rule in _LINEAR_ATTENTION:
             q, k = torch.zeros(2, num_tokens, key_heads, key_dim, dtype=torch.bfloat16)
             decay = torch.zeros(num_tokens, heads, *([key_dim] if per_channel else []))

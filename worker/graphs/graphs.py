@@ -259,10 +259,11 @@ class StepGraphs:
         self._query_start = zeros(NUM_CHUNKS + 1)
         self._seq_lens = zeros(num_rows)
         self._sampled_index = zeros(num_rows, dtype=torch.int64)
-        # The state slot of each row, and whether it begins with an empty state.
-        self._states: tuple[Tensor, Tensor] | None = None
+        # The state slot of each row, whether it begins with an empty state, and that it stores its state.
+        self._states: tuple[Tensor, Tensor, Tensor] | None = None
         if limits.has_states:
-            self._states = zeros(num_rows), zeros(num_rows, dtype=torch.bool)
+            is_new, stores = zeros(num_rows, dtype=torch.bool), zeros(num_rows, dtype=torch.bool)
+            self._states = zeros(num_rows), is_new, stores.fill_(True)
         self._own_tokens: OwnTokens | None = None
         if limits.dp_attention:
             index, places = zeros(2, num_tokens, dtype=torch.int64)
@@ -301,6 +302,7 @@ class StepGraphs:
             or batch.positions.dim() > 1
             or (num_chunks > 0 and not batch.lora.is_empty)
             or batch.pooled is not None
+            or (batch.has_drafts and batch.state_runs is not None)  # keeps the inputs of its recurrences
             or (num_chunks == 0 and num_sampled < num_decodes)
         ):
             return None
@@ -398,10 +400,10 @@ class StepGraphs:
     def _state_runs(self, shape: GraphShape) -> StateRuns | None:
         if self._states is None:
             return None
-        slots, is_new = (each[: shape.num_rows] for each in self._states)
+        slots, is_new, stores = (each[: shape.num_rows] for each in self._states)
         decodes = torch.arange(shape.num_decodes, dtype=torch.int32, device=slots.device)
         starts = torch.cat((decodes, self._query_start[: shape.num_chunks + 1] + shape.num_decodes))
-        return StateRuns(slots, starts, is_new, max(1, shape.num_chunk_tokens))
+        return StateRuns(slots, starts, is_new, max(1, shape.num_chunk_tokens), stores)
 
     def _keep(self, logits: Tensor) -> Tensor:
         """Copy logits to the memory that all graphs share."""

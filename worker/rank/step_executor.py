@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,12 +21,12 @@ from ..libraries.attention_backend import AttentionBackend
 from ..lora.step_adapters import NO_ADAPTERS, make_groups
 from ..memory.cache_engine import CacheEngine
 from ..memory.device_to_host import HostCopy
-from ..memory.host_to_device import to_device_once
+from ..memory.host_to_device import to_device_once, to_device_together
 from ..models.output_tokens import OutputTokens, select_output_tokens
 from ..pooling.pooler import LaunchedVectors
 from ..sampling.prompt_logprobs import compute_prompt_logprobs
 from ..sampling.sampler import SampledLogprobs, Sampler
-from ..speculation.verification import verify
+from ..speculation.verification import Verdict, verify
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
 from ..step.token_relay import TokenRelay
@@ -227,8 +228,21 @@ class StepExecutor:
             token_ids = token_ids.index_select(0, to_device_once(verdict.retained, self.device))
             logprobs = None if logprobs is None else logprobs.select(verdict.retained)
             result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
+            self._store_accepted(batch, verdict)
         self.rows.append(rows, positions, token_ids)
         self.relay.pass_on(token_ids)
         if self.rank == 0:
             columns = [] if logprobs is None else logprobs.columns()
             step.copied, step.logprobs = HostCopy([token_ids, *columns]), logprobs
+
+    def _store_accepted(self, batch: Batch, verdict: Verdict) -> None:
+        """Let the states of rows with drafted tokens be those after the accepted ones.
+
+        Its cost is that of the recurrences of these tokens, without the projections around them.
+        """
+        if batch.state_runs is None:
+            return
+        drafted, order = verdict.num_drafted > 0, np.argsort(batch.row_ids)
+        places = np.searchsorted(batch.row_ids, np.unique(batch.sampled_rows)[drafted], sorter=order)
+        accepted = order[places], verdict.token_counts[drafted]
+        batch.state_runs.repeat(*to_device_together([*accepted], self.device))

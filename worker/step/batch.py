@@ -182,7 +182,9 @@ def gather_batch(
         row_starts=layout.row_starts,
         row_lens=layout.row_lens,
         pooled=_pooled_tokens(rows, plan, starts, sources),
-        state_runs=_state_runs(rows, layout.rows, layout.query_lens, layout.seq_lens, positions.device),
+        state_runs=_state_runs(
+            rows, layout.row_ids, layout.row_starts, layout.row_lens, num_drafted, positions.device
+        ),
         media=media,
     )
 
@@ -233,23 +235,40 @@ def _gather_decodes(
         row_starts=lens - 1,
         row_lens=counts,
         lora=make_step_adapters(rows.lora_slots[token_rows], None, inputs.positions.device),
-        state_runs=_state_runs(
-            rows, token_rows, rows.one_each[: token_rows.size], lens, inputs.positions.device
-        ),
+        state_runs=_state_runs(rows, row_ids, lens - 1, counts, num_drafted, inputs.positions.device),
     )
 
 
 def _state_runs(
-    rows: DeviceRows, row_ids: LongArray, query_lens: IntArray, seq_lens: IntArray, device: torch.device
+    rows: DeviceRows,
+    row_ids: LongArray,
+    row_starts: IntArray,
+    row_lens: IntArray,
+    num_drafted: IntArray | None,
+    device: torch.device,
 ) -> StateRuns | None:
-    """Return the runs of a step's sequences, [S]; None for a model without states."""
+    """Return the runs of a step's sequences, [S], each with its drafted tokens; None for a model without states.
+
+    Args:
+        row_ids, row_starts, row_lens: as in Batch.
+    """
     if not rows.has_states:
         return None
     starts = np.zeros(row_ids.size + 1, np.int32)
-    np.cumsum(query_lens, out=starts[1:])
-    arrays: list[npt.NDArray[Any]] = [rows.tables.state_slots[row_ids], starts, seq_lens == query_lens]
-    slots, device_starts, is_new = to_device_together(arrays, device)
-    return StateRuns(slots, device_starts, is_new, int(query_lens.max()))
+    np.cumsum(row_lens, out=starts[1:])
+    arrays: list[npt.NDArray[Any]] = [rows.tables.state_slots[row_ids], starts, row_starts == 0]
+    # On a GPU all steps have them, so that drafts need no variants of the kernels.
+    if num_drafted is not None or device.type != "cpu":
+        arrays.append(np.ones(row_ids.size, np.bool_) if num_drafted is None else num_drafted[row_ids] == 0)
+    slots, device_starts, is_new, *stores = to_device_together(arrays, device)
+    return StateRuns(
+        slots,
+        device_starts,
+        is_new,
+        int(row_lens.max()),
+        stores[0] if stores else None,
+        calls=None if num_drafted is None else [],
+    )
 
 
 def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> _Layout | None:

@@ -72,23 +72,24 @@ def test_summary_names_the_slots(resolved: Callable[..., EngineConfig]) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
-        {"enable_dp_attention": True},
-    ],
-)
-def test_what_states_do_not_support_is_refused_by_name(
-    options: dict[str, Any], resolved: Callable[..., EngineConfig]
+def test_what_states_do_not_support_is_refused_by_name(resolved: Callable[..., EngineConfig]) -> None:
+    with pytest.raises(ConfigError, match="enable_dp_attention"):
+        resolved(enable_dp_attention=True)
+
+
+def test_models_with_states_may_draft(resolved: Callable[..., EngineConfig]) -> None:
+    assert resolved().drafts_jump_forward
+    config = resolved(speculative_config='{"method": "ngram", "num_speculative_tokens": 3}')
+    assert config.speculative is not None
+    assert config.max_decode_tokens == 4 * 4
+
+
+def test_draft_model_with_states_is_refused(
+    resolved: Callable[..., EngineConfig], make_model: Callable[..., Path]
 ) -> None:
-    (name,) = options
-    with pytest.raises(ConfigError, match=name):
-        resolved(**options)
-
-
-def test_grammars_draft_no_text_that_states_cannot_take_back(resolved: Callable[..., EngineConfig]) -> None:
-    assert not resolved().drafts_jump_forward
+    folder = make_model("lfm2", **STATE_KINDS["lfm2"])
+    with pytest.raises(ConfigError, match="Lfm2ForCausalLM, whose layers keep a state"):
+        resolved(speculative_config=f'{{"model": "{folder}", "num_speculative_tokens": 3}}')
 
 
 def test_early_check_of_memory_counts_no_layers_with_states(

@@ -84,8 +84,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stores_blocks and may_store and config["num_state_slots"] is None:
             config |= {"kv_disk": "/nowhere:64MiB"}
         if config["num_state_slots"] is not None:
-            # Neither drafts nor data-parallel attention; and a snapshot may lie within an image.
-            config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1, "attends_within": False}
+            # No data-parallel attention; and a snapshot may lie within an image.
+            config |= {"num_kv_partitions": 1, "attends_within": False}
         if config["num_stages"] > 1:
             config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
         self.driver = Driver(
@@ -408,7 +408,7 @@ def test_state_machine_finds_planted_faults(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    quick = settings(machine_settings(300, derandomize=True), phases=[Phase.generate], database=None)
+    quick = settings(machine_settings(1000, derandomize=True), phases=[Phase.generate], database=None)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(SchedulerMachine, settings=quick)
 

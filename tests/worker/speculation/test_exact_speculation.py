@@ -1,4 +1,4 @@
-"""Outputs with drafted tokens equal those without, token for token, on 1, 2 and 4 ranks."""
+"""Outputs with drafted tokens equal those without, token for token, on 1, 2 and 4 ranks, also with states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_kinds import model_type_of
 from ranked_driver import RankedDriver
+from state_kinds import STATE_KINDS
 
 from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import SpeculativeConfig
@@ -20,11 +22,13 @@ from quire.worker.step.device_rows import DeviceRows
 
 NUM_SPECULATIVE_TOKENS = 4
 NUM_BLOCKS = 160  # enough for all sequences
+# One of each recurrence: short convolution, gated delta, Kimi delta, Mamba 1 and 2, lightning, RG-LRU.
+STATES = ["lfm2", "qwen3_next", "kimi_linear", "mamba", "bamba", "minimax", "recurrent_gemma"]
 SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
 PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 7 * seed).tolist() for seed in range(6)]
 # One of each kind; the requests run together.
 SETTINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.0, "logprobs": 2, "ignore_eos": True},
     {"temperature": 0.8, "top_p": 0.9, "seed": 7, "logprobs": 0, "n": 2},
     {
         "temperature": 1.0,
@@ -74,6 +78,7 @@ class OracleProposer:
     params=[
         (1, "llama"), (2, "llama"), (4, "llama"), (2, "glm_moe_dsa"),
         (2, "deepseek_v3", "dp"), (4, "deepseek_v3", "dp"), (2, "glm_moe_dsa", "dp"),
+        *((tp, kind) for kind in STATES for tp in (1, 2)),
     ],
     ids=str,
 )  # fmt: skip
@@ -86,13 +91,16 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaded_model, "NgramProposer", OracleProposer)
         return make_engine(
-            make_model(kind),
+            make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind])
+            if kind in STATES
+            else make_model(kind),
             tp,
             NUM_BLOCKS,
             max_model_len=128,
             block_size=4,
             speculative=SPECULATIVE,
             enable_dp_attention=bool(dp),
+            num_state_slots=24 if kind in STATES else None,
         )
 
 
@@ -113,7 +121,11 @@ def outputs_of(driver: RankedDriver) -> list[list[int]]:
 
 
 def assert_same_logprobs(drafted: RankedDriver, plain: RankedDriver) -> None:
-    """Assert that ranks, token ids and log-probabilities are equal."""
+    """Assert that ranks, token ids and log-probabilities are equal.
+
+    Those of small numbers of heads with a state are nearly so: PyTorch computes the last of some numbers otherwise.
+    """
+    tolerance = 1e-4 if drafted.config.model.has_states else 0.0
     expected = logprobs_of(plain)
     assert drafted.logprobs.keys() == expected.keys()
     for handle, entries in logprobs_of(drafted).items():
@@ -121,7 +133,7 @@ def assert_same_logprobs(drafted: RankedDriver, plain: RankedDriver) -> None:
             entries, expected[handle], strict=True
         ):
             assert [rank, ids] == ranking
-            assert [chosen, *top] == [other, *others]
+            assert [chosen, *top] == pytest.approx([other, *others], rel=0.0, abs=tolerance)
 
 
 def logprobs_of(driver: RankedDriver) -> dict[int, list[Any]]:
@@ -160,7 +172,9 @@ def test_outputs_and_logprobs_equal_those_without_drafts(
 
 
 def test_preempted_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
-    drafted = run(engine, 30 if engine.config.parallel.num_kv_partitions == 1 else 20, SPECULATIVE, 2)
+    peak = plain.scheduler.stats.peak_used_blocks  # lower with windows
+    num_blocks = min(30, 3 * peak // 4) if engine.config.parallel.num_kv_partitions == 1 else 20
+    drafted = run(engine, num_blocks, SPECULATIVE, 2)
     assert drafted.scheduler.stats.num_preemptions > 0
     assert drafted.scheduler.stats.num_drafts > 0
     assert drafted.outputs == plain.outputs

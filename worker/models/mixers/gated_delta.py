@@ -61,7 +61,9 @@ class GatedDeltaNet(StateMixer):
         """[T, E] -> [T, E]."""
         own, num_heads = self.spec, self._heads
         projected, rates = self.qkv.forward(x), self.rates.forward(x).float()
-        mixed = causal_conv(projected[:, : self._conv_len], self.conv, None, states[0], runs, silu=True)
+        mixed = runs.compute(
+            causal_conv, projected[:, : self._conv_len], self.conv, None, states[0], silu=True
+        )
         num_keys = self._key_heads * own.key_dim
         qk = mixed[:, : 2 * num_keys].view(len(mixed), -1, own.key_dim)
         q, k = rms_norm(qk, self._l2_weight, L2_EPS / own.key_dim).chunk(2, dim=1)
@@ -70,7 +72,7 @@ class GatedDeltaNet(StateMixer):
         if own.beta_scale != 1.0:
             beta *= own.beta_scale
         decay = F.softplus(rates[:, num_heads:] + self.step_bias) * self.negative_a
-        attended = linear_attention(q, k, v, decay, beta, states[1], runs, own.key_dim**-0.5)
+        attended = runs.compute(linear_attention, q, k, v, decay, beta, states[1], scale=own.key_dim**-0.5)
         normed = rms_norm(attended, self.norm, own.norm_eps)
         gate = projected[:, self._conv_len :].view(len(mixed), num_heads, own.value_dim)
         return self.output.forward_partial((normed * F.silu(gate)).flatten(1))

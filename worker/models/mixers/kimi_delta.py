@@ -77,7 +77,7 @@ class KimiDeltaAttention(StateMixer):
             decays, gates = (
                 layer.forward(part) for layer, part in zip(self.second, (decays, gates), strict=True)
             )
-        mixed = causal_conv(projected, self.conv, None, states[0], runs, silu=True)
+        mixed = runs.compute(causal_conv, projected, self.conv, None, states[0], silu=True)
         qk = mixed[:, : 2 * inner_len].view(len(mixed), -1, own.head_dim)
         q, k = rms_norm(qk, self._l2_weight, L2_EPS / own.head_dim).chunk(2, dim=1)
         v = mixed[:, 2 * inner_len :].view(len(mixed), num_heads, own.head_dim)
@@ -87,6 +87,6 @@ class KimiDeltaAttention(StateMixer):
         else:
             decay = (steps * self.rate).sigmoid_().mul_(own.decay_bound)
         beta = rates.float().sigmoid()
-        attended = linear_attention(q, k, v, decay, beta, states[1], runs, own.head_dim**-0.5)
+        attended = runs.compute(linear_attention, q, k, v, decay, beta, states[1], scale=own.head_dim**-0.5)
         normed = rms_norm(attended, self.norm, own.norm_eps).flatten(1)
         return self.output.forward_partial(normed * gates.sigmoid())

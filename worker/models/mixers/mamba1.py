@@ -61,7 +61,7 @@ class Mamba1(StateMixer):
     def mix(self, x: Tensor | Float8Tokens, states: Sequence[Tensor], runs: StateRuns) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
         inner, gate = self.qkv.forward(x).chunk(2, dim=1)
-        inner = causal_conv(inner, self.conv, self.conv_bias, states[0], runs, silu=True)
+        inner = runs.compute(causal_conv, inner, self.conv, self.conv_bias, states[0], silu=True)
         selected = self.selection.forward(inner).split(self._lens, dim=1)
         if self.norms:
             selected = tuple(
@@ -70,6 +70,6 @@ class Mamba1(StateMixer):
             )
         steps, b, c = selected
         step = F.softplus(self.steps.forward(steps).float() + self.step_bias)
-        y = selective_scan(inner, step, self.decay, b, c, states[1], runs)
+        y = runs.compute(selective_scan, inner, step, self.decay, b, c, states[1])
         y = y.addcmul_(inner.float(), self.skip).mul_(F.silu(gate.float()))
         return self.output.forward_partial(y.to(inner.dtype))
