@@ -253,23 +253,35 @@ class DeployRequest(_message.Message):
     def __init__(self, deployment: _Optional[_Union[Deployment, _Mapping]] = ...) -> None: ...
 
 class Deployment(_message.Message):
-    __slots__ = ("engine", "limits", "rank_resources", "drain_grace_s", "weights_version", "spot")
+    __slots__ = ("engine", "limits", "rank_resources", "drain_grace_s", "weights_version", "spot", "prefill_replicas", "decode_replicas", "max_prefill_replicas", "max_decode_replicas", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     RANK_RESOURCES_FIELD_NUMBER: _ClassVar[int]
     DRAIN_GRACE_S_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     SPOT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PREFILL_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DECODE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     engine: EngineOptions
     limits: ScalingLimits
     rank_resources: _containers.RepeatedCompositeFieldContainer[NamedAmount]
     drain_grace_s: float
     weights_version: str
     spot: str
-    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ..., spot: _Optional[str] = ...) -> None: ...
+    prefill_replicas: int
+    decode_replicas: int
+    max_prefill_replicas: int
+    max_decode_replicas: int
+    prefill_tensor_parallel_size: int
+    decode_tensor_parallel_size: int
+    def __init__(self, engine: _Optional[_Union[EngineOptions, _Mapping]] = ..., limits: _Optional[_Union[ScalingLimits, _Mapping]] = ..., rank_resources: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., drain_grace_s: _Optional[float] = ..., weights_version: _Optional[str] = ..., spot: _Optional[str] = ..., prefill_replicas: _Optional[int] = ..., decode_replicas: _Optional[int] = ..., max_prefill_replicas: _Optional[int] = ..., max_decode_replicas: _Optional[int] = ..., prefill_tensor_parallel_size: _Optional[int] = ..., decode_tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class EngineOptions(_message.Message):
-    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend", "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "runner", "spare_processes", "logits_processors", "enable_expert_parallel", "standby_weights", "enable_dp_attention", "lora_target_modules", "skip_tokenizer_init", "kv_events", "kv_events_replay", "kv_events_topic", "num_state_slots", "pipeline_parallel_size", "limit_mm_per_prompt", "mm_processor_kwargs", "allowed_media_domains", "language_model_only", "encoder_cache_memory", "kv_transfer", "kv_disk", "kv_shared", "kv_key", "linear_backend")
+    __slots__ = ("model", "served_model_name", "tensor_parallel_size", "device", "dtype", "quantization", "max_model_len", "block_size", "kv_cache_memory", "num_kv_blocks", "num_host_kv_blocks", "kv_cache_dtype", "prefix_caching", "batch_invariant", "fused_all_reduce", "cuda_graphs", "max_num_seqs", "max_num_batched_tokens", "max_queue_len", "policy", "tenant_weights", "step_timeout_s", "audit", "seed", "gpu_memory_utilization", "max_steps_in_flight", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser", "max_logprobs", "revision", "structured_outputs_backend", "disable_any_whitespace", "disable_additional_properties", "speculative_config", "attention_backend", "enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras", "runner", "spare_processes", "logits_processors", "enable_expert_parallel", "standby_weights", "enable_dp_attention", "lora_target_modules", "skip_tokenizer_init", "kv_events", "kv_events_replay", "kv_events_topic", "num_state_slots", "pipeline_parallel_size", "limit_mm_per_prompt", "mm_processor_kwargs", "allowed_media_domains", "language_model_only", "encoder_cache_memory", "kv_transfer", "kv_disk", "kv_shared", "kv_key", "linear_backend", "role")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +347,7 @@ class EngineOptions(_message.Message):
     KV_SHARED_FIELD_NUMBER: _ClassVar[int]
     KV_KEY_FIELD_NUMBER: _ClassVar[int]
     LINEAR_BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     model: str
     served_model_name: str
     tensor_parallel_size: int
@@ -400,7 +413,8 @@ class EngineOptions(_message.Message):
     kv_shared: str
     kv_key: str
     linear_backend: str
-    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ..., speculative_config: _Optional[str] = ..., attention_backend: _Optional[str] = ..., enable_lora: _Optional[bool] = ..., lora_modules: _Optional[_Iterable[_Union[NamedText, _Mapping]]] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_cpu_loras: _Optional[int] = ..., runner: _Optional[str] = ..., spare_processes: _Optional[int] = ..., logits_processors: _Optional[str] = ..., enable_expert_parallel: _Optional[bool] = ..., standby_weights: _Optional[bool] = ..., enable_dp_attention: _Optional[bool] = ..., lora_target_modules: _Optional[str] = ..., skip_tokenizer_init: _Optional[bool] = ..., kv_events: _Optional[str] = ..., kv_events_replay: _Optional[str] = ..., kv_events_topic: _Optional[str] = ..., num_state_slots: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., limit_mm_per_prompt: _Optional[str] = ..., mm_processor_kwargs: _Optional[str] = ..., allowed_media_domains: _Optional[str] = ..., language_model_only: _Optional[bool] = ..., encoder_cache_memory: _Optional[int] = ..., kv_transfer: _Optional[bool] = ..., kv_disk: _Optional[str] = ..., kv_shared: _Optional[str] = ..., kv_key: _Optional[str] = ..., linear_backend: _Optional[str] = ...) -> None: ...
+    role: str
+    def __init__(self, model: _Optional[str] = ..., served_model_name: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., max_model_len: _Optional[int] = ..., block_size: _Optional[int] = ..., kv_cache_memory: _Optional[int] = ..., num_kv_blocks: _Optional[int] = ..., num_host_kv_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., prefix_caching: _Optional[bool] = ..., batch_invariant: _Optional[bool] = ..., fused_all_reduce: _Optional[bool] = ..., cuda_graphs: _Optional[bool] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., policy: _Optional[str] = ..., tenant_weights: _Optional[_Iterable[_Union[NamedAmount, _Mapping]]] = ..., step_timeout_s: _Optional[float] = ..., audit: _Optional[bool] = ..., seed: _Optional[int] = ..., gpu_memory_utilization: _Optional[float] = ..., max_steps_in_flight: _Optional[int] = ..., chat_template: _Optional[str] = ..., trust_request_chat_template: _Optional[bool] = ..., tool_call_parser: _Optional[str] = ..., reasoning_parser: _Optional[str] = ..., max_logprobs: _Optional[int] = ..., revision: _Optional[str] = ..., structured_outputs_backend: _Optional[str] = ..., disable_any_whitespace: _Optional[bool] = ..., disable_additional_properties: _Optional[bool] = ..., speculative_config: _Optional[str] = ..., attention_backend: _Optional[str] = ..., enable_lora: _Optional[bool] = ..., lora_modules: _Optional[_Iterable[_Union[NamedText, _Mapping]]] = ..., max_loras: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., max_cpu_loras: _Optional[int] = ..., runner: _Optional[str] = ..., spare_processes: _Optional[int] = ..., logits_processors: _Optional[str] = ..., enable_expert_parallel: _Optional[bool] = ..., standby_weights: _Optional[bool] = ..., enable_dp_attention: _Optional[bool] = ..., lora_target_modules: _Optional[str] = ..., skip_tokenizer_init: _Optional[bool] = ..., kv_events: _Optional[str] = ..., kv_events_replay: _Optional[str] = ..., kv_events_topic: _Optional[str] = ..., num_state_slots: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., limit_mm_per_prompt: _Optional[str] = ..., mm_processor_kwargs: _Optional[str] = ..., allowed_media_domains: _Optional[str] = ..., language_model_only: _Optional[bool] = ..., encoder_cache_memory: _Optional[int] = ..., kv_transfer: _Optional[bool] = ..., kv_disk: _Optional[str] = ..., kv_shared: _Optional[str] = ..., kv_key: _Optional[str] = ..., linear_backend: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class NamedText(_message.Message):
     __slots__ = ("name", "text")
@@ -630,7 +644,7 @@ class Node(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., address: _Optional[str] = ..., draining: _Optional[bool] = ..., resources: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class Replica(_message.Message):
-    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s", "silence_s", "num_computed_tokens", "busy_s", "queued_tokens", "oldest_wait_s", "tokens_per_s", "num_compilations", "activity", "activity_s", "num_recoveries", "weights_version", "paused", "sleep_level")
+    __slots__ = ("replica_id", "model", "ready", "problem", "ranks", "kv", "queue", "num_steps", "uptime_s", "state", "version", "node_ids", "mean_plan_wait_s", "silence_s", "num_computed_tokens", "busy_s", "queued_tokens", "oldest_wait_s", "tokens_per_s", "num_compilations", "activity", "activity_s", "num_recoveries", "weights_version", "paused", "sleep_level", "role", "prefill_tokens_per_s")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -657,6 +671,8 @@ class Replica(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     SLEEP_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     ready: bool
@@ -683,7 +699,9 @@ class Replica(_message.Message):
     weights_version: str
     paused: bool
     sleep_level: int
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ..., silence_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., num_compilations: _Optional[int] = ..., activity: _Optional[str] = ..., activity_s: _Optional[float] = ..., num_recoveries: _Optional[int] = ..., weights_version: _Optional[str] = ..., paused: _Optional[bool] = ..., sleep_level: _Optional[int] = ...) -> None: ...
+    role: str
+    prefill_tokens_per_s: float
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ..., silence_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., num_compilations: _Optional[int] = ..., activity: _Optional[str] = ..., activity_s: _Optional[float] = ..., num_recoveries: _Optional[int] = ..., weights_version: _Optional[str] = ..., paused: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., role: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
     __slots__ = ("rank", "pid", "node", "device", "stage")
@@ -700,7 +718,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
-    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks", "fullest_kv_use", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes", "num_kv_failures", "num_disk_blocks", "num_shared_blocks", "disk_bytes", "shared_bytes", "num_read_blocks", "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens", "read_blocks_per_s")
+    __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks", "fullest_kv_use", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes", "num_kv_failures", "num_disk_blocks", "num_shared_blocks", "disk_bytes", "shared_bytes", "num_read_blocks", "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens", "read_blocks_per_s", "num_kv_recomputed_tokens", "kv_pull_bytes_per_s", "kv_token_bytes")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -737,6 +755,9 @@ class KvUse(_message.Message):
     NUM_LATE_READS_FIELD_NUMBER: _ClassVar[int]
     STORED_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     READ_BLOCKS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_PULL_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     num_blocks: int
     num_used_blocks: int
@@ -773,7 +794,10 @@ class KvUse(_message.Message):
     num_late_reads: int
     stored_hit_tokens: int
     read_blocks_per_s: float
-    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., fullest_kv_use: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_used_state_slots: _Optional[int] = ..., num_snapshots: _Optional[int] = ..., num_saved_snapshots: _Optional[int] = ..., num_kv_leases: _Optional[int] = ..., num_kv_offers: _Optional[int] = ..., num_kv_pulls: _Optional[int] = ..., num_kv_pulled_tokens: _Optional[int] = ..., num_kv_pulled_bytes: _Optional[int] = ..., num_kv_failures: _Optional[_Iterable[int]] = ..., num_disk_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., num_read_blocks: _Optional[int] = ..., num_written_blocks: _Optional[int] = ..., num_corrupt_blocks: _Optional[int] = ..., num_failed_reads: _Optional[int] = ..., num_late_reads: _Optional[int] = ..., stored_hit_tokens: _Optional[int] = ..., read_blocks_per_s: _Optional[float] = ...) -> None: ...
+    num_kv_recomputed_tokens: int
+    kv_pull_bytes_per_s: float
+    kv_token_bytes: float
+    def __init__(self, block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., peak_used_blocks: _Optional[int] = ..., num_used_tokens: _Optional[int] = ..., mean_kv_fragmentation: _Optional[float] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., num_host_blocks: _Optional[int] = ..., num_used_host_blocks: _Optional[int] = ..., num_cached_host_blocks: _Optional[int] = ..., num_swapped_blocks: _Optional[int] = ..., num_fenced_blocks: _Optional[int] = ..., fullest_kv_use: _Optional[float] = ..., num_state_slots: _Optional[int] = ..., num_used_state_slots: _Optional[int] = ..., num_snapshots: _Optional[int] = ..., num_saved_snapshots: _Optional[int] = ..., num_kv_leases: _Optional[int] = ..., num_kv_offers: _Optional[int] = ..., num_kv_pulls: _Optional[int] = ..., num_kv_pulled_tokens: _Optional[int] = ..., num_kv_pulled_bytes: _Optional[int] = ..., num_kv_failures: _Optional[_Iterable[int]] = ..., num_disk_blocks: _Optional[int] = ..., num_shared_blocks: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., num_read_blocks: _Optional[int] = ..., num_written_blocks: _Optional[int] = ..., num_corrupt_blocks: _Optional[int] = ..., num_failed_reads: _Optional[int] = ..., num_late_reads: _Optional[int] = ..., stored_hit_tokens: _Optional[int] = ..., read_blocks_per_s: _Optional[float] = ..., num_kv_recomputed_tokens: _Optional[int] = ..., kv_pull_bytes_per_s: _Optional[float] = ..., kv_token_bytes: _Optional[float] = ...) -> None: ...
 
 class Queue(_message.Message):
     __slots__ = ("num_waiting", "num_running", "num_finished", "num_preemptions")

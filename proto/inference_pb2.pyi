@@ -479,7 +479,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queued_s", "prefill_s", "decode_s", "preempted_s", "recomputed_tokens", "num_moves", "num_recoveries", "recovered_s")
+    __slots__ = ("queued_s", "prefill_s", "decode_s", "preempted_s", "recomputed_tokens", "num_moves", "num_recoveries", "recovered_s", "transfer_s")
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +488,7 @@ class Timings(_message.Message):
     NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
     NUM_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     queued_s: float
     prefill_s: float
     decode_s: float
@@ -496,7 +497,8 @@ class Timings(_message.Message):
     num_moves: int
     num_recoveries: int
     recovered_s: float
-    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., num_moves: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., recovered_s: _Optional[float] = ...) -> None: ...
+    transfer_s: float
+    def __init__(self, queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., preempted_s: _Optional[float] = ..., recomputed_tokens: _Optional[int] = ..., num_moves: _Optional[int] = ..., num_recoveries: _Optional[int] = ..., recovered_s: _Optional[float] = ..., transfer_s: _Optional[float] = ...) -> None: ...
 
 class Output(_message.Message):
     __slots__ = ("index", "text", "token_ids", "logprobs", "finished", "message")

@@ -14,6 +14,9 @@ from enum import StrEnum
 from .block_tables import IntArray
 from .codec import NO_INTS, sent_if_set
 
+# Cost of a pull whatever its length: two plans, and the messages between the ranks.
+PULL_OVERHEAD_S = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class KvOffer:

@@ -28,6 +28,18 @@ class Activity(StrEnum):
     RECOVERING = "recovering"
 
 
+class ReplicaRole(StrEnum):
+    """Part of a request that a replica computes.
+
+    BOTH: all of it. PREFILL: long prompts up to the first token, which a DECODE replica continues from their KV.
+    DECODE: everything else. Each can compute whole requests, and does when no other replica can.
+    """
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """A rank's process and the stage it is in."""
@@ -72,6 +84,9 @@ class KvCacheInfo:
         num_failed_reads, num_late_reads: blocks that a read did not find, and requests that waited for one no longer.
         stored_hit_tokens: prompt tokens that requests began with and that were read from files for them.
         read_blocks_per_s: measured rate of such reads, of the slowest rank; 0 before the first.
+        num_kv_recomputed_tokens: tokens that were computed although another replica had lent their blocks.
+        kv_pull_bytes_per_s: recent rate at which a rank reads from another replica; 0 without KV transfers.
+        kv_token_bytes: bytes that a rank reads for a token.
     """
 
     block_size: int = 0
@@ -110,6 +125,9 @@ class KvCacheInfo:
     num_late_reads: int = 0
     stored_hit_tokens: int = 0
     read_blocks_per_s: float = 0.0
+    num_kv_recomputed_tokens: int = 0
+    kv_pull_bytes_per_s: float = 0.0
+    kv_token_bytes: float = 0.0
 
     @property
     def stores_blocks(self) -> bool:
@@ -155,6 +173,7 @@ class ReplicaFigures:
         num_recoveries: times that its ranks were rebuilt after a failure.
         weights_version: name of its weights; empty for those that it started with.
         sleep_level: level of the present sleep; 0 while it is awake.
+        prefill_tokens_per_s: prompt tokens computed per second in steps full of them; 0 until measured.
     """
 
     replica_id: str = field(kw_only=False)
@@ -174,6 +193,7 @@ class ReplicaFigures:
     num_recoveries: int = 0
     weights_version: str = ""
     sleep_level: int = 0
+    prefill_tokens_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +220,9 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         reports_changes: a StatusQuery's `watch_s` has an effect.
         kv_layout: fingerprint of the layout of its blocks, which replicas with the same one may take from each other;
             empty if it neither takes nor gives any.
+        role: part of a request that the replica computes.
+        prefill_delay: share of the time of a prompt by which its steps are longer than the steps without it: so much
+            each running sequence is delayed. 1 until it is measured.
     """
 
     # A later field is added at the end.
@@ -219,7 +242,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "num_kv_failures",
         "num_disk_blocks", "num_shared_blocks", "disk_bytes", "shared_bytes", "num_read_blocks",
         "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens",
-        "read_blocks_per_s",
+        "read_blocks_per_s", "role", "prefill_tokens_per_s", "num_kv_recomputed_tokens", "kv_pull_bytes_per_s",
+        "kv_token_bytes", "prefill_delay",
     )  # fmt: skip
 
     query_id: int
@@ -242,6 +266,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
     last_step_s: float = math.inf
     reports_changes: bool = False
     kv_layout: bytes = b""
+    role: ReplicaRole = ReplicaRole.BOTH
+    prefill_delay: float = 1.0
 
     @property
     def fullest_use(self) -> float:

@@ -69,6 +69,7 @@ class SequenceRequest:
         pooling: the prompt's pooled vector is wanted instead of an output; None to generate.
         media: the images of the prompt, in order. Their tensors are sent when the replica asks for them.
         kv: blocks of the prompt and the generated tokens at the replica that the sequence left; None without any.
+        prefill_only: the sequence leaves as MOVED with its first token, if its blocks can be lent.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class SequenceRequest:
     pooling: PoolingParams | None = sent_if_set(None)
     media: tuple[MediaItem, ...] = sent_if_set(())
     kv: KvOffer | None = sent_if_set(None)
+    prefill_only: bool = sent_if_set(False)
 
     def __post_init__(self) -> None:
         if self.media:
@@ -286,6 +288,7 @@ class Timings:
     num_moves: int = 0
     num_recoveries: int = 0
     recovered_s: float = 0.0
+    transfer_s: float = sent_if_set(0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ underscores::
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -36,6 +36,7 @@ from ...proto.options.values import (
     between,
     not_negative_finite,
     one_of,
+    positive,
     positive_amounts,
     positive_finite,
     share,
@@ -43,6 +44,11 @@ from ...proto.options.values import (
 from .engine_options import EngineOptions
 
 MAX_DRAIN_GRACE_S = 3600.0
+# Options that a part of a deployment does not have.
+_ROLE_COUNTS = "prefill_replicas", "decode_replicas"
+_ROLE_LIMITS = (
+    "max_prefill_replicas", "max_decode_replicas", "prefill_tensor_parallel_size", "decode_tensor_parallel_size",
+)  # fmt: skip
 _option = partial(option, group="Fleet")
 
 
@@ -147,14 +153,91 @@ class Deployment:
     weights_version: str = _option(
         "", help="Any text. A new one makes a new version, for weights that changed under the same path."
     )
+    prefill_replicas: int = _option(
+        0,
+        help="Fewest replicas that compute long prompts for those of --decode-replicas. Either number divides the "
+        "replicas into two roles, with at least one of each, and takes the place of --min-replicas.",
+        unit="replicas",
+        check=at_least(0),
+    )
+    decode_replicas: int = _option(
+        0,
+        help="Fewest replicas that compute everything else, with --prefill-replicas.",
+        unit="replicas",
+        check=at_least(0),
+    )
+    max_prefill_replicas: int | None = _option(
+        None, help="Most of them. Default: --prefill-replicas.", unit="replicas", check=at_least(1)
+    )
+    max_decode_replicas: int | None = _option(
+        None, help="Most of them. Default: --decode-replicas.", unit="replicas", check=at_least(1)
+    )
+    prefill_tensor_parallel_size: int | None = _option(
+        None, help="Ranks of each of them. Default: --tensor-parallel-size.", unit="ranks", check=positive
+    )
+    decode_tensor_parallel_size: int | None = _option(
+        None, help="Ranks of each of them. Default: --tensor-parallel-size.", unit="ranks", check=positive
+    )
 
     def __post_init__(self) -> None:
         validate_options(self)
+        if self.has_roles and self.engine.role != "both":
+            raise ConfigError(
+                f"role is {self.engine.role}, must be both with prefill_replicas and decode_replicas, which give "
+                "each replica its own"
+            )
+        for part in ("prefill", "decode"):
+            least, most = getattr(self, f"{part}_replicas"), getattr(self, f"max_{part}_replicas")
+            if most is not None and most < least:
+                raise ConfigError(
+                    f"max_{part}_replicas is {most}, must be at least {part}_replicas ({least})"
+                )
 
     @property
     def name(self) -> str:
         """The name that clients use for the model."""
         return self.engine.name
+
+    @property
+    def has_roles(self) -> bool:
+        """Return whether some replicas compute prompts for others."""
+        return bool(self.prefill_replicas or self.decode_replicas)
+
+    @property
+    def parts(self) -> tuple[Self, ...]:
+        """Return a deployment for each role of replicas, with their limits; itself without roles."""
+        if not self.has_roles:
+            return (self,)
+        return (
+            self._part(
+                "prefill",
+                self.prefill_replicas,
+                self.max_prefill_replicas,
+                self.prefill_tensor_parallel_size,
+            ),
+            self._part(
+                "decode", self.decode_replicas, self.max_decode_replicas, self.decode_tensor_parallel_size
+            ),
+        )
+
+    def _part(self, role: str, fewest: int, most: int | None, num_ranks: int | None) -> Self:
+        none: dict[str, Any] = dict.fromkeys(_ROLE_COUNTS, 0) | dict.fromkeys(_ROLE_LIMITS)
+        engine = replace(
+            self.engine, role=role, tensor_parallel_size=num_ranks or self.engine.tensor_parallel_size
+        )
+        fewest = max(1, fewest)
+        limits = replace(self.limits, min_replicas=fewest, max_replicas=fewest if most is None else most)
+        return replace(self, engine=engine, limits=limits, **none)
+
+    @property
+    def min_replicas(self) -> int:
+        """Return the fewest replicas of all roles."""
+        return sum(part.limits.min_replicas for part in self.parts)
+
+    @property
+    def max_replicas(self) -> int:
+        """Return the most replicas of all roles."""
+        return sum(part.limits.max_replicas for part in self.parts)
 
     @property
     def version(self) -> str:

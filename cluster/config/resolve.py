@@ -148,10 +148,25 @@ def engine_config(
         _section(ImageOptions, options),
     )
     config = _with_host_blocks(config)
+    _check_role(config)
     if not model.has_states or options.num_state_slots is not None:
         return config
     num_slots = _choose_num_slots(config, gpu_bytes)
     return replace(config, cache=replace(config.cache, num_state_slots=num_slots))
+
+
+def _check_role(config: EngineConfig) -> None:
+    """Check that the KV of a replica with a role can travel. Raises ConfigError."""
+    cache, parallel = config.cache, config.parallel
+    obstacles = {
+        f"{config.model.name} keeps states": config.model.has_states,
+        "enable_dp_attention divides the sequences": parallel.enable_dp_attention,
+        "pipeline_parallel_size divides the layers": parallel.pipeline_parallel_size > 1,
+        "prefix_caching is off": not cache.prefix_caching,
+    }
+    for obstacle, is_there in obstacles.items():
+        if cache.role != "both" and is_there:
+            raise ConfigError(f"role is {cache.role}, must be both: {obstacle}, so that no KV can travel")
 
 
 def _with_host_blocks(config: EngineConfig) -> EngineConfig:

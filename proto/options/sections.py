@@ -230,6 +230,12 @@ class CacheOptions:
         help="Let a request that moves to another replica take its KV blocks along, where reading them is faster "
         "than computing them.",
     )
+    role: str = _kv_option(
+        "both",
+        help="Part of a request that this server computes: both; prefill, long prompts, which another replica then "
+        "continues; decode, everything else. The last two imply --kv-transfer.",
+        check=one_of("both", "prefill", "decode"),
+    )
     kv_events: str | None = _kv_option(
         None,
         help="Publish the blocks that the prefix cache stores and removes, with their tokens, for routers that read "
@@ -267,6 +273,11 @@ class CacheOptions:
         metavar="FILE",
         kind=FILE_NAME,
     )
+
+    @property
+    def moves_kv(self) -> bool:
+        """Return whether KV blocks may come from other replicas and go there."""
+        return self.kv_transfer or self.role != "both"
 
 
 @dataclass(frozen=True, kw_only=True)

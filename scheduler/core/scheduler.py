@@ -139,6 +139,16 @@ class Scheduler:
         return self._state.throughput
 
     @property
+    def prefill_tokens_per_s(self) -> float:
+        """Return the tokens computed per second in steps full of prompt tokens; 0 until measured."""
+        return self._state.costs.prefill_tokens_per_s
+
+    @property
+    def prefill_delay(self) -> float:
+        """Return the share of a prompt's time by which it delays each running sequence."""
+        return self._state.costs.prefill_delay
+
+    @property
     def kv_moves(self) -> KvMoves | NoKvMoves:
         """Return the figures of KV that comes and leaves; read-only."""
         return self._state.kv_moves
@@ -397,6 +407,7 @@ class Scheduler:
                 lora=submit.lora,
                 pooling=submit.pooling,
                 kv=submit.kv if len(seq_ids) == 1 and params.beam_width is None else None,
+                prefill_only=submit.prefill_only and not params.is_ranked and submit.pooling is None,
                 media=submit.media,
                 pools_all_tokens=submit.pooling is not None and not self._pools_last_token,
             )

@@ -21,6 +21,7 @@ import numpy as np
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.config import EngineConfig
 from ...proto.errors import DeadlineExpired, QuireError
+from ...proto.kv_transfer import KvOffer
 from ...proto.lora import LoraReference
 from ...proto.stream import FinishReason, MediaUpload
 from ..kv.block_manager import BlockManager
@@ -82,6 +83,7 @@ class SchedulerState:
         jump_forward: of grammars, without speculative decoding; None with it, and where steps have no drafts.
         lora: None without adapters.
         kv_moves: of sequences that come and leave.
+        num_prefill_only: sequences that leave with their first token.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -106,7 +108,9 @@ class SchedulerState:
         self.deltas: Final = PlanDeltas()
         self.in_flight: Final = InFlightSteps()
         self.outbox: Final = Outbox()
-        self.costs: Final = CostModel(config.cache.swap_blocks_per_s)
+        self.costs: Final = CostModel(
+            config.cache.swap_blocks_per_s, max_num_batched_tokens=limits.max_num_batched_tokens
+        )
         self.kv_moves: Final = make_kv_moves(config, self.blocks, self.costs)
         self.stats: Final = SchedulerStats()
         self.throughput: Final = Throughput()
@@ -129,6 +133,7 @@ class SchedulerState:
         self.quarantine: Final = Quarantine()
         self.retained: Final = RetainedOutputs()
         self.media: Final = MediaQueue(config)
+        self.num_prefill_only = 0
         self._deadlines = DeadlineQueue(self._alive)
 
     @property
@@ -314,9 +319,28 @@ class SchedulerState:
         else:
             first, tokens = producer, self.known_tokens(producer)
             num_tokens = len(tokens)
-            if first.row is not None and not first.sampling.is_ranked:
-                num_computed = int(self.rows.num_scheduled[first.row])
-                offer = self.kv_moves.offer(first, first.row, tokens, num_computed, now)
+            offer = self._offer(first, tokens, now)
+        self._end_as_moved(key, first, num_tokens, offer, now)
+
+    def hand_off_prefilled(self, sequence: Sequence, now: float) -> None:
+        """Let a sequence leave that has its first token, if its blocks can be lent; it stays here otherwise."""
+        tokens = self.known_tokens(sequence)
+        offer = self._offer(sequence, tokens, now)
+        if offer is None:
+            sequence.prefill_only = False
+            self.num_prefill_only -= 1
+        else:
+            self._end_as_moved((sequence.gateway, sequence.handle), sequence, len(tokens), offer, now)
+
+    def _offer(self, sequence: Sequence, tokens: array[int], now: float) -> KvOffer | None:
+        if sequence.row is None or sequence.sampling.is_ranked:
+            return None
+        num_computed = int(self.rows.num_scheduled[sequence.row])
+        return self.kv_moves.offer(sequence, sequence.row, tokens, num_computed, now)
+
+    def _end_as_moved(
+        self, key: RequestKey, first: Sequence, num_tokens: int, offer: KvOffer | None, now: float
+    ) -> None:
         moved = [
             first.finish(FinishReason.MOVED, num_tokens, now, handle=handle, kv=offer)
             for _, handle in self.end_request(key)
@@ -397,6 +421,7 @@ class SchedulerState:
         self.kv_moves.discard(sequence)
         self.blocks.stored.forget(sequence)
         self.media.discard(sequence)
+        self.num_prefill_only -= sequence.prefill_only
         del self._alive[sequence.seq_id]
         others = self._of_request[sequence.request_id]
         others.remove(sequence)
@@ -448,6 +473,7 @@ class SchedulerState:
 
     def _add(self, sequence: Sequence) -> None:
         self._alive[sequence.seq_id] = sequence
+        self.num_prefill_only += sequence.prefill_only
         self._of_request.setdefault(sequence.request_id, []).append(sequence)
         if self.lora is not None:
             self.lora.add(sequence)

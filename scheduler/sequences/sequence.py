@@ -62,6 +62,8 @@ class Sequence:
         kv: its blocks at the replica that it left, until they are pulled or given up; None without any.
         media: the images of its prompt, in order.
         media_ids: of the encoder's output of each of them, by `MediaQueue`.
+        prefill_only: it leaves with its first token, for another replica to continue it.
+        transfer_s: time that it has waited for blocks of another replica.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
 
@@ -115,6 +117,8 @@ class Sequence:
     snapshot_ends: tuple[int, ...] = ()
     num_snapshot_tokens: int = 0
     kv: KvOffer | None = None
+    prefill_only: bool = False
+    transfer_s: float = 0.0
     media: tuple[MediaItem, ...] = ()
     media_ids: tuple[int, ...] = ()
 
@@ -252,4 +256,5 @@ class Sequence:
             recomputed_tokens=self.num_recomputed_tokens,
             num_recoveries=self.num_recoveries,
             recovered_s=self.recovered_s,
+            transfer_s=self.transfer_s,
         )

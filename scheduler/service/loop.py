@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
-from ...proto.replica_status import Activity, ReplicaStatus
+from ...proto.replica_status import Activity, ReplicaRole, ReplicaStatus
 from ...proto.step import StepResult
 from ...proto.stream import (
     Abort,
@@ -444,6 +444,9 @@ class StepLoop:
             disk_bytes=stored.tier_bytes[0],
             shared_bytes=stored.tier_bytes[1],
             stored_hit_tokens=stored.num_hit_tokens,
+            role=ReplicaRole(self._config.cache.role),
+            prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
+            prefill_delay=scheduler.prefill_delay,
             **_same_names(stats, scheduler.throughput, blocks, control, scheduler.kv_moves, stored),
         )
 

@@ -298,7 +298,7 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
     def extend(values: list[Any]) -> list[Any]:
         (ended,) = values[5]
-        ended[6].append("later")
+        ended[6] += [0.0, "later"]  # 0.0 for `transfer_s`, which is not set
         return [
             *values[:5],
             [[*ended, None, "later"]],
@@ -316,7 +316,7 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-38]))
+    received = decode(with_values(STATUS, lambda values: values[:-44]))
     assert received == replace(
         STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=(), fullest_kv_use=0.0
     )

@@ -127,6 +127,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
             "constraint",
             "kv",
             "media",
+            "prefill_only",
         )
         if name in settings
     }

@@ -169,7 +169,7 @@ class ModelRunner:
         config = self._config
         is_whole = config.parallel.num_kv_partitions == config.parallel.pipeline_parallel_size == 1
         can_travel = is_whole and not config.model.has_states
-        if config.cache.kv_transfer and can_travel:
+        if config.cache.moves_kv and can_travel:
             self._kv_address = endpoint, keys
             self._open_transfers()
 

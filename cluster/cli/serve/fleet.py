@@ -84,7 +84,9 @@ def serve_fleet(
 def _num_cpus(deployments: Sequence[Deployment]) -> int:
     """Return the CPU slots of all replicas and of another one of each model, for rolling updates."""
     return sum(
-        (1 + each.limits.max_replicas) * (1 + each.engine.tensor_parallel_size) for each in deployments
+        (1 + each.limits.max_replicas) * (1 + each.engine.tensor_parallel_size)
+        for deployment in deployments
+        for each in deployment.parts
     )
 
 

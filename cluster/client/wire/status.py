@@ -38,6 +38,7 @@ class ReplicaInfo(ReplicaFigures):
         activity: ``idle``, ``busy``, ``prefill`` (a step that takes long, as expected), ``late`` (a step takes much
             longer than expected) or ``recovering`` (its ranks are being rebuilt).
         paused: an operator holds its steps.
+        role: part of a request that it computes: ``both``, ``prefill`` or ``decode``; empty if it does not respond.
     """
 
     ready: bool = False
@@ -49,6 +50,7 @@ class ReplicaInfo(ReplicaFigures):
     silence_s: float = 0.0
     activity: str = ""
     paused: bool = False
+    role: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,8 @@ class FleetController:
 def _pinned_and_checked(deployment: Deployment) -> Deployment:
     """Return the deployment with the commit of its model. Raises QuireError if the model cannot be served."""
     pinned = pin_revision(deployment)
-    resolve_deployment(pinned, has_gpus=True)
+    for part in pinned.parts:
+        resolve_deployment(part, has_gpus=True)
     return pinned
 
 

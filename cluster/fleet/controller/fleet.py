@@ -61,11 +61,20 @@ def _launch_backoff() -> Backoff:
     return Backoff(FIRST_LAUNCH_RETRY_S, MAX_LAUNCH_RETRY_S)
 
 
+# Model and role of its replicas.
+_PartKey = tuple[str, str]
+
+
+def _key_of(deployment: Deployment) -> _PartKey:
+    return deployment.name, deployment.engine.role
+
+
 @dataclass(slots=True)
-class _Model:
-    """A deployment with its scaling state.
+class _Part:
+    """The replicas of a deployment that have one role, with their scaling state.
 
     Attributes:
+        deployment: one of the deployment's `parts`.
         backoff: delays the next launch after a replica of the deployed version failed to start.
         problem: why the last start failed; empty after one succeeded.
         told_at: when gateways were last woken for the target or its reason.
@@ -107,7 +116,8 @@ class Fleet:
         self._clock = clock
         self._tick_s = tick_s
         self._blocking = blocking or BlockingCalls()
-        self._models: dict[str, _Model] = {}
+        self._deployments: dict[str, Deployment] = {}
+        self._parts: dict[_PartKey, _Part] = {}
         self._replicas: dict[str, ReplicaLifecycle] = {}
         self._context = LifecycleContext(
             launcher,
@@ -133,7 +143,7 @@ class Fleet:
         """Restore the deployments of an earlier controller, adopt its live replicas, and remove half-started ones."""
         deployments, replicas = await self._blocking.call("reading the fleet's store", self._store.read)
         for deployment in deployments:
-            self._add_model(deployment)
+            self._set_deployment(deployment)
         for deployment, record in replicas:
             self._add_replica(record.replica_id, deployment).adopt(record)
         known = await self._blocking.call("listing replicas", self._launcher.known)
@@ -159,12 +169,14 @@ class Fleet:
         if self._clock() - self._nodes_read_at >= NODES_INTERVAL_S:
             await self._read_nodes()
         self._drain_departing_nodes()
-        for model in list(self._models.values()):
-            self._scale(model)
-            self._reconcile(model)
+        for part in list(self._parts.values()):
+            self._scale(part)
+            self._reconcile(part)
         for replica in list(self._replicas.values()):
-            if replica.model not in self._models:
+            if replica.model not in self._deployments:
                 replica.drain("its model was deleted")
+            elif (replica.model, replica.role) not in self._parts and self._has_all_roles(replica.model):
+                replica.drain("replicas of other roles replace it")
         self._drop_ended()
 
     async def apply(self, command: FleetCommand) -> Mapping[str, Any]:
@@ -193,13 +205,7 @@ class Fleet:
         async with self._deployments_lock:
             what = f"storing the deployment {deployment.name}"
             await self._blocking.call(what, self._store.write_deployment, deployment)
-            model = self._models.get(deployment.name)
-            if model is None:
-                self._add_model(deployment)
-            else:
-                if model.deployment.version != deployment.version:
-                    model.backoff, model.problem = _launch_backoff(), ""
-                model.deployment = deployment
+            self._set_deployment(deployment)
         self._notify_change()
         self._step_due.set()
 
@@ -210,10 +216,11 @@ class Fleet:
             ModelNotFound: the model is not deployed.
         """
         async with self._deployments_lock:
-            if name not in self._models:
+            if name not in self._deployments:
                 raise ModelNotFound(f"model {name!r} is not deployed")
             await self._blocking.call(f"deleting the deployment {name}", self._store.delete_deployment, name)
-            del self._models[name]
+            del self._deployments[name]
+            self._parts = {key: part for key, part in self._parts.items() if key[0] != name}
         self._notify_change()
         self._step_due.set()
 
@@ -263,36 +270,38 @@ class Fleet:
         Raises:
             ModelNotFound: the model is not deployed.
             ConfigError: a bound is out of its range.
+            InvalidRequest: its replicas have roles, with bounds of their own.
         """
-        known = self._models.get(model)
+        known = self._deployments.get(model)
         if known is None:
             raise ModelNotFound(f"model {model!r} is not deployed")
-        limits = known.deployment.limits
+        if len(known.parts) > 1:
+            raise InvalidRequest(
+                "model", f"is {model}, whose replicas have roles; deploy it with other numbers"
+            )
+        limits = known.limits
         bounds = (
             limits.min_replicas if min_replicas is None else min_replicas,
             limits.max_replicas if max_replicas is None else max_replicas,
         )
         scaled = replace(limits, min_replicas=bounds[0], max_replicas=bounds[1])
-        await self.deploy(replace(known.deployment, limits=scaled))
+        await self.deploy(replace(known, limits=scaled))
         return bounds
 
     def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         """Add a gateway's demand since its last report; `demand` is model |-> Demand."""
         for name, count in demand.items():
-            model = self._models.get(name)
-            if model is not None:
-                model.demand.add(gateway_id, count, self._clock())
-                if count.num_waiting:
-                    self._step_due.set()
+            for (model, role), part in self._parts.items():
+                if model == name:
+                    part.demand.add(gateway_id, count.of_role(role), self._clock())
+            if count.num_waiting and name in self._deployments:
+                self._step_due.set()
 
     def state(self) -> FleetState:
         """Return the present state."""
         return FleetState(
             self._state_version(),
-            tuple(
-                DeploymentEntry(model.deployment, model.decision.target, model.decision.reason, model.problem)
-                for model in self._models.values()
-            ),
+            tuple(self._entry(deployment) for deployment in self._deployments.values()),
             tuple(replica.entry() for replica in self._replicas.values()),
             self._nodes.nodes,
         )
@@ -345,18 +354,55 @@ class Fleet:
             raise InvalidRequest("target", f"is {target!r}, which {which} the replicas and nodes that run")
         return matching[0]
 
-    def _add_model(self, deployment: Deployment) -> None:
-        scaling = ScalingState()
-        first = Decision(deployment.limits.min_replicas, "min_replicas", scaling)
-        self._models[deployment.name] = _Model(deployment, scaling, first)
+    def _set_deployment(self, deployment: Deployment) -> None:
+        """Add or change a deployment: its parts keep their scaling state."""
+        self._deployments[deployment.name] = deployment
+        wanted = {_key_of(part): part for part in deployment.parts}
+        for key in [key for key in self._parts if key[0] == deployment.name and key not in wanted]:
+            del self._parts[key]
+        for key, own in wanted.items():
+            part = self._parts.get(key)
+            if part is None:
+                scaling = ScalingState()
+                self._parts[key] = _Part(
+                    own, scaling, Decision(own.limits.min_replicas, "min_replicas", scaling)
+                )
+                continue
+            if part.deployment.version != own.version:
+                part.backoff, part.problem = _launch_backoff(), ""
+            part.deployment = own
+
+    def _parts_of(self, name: str) -> list[_Part]:
+        return [part for (model, _), part in self._parts.items() if model == name]
+
+    def _has_all_roles(self, name: str) -> bool:
+        """Return whether a replica is ready of each role that the model's replicas are to have."""
+        return all(
+            any(each.state is ReplicaState.READY for each in self._replicas_of(part))
+            for part in self._parts_of(name)
+        )
+
+    def _entry(self, deployment: Deployment) -> DeploymentEntry:
+        """Return a deployment as gateways and operators see it: the sum of its parts."""
+        parts = self._parts_of(deployment.name)
+        if len(parts) == 1:
+            reason = parts[0].decision.reason
+        else:
+            reason = "; ".join(
+                f"{part.decision.target} {part.deployment.engine.role}: {part.decision.reason}"
+                for part in parts
+            )
+        problem = "; ".join(part.problem for part in parts if part.problem)
+        return DeploymentEntry(deployment, sum(part.decision.target for part in parts), reason, problem)
 
     def _add_replica(self, replica_id: str, deployment: Deployment) -> ReplicaLifecycle:
         replica = self._replicas[replica_id] = ReplicaLifecycle(replica_id, deployment, self._context)
         self._notify_change()
         return replica
 
-    def _replicas_of(self, name: str) -> list[ReplicaLifecycle]:
-        return [each for each in self._replicas.values() if each.model == name]
+    def _replicas_of(self, part: _Part) -> list[ReplicaLifecycle]:
+        key = _key_of(part.deployment)
+        return [each for each in self._replicas.values() if (each.model, each.role) == key]
 
     async def _read_nodes(self) -> None:
         self._nodes_read_at, before = self._clock(), self._nodes.nodes
@@ -371,69 +417,69 @@ class Fleet:
             if departure is not None:  # the drain's grace period must end before the node does
                 replica.require_drain(departure.deadline - replica.deployment.drain_grace_s, departure.reason)
 
-    def _scale(self, model: _Model) -> None:
-        """Set the model's target."""
+    def _scale(self, part: _Part) -> None:
+        """Set the part's target."""
         now = self._clock()
-        replicas = [(each.state, each.status) for each in self._replicas_of(model.deployment.name)]
-        snapshot = take_snapshot(now, replicas, model.demand)
-        decision = decide(snapshot, model.deployment.limits, model.scaling)
-        model.scaling = decision.state
-        before, model.decision = model.decision, decision
+        replicas = [(each.state, each.status) for each in self._replicas_of(part)]
+        snapshot = take_snapshot(now, replicas, part.demand)
+        decision = decide(snapshot, part.deployment.limits, part.scaling)
+        part.scaling = decision.state
+        before, part.decision = part.decision, decision
         if decision.target != before.target:
             _log.info(
-                "%s: the target is %d replicas: %s", model.deployment.name, decision.target, decision.reason
+                "%s: the target is %d replicas: %s", part.deployment.name, decision.target, decision.reason
             )
         elif decision.reason == before.reason:
             return
-        if decision.target != before.target or now - model.told_at >= REASON_INTERVAL_S:
-            model.told_at = now
+        if decision.target != before.target or now - part.told_at >= REASON_INTERVAL_S:
+            part.told_at = now
             self._notify_change()
         else:
             self._version += 1  # gateways learn of the reason with the next change
 
-    def _reconcile(self, model: _Model) -> None:
+    def _reconcile(self, part: _Part) -> None:
         """Start, drain and stop replicas towards the target."""
-        now, version = self._clock(), model.deployment.version
-        replicas = self._replicas_of(model.deployment.name)
-        actions = plan(model.decision.target, version, [each.view() for each in replicas], now)
+        now, version = self._clock(), part.deployment.version
+        replicas = self._replicas_of(part)
+        actions = plan(part.decision.target, version, [each.view() for each in replicas], now)
         for replica in (self._replicas[name] for name in actions.stop):
             replica.stop(replica.drain_reason or "it is not needed any more")
         for replica in (self._replicas[name] for name in actions.drain):
-            replica.drain(replica.drain_reason or _scale_down_reason(model, replica))
+            replica.drain(replica.drain_reason or _scale_down_reason(part, replica))
         if any(each.is_stable(now) and each.version == version for each in replicas):
-            model.backoff.reset()
-        for _ in range(self._num_starts_now(model, actions.num_starts)):
-            self._add_replica(f"replica-{secrets.token_hex(4)}", model.deployment).launch()
+            part.backoff.reset()
+        for _ in range(self._num_starts_now(part, actions.num_starts)):
+            self._add_replica(f"replica-{secrets.token_hex(4)}", part.deployment).launch()
 
-    def _num_starts_now(self, model: _Model, num_starts: int) -> int:
+    def _num_starts_now(self, part: _Part, num_starts: int) -> int:
         """Return the starts that the backoff allows: after a failed start, one replica at a time."""
-        if model.backoff.num_failures == 0:
+        if part.backoff.num_failures == 0:
             return num_starts
-        replicas = self._replicas_of(model.deployment.name)
+        replicas = self._replicas_of(part)
         is_starting = any(each.state is ReplicaState.STARTING for each in replicas)
-        return 0 if is_starting or not model.backoff.is_due(self._clock()) else min(num_starts, 1)
+        return 0 if is_starting or not part.backoff.is_due(self._clock()) else min(num_starts, 1)
 
     def _on_replica_state(self, replica: ReplicaLifecycle) -> None:
-        model = self._models.get(replica.model)
-        if model is not None and model.deployment.version == replica.version:
+        part = self._parts.get((replica.model, replica.role))
+        if part is not None and part.deployment.version == replica.version:
             if replica.state is ReplicaState.READY:
-                self._on_replica_ready(model, replica)
+                self._on_replica_ready(part, replica)
             elif replica.state is ReplicaState.FAILED:
-                self._on_replica_failed(model, replica)
+                self._on_replica_failed(part, replica)
         self._notify_change()
         self._step_due.set()
 
-    def _on_replica_ready(self, model: _Model, replica: ReplicaLifecycle) -> None:
-        model.problem = ""
+    def _on_replica_ready(self, part: _Part, replica: ReplicaLifecycle) -> None:
+        part.problem = ""
         if not replica.is_adopted:  # an adoption is much faster than a cold start
-            model.demand.cold_start_s = self._clock() - replica.started_at
+            part.demand.cold_start_s = self._clock() - replica.started_at
 
-    def _on_replica_failed(self, model: _Model, replica: ReplicaLifecycle) -> None:
-        model.problem = f"{replica.replica_id}: {replica.reason}"
+    def _on_replica_failed(self, part: _Part, replica: ReplicaLifecycle) -> None:
+        part.problem = f"{replica.replica_id}: {replica.reason}"
         # A replica that failed after it was stable is replaced without delay.
         if not replica.is_stable(self._clock()):
-            delay_s = model.backoff.fail(self._clock())
-            _log.warning("%s: the next replica starts in %g s", model.deployment.name, delay_s)
+            delay_s = part.backoff.fail(self._clock())
+            _log.warning("%s: the next replica starts in %g s", part.deployment.name, delay_s)
 
     def _drop_ended(self) -> None:
         """Keep only the latest MAX_ENDED_REPLICAS ended replicas."""
@@ -447,7 +493,7 @@ class Fleet:
         self._changes.notify()
 
 
-def _scale_down_reason(model: _Model, replica: ReplicaLifecycle) -> str:
-    if replica.version != model.deployment.version:
-        return f"version {model.deployment.version} replaces it"
-    return f"the target is {model.decision.target} replicas: {model.decision.reason}"
+def _scale_down_reason(part: _Part, replica: ReplicaLifecycle) -> str:
+    if replica.version != part.deployment.version:
+        return f"version {part.deployment.version} replaces it"
+    return f"the target is {part.decision.target} replicas: {part.decision.reason}"

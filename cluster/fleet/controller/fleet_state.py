@@ -182,12 +182,27 @@ class Demand:
     Attributes:
         num_requests, num_tokens: the requests that arrived since the last report.
         num_waiting, num_waiting_tokens: the requests that wait for a replica now.
+        num_prefill_tokens: those of `num_tokens` that were sent to replicas which compute prompts for others.
     """
 
     num_requests: int = 0
     num_tokens: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0
+    num_prefill_tokens: int = 0
+
+    def of_role(self, role: str) -> Demand:
+        """Return what the autoscaler of the replicas of a role is to see."""
+        # A gateway of an earlier release sends a demand without the last field, which unpickling leaves out.
+        num_prefill_tokens = getattr(self, "num_prefill_tokens", 0)
+        if role == "prefill":
+            return Demand(int(num_prefill_tokens > 0), num_prefill_tokens)
+        return Demand(
+            self.num_requests,
+            max(0, self.num_tokens - num_prefill_tokens),
+            self.num_waiting,
+            self.num_waiting_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

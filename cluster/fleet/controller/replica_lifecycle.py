@@ -65,7 +65,7 @@ class ReplicaLifecycle:
     """One replica, from `launch` or `adopt` on. For one event loop.
 
     Attributes:
-        model, version: of its deployment, which computes them: 0.4 ms, in each step of the controller.
+        model, role, version: of its deployment, which computes them: 0.4 ms, in each step of the controller.
         started_at: when this object was made.
         ready_at: when its canary passed; None before that.
         drain_by: when the replica must drain at the latest; None if it may stay.
@@ -76,7 +76,7 @@ class ReplicaLifecycle:
     def __init__(self, replica_id: str, deployment: Deployment, context: LifecycleContext) -> None:
         self.replica_id = replica_id
         self.deployment = deployment
-        self.model, self.version = deployment.name, deployment.version
+        self.model, self.role, self.version = deployment.name, deployment.engine.role, deployment.version
         self.started_at = context.clock()
         self.state = ReplicaState.STARTING
         self.reason = ""

@@ -157,7 +157,7 @@ class ControllerSync:
         """Serve the deployment, or update the model that is served already."""
         reachable = [entry for entry in state.replicas_of(deployment.name) if entry.record is not None]
         model = self._synced.get(deployment.name)
-        if model is None or _must_switch(model.version, deployment.version, reachable):
+        if model is None or _must_switch(model.version, deployment, reachable):
             try:
                 config, tokenizer = await asyncio.to_thread(_read_model, deployment)
             except QuireError as error:
@@ -172,7 +172,7 @@ class ControllerSync:
             )
             self._models.add(served)
         _limit_to_smallest_replica(model.served, reachable)
-        model.served.scales_from_zero = deployment.limits.min_replicas == 0
+        model.served.scales_from_zero = deployment.min_replicas == 0
         self._models.notify_change()
 
     def _retire_deleted(self, state: FleetState) -> None:
@@ -247,10 +247,12 @@ class ControllerSync:
             self._report_due.clear()
 
 
-def _must_switch(served_version: str, version: str, reachable: Iterable[ReplicaEntry]) -> bool:
+def _must_switch(served_version: str, deployment: Deployment, reachable: Iterable[ReplicaEntry]) -> bool:
     """Return whether to serve a new version: once a replica of it is ready, or if no replica is ready at all."""
+    if served_version == deployment.version:
+        return False
     ready_versions = {entry.version for entry in reachable if entry.state is ReplicaState.READY}
-    return served_version != version and (version in ready_versions or not ready_versions)
+    return not ready_versions or any(part.version in ready_versions for part in deployment.parts)
 
 
 def _limit_to_smallest_replica(served: ServedModel, reachable: Iterable[ReplicaEntry]) -> None:
@@ -346,12 +348,11 @@ def _replica_to_message(entry: ReplicaEntry) -> admin_pb2.Replica:
 
 
 def _deployment_to_message(entry: DeploymentEntry) -> admin_pb2.DeploymentStatus:
-    limits = entry.deployment.limits
     return admin_pb2.DeploymentStatus(
         model=entry.deployment.name,
         version=entry.deployment.version,
-        min_replicas=limits.min_replicas,
-        max_replicas=limits.max_replicas,
+        min_replicas=entry.deployment.min_replicas,
+        max_replicas=entry.deployment.max_replicas,
         target_replicas=entry.target,
         reason=entry.reason,
         problem=entry.problem,

@@ -360,7 +360,7 @@ class Planner:
                 break
             places = placement.places_for(sequence)
             if state.rows.num_free and places and places[0].has_room:
-                if state.kv_moves.begin(sequence, builder.now):
+                if state.kv_moves.begin(sequence, builder.now, len(state.running)):
                     state.waiting.park(sequence)
                     continue
                 num_cached_tokens = sequence.num_host_tokens or places[0].num_cached_tokens
@@ -403,7 +403,7 @@ class Planner:
 
     def _unpark(self, now: float) -> None:
         """Let sequences whose adapter is ready, or whose blocks were read, wait in order again."""
-        for sequence in (*self._state.kv_moves.take_ready(), *self._state.blocks.stored.unpark(now)):
+        for sequence in (*self._state.kv_moves.take_ready(now), *self._state.blocks.stored.unpark(now)):
             self._state.waiting.unpark(sequence)
         if self._state.lora is not None:
             for sequence in self._state.lora.unpark():

@@ -7,13 +7,14 @@ missing, which is computed.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable
 
 from ....proto.config import EngineConfig
 from ....proto.kv_layout import KvLayout, layout_of
-from ....proto.kv_transfer import KvFailure, KvOffer, KvOrders, KvReport, KvReportKind
+from ....proto.kv_transfer import PULL_OVERHEAD_S, KvFailure, KvOffer, KvOrders, KvReport, KvReportKind
 from ...kv.block_manager import BlockManager
 from ...kv.leases import LEASE_S, MAX_LEASES
 from ...kv.pulls import Pull
@@ -27,8 +28,8 @@ SLOWEST_BYTES_PER_S = 50e6
 REPORT_SLACK_S = 2.0
 # Until a pull has been measured: what a busy host copies.
 FIRST_BYTES_PER_S = 500e6
-# Cost of a pull whatever its length: two plans, and the messages between the ranks.
-PULL_OVERHEAD_S = 0.02
+# A lower rate is doubled after this time without a pull: otherwise one slow read would prevent all others.
+RETRY_S = 10.0
 
 
 class NoKvMoves:
@@ -36,6 +37,8 @@ class NoKvMoves:
 
     kv_layout = b""
     num_kv_leases = num_kv_offers = num_kv_pulls = num_kv_pulled_tokens = num_kv_pulled_bytes = 0
+    num_kv_recomputed_tokens = 0
+    kv_pull_bytes_per_s = kv_token_bytes = 0.0
     num_kv_failures: tuple[int, ...] = ()
     must_order = False
 
@@ -44,10 +47,10 @@ class NoKvMoves:
     ) -> KvOffer | None:
         return None
 
-    def begin(self, sequence: Sequence, now: float) -> bool:
+    def begin(self, sequence: Sequence, now: float, num_running: int) -> bool:
         return False
 
-    def take_ready(self) -> list[Sequence]:
+    def take_ready(self, now: float) -> list[Sequence]:
         return []
 
     def on_start(self, sequence: Sequence) -> None:
@@ -78,6 +81,8 @@ class KvMoves:
     Attributes:
         num_kv_pulls, num_kv_pulled_tokens, num_kv_pulled_bytes: of pulls that brought blocks; the bytes are those of
             the rank that read most.
+        num_kv_recomputed_tokens: tokens that were to be pulled, and were not.
+        kv_pull_bytes_per_s: recent rate of the slowest rank.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager, costs: CostModel) -> None:
@@ -88,10 +93,12 @@ class KvMoves:
         self._pull_of: dict[
             int, Pull
         ] = {}  # seq_id |-> the pull whose blocks it waits for, or is to start with
-        self._parked: set[int] = set()  # seq_ids of those that wait
+        self._parked: dict[int, float] = {}  # seq_id of one that waits |-> since when
         self._ready: list[Sequence] = []
-        self._bytes_per_s = FIRST_BYTES_PER_S
+        self.kv_pull_bytes_per_s = FIRST_BYTES_PER_S
+        self._measured_at = -math.inf  # or doubled
         self.num_kv_pulls = self.num_kv_pulled_tokens = self.num_kv_pulled_bytes = 0
+        self.num_kv_recomputed_tokens = 0
         self._failures: Counter[KvFailure] = Counter()
 
     @property
@@ -111,6 +118,11 @@ class KvMoves:
     def num_kv_failures(self) -> tuple[int, ...]:
         """Pulls that lacked some or all of their blocks, by reason, in the order of KvFailure."""
         return tuple(self._failures[reason] for reason in KvFailure) if self._failures else ()
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes that a rank reads for a token of all cache groups."""
+        return sum(self._block_bytes) / self._blocks.block_size
 
     @property
     def must_order(self) -> bool:
@@ -156,8 +168,12 @@ class KvMoves:
 
     # The replica that a sequence comes to
 
-    def begin(self, sequence: Sequence, now: float) -> bool:
-        """Begin to pull the blocks of a sequence that is about to start; return whether it has to wait for them."""
+    def begin(self, sequence: Sequence, now: float, num_running: int) -> bool:
+        """Begin to pull the blocks of a sequence that is about to start; return whether it has to wait for them.
+
+        Args:
+            num_running: other sequences, which computing its tokens would delay.
+        """
         offer, sequence.kv = sequence.kv, None
         if offer is None or not self._fits(sequence, offer):
             return False
@@ -165,16 +181,20 @@ class KvMoves:
         wanted = [
             (group, index, int(offer.block_ids[group * offer.num_blocks + index])) for group, index in lacking
         ]
-        if not wanted or any(not source for _, _, source in wanted) or not self._pays(wanted):
-            return False
-        if len(wanted) + len(cached) > self._blocks.num_free_in(0):
+        is_lent = all(source for _, _, source in wanted)
+        has_room = len(wanted) + len(cached) <= self._blocks.num_free_in(0)
+        if not (wanted and is_lent and has_room and self._pays(wanted, num_running)):
+            # The ranks release the lease when the pull ends.
+            self._blocks.pulls.cancel(
+                self._blocks.pulls.begin(sequence, offer, [], [], now, MIN_PULL_TIMEOUT_S)
+            )
             return False
         timeout_s = MIN_PULL_TIMEOUT_S + self._num_bytes(wanted) / SLOWEST_BYTES_PER_S
         pull = self._blocks.pulls.begin(
             sequence, offer, wanted, cached, now + timeout_s + REPORT_SLACK_S, timeout_s
         )
         self._pull_of[sequence.seq_id] = pull
-        self._parked.add(sequence.seq_id)
+        self._parked[sequence.seq_id] = now
         return True
 
     def _fits(self, sequence: Sequence, offer: KvOffer) -> bool:
@@ -190,22 +210,28 @@ class KvMoves:
         sequence.block_digests = self._blocks.digests_of(sequence, sequence.token_ids, num_blocks)
         return sequence.block_digests[-1] == offer.digest
 
-    def _pays(self, wanted: list[tuple[int, int, int]]) -> bool:
-        """Return whether reading the blocks is expected to be faster than computing their tokens."""
+    def _pays(self, wanted: list[tuple[int, int, int]], num_running: int) -> bool:
+        """Return whether reading the blocks is expected to cost less time than computing their tokens.
+
+        The steps that compute them delay the running sequences too; a read delays nobody else.
+        """
         rate = self._costs.prefill_tokens_per_s
         if rate <= 0:
             return True
         num_tokens = len({index for _, index, _ in wanted}) * self._blocks.block_size
-        return PULL_OVERHEAD_S + self._num_bytes(wanted) / self._bytes_per_s < num_tokens / rate
+        return PULL_OVERHEAD_S + self._num_bytes(wanted) / self.kv_pull_bytes_per_s < (
+            (1 + num_running * self._costs.prefill_delay) * num_tokens / rate
+        )
 
     def _num_bytes(self, wanted: list[tuple[int, int, int]]) -> int:
         """Return the bytes that each rank reads."""
         return sum(self._block_bytes[group] for group, _, _ in wanted)
 
-    def take_ready(self) -> list[Sequence]:
+    def take_ready(self, now: float) -> list[Sequence]:
         """Return the sequences that need not wait any more."""
         ready, self._ready = self._ready, []
-        self._parked.difference_update(sequence.seq_id for sequence in ready)
+        for sequence in ready:
+            sequence.transfer_s += now - self._parked.pop(sequence.seq_id, now)
         return ready
 
     def on_start(self, sequence: Sequence) -> None:
@@ -217,7 +243,7 @@ class KvMoves:
     def discard(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
         self._ready = [each for each in self._ready if each is not sequence]
-        self._parked.discard(sequence.seq_id)
+        self._parked.pop(sequence.seq_id, None)
         self.on_start(sequence)
 
     def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
@@ -227,7 +253,7 @@ class KvMoves:
                 case KvReportKind.SERVES:
                     self._on_serving(report)
                 case KvReportKind.PULLED:
-                    self._on_pulled(report)
+                    self._on_pulled(report, now)
                 case KvReportKind.RENEWED:
                     self._blocks.leases.renew(report.number, now)
                 case KvReportKind.RELEASED:
@@ -238,7 +264,7 @@ class KvMoves:
         if len(self._serving) == self._config.parallel.tensor_parallel_size:
             self._layout = layout_of(self._config, 0, self._serving[0].weights).whole
 
-    def _on_pulled(self, report: KvReport) -> None:
+    def _on_pulled(self, report: KvReport, now: float) -> None:
         pulls = self._blocks.pulls
         pull = pulls.get(report.number)
         if pull is None or report.rank not in pull.reading:
@@ -248,7 +274,7 @@ class KvMoves:
         pull.num_bytes, pull.seconds = max((pull.num_bytes, pull.seconds), (report.num_bytes, report.seconds))
         if not pulls.note_read(pull, report.rank):
             return
-        self._count(pull)
+        self._count(pull, now)
         sequence = pull.sequence
         if sequence is None:
             pulls.release(pull)
@@ -257,21 +283,33 @@ class KvMoves:
         self.num_kv_pulled_tokens += self._blocks.block_size * len({each.index for each in pull.complete})
         self._ready.append(sequence)
 
-    def _count(self, pull: Pull) -> None:
+    def _count(self, pull: Pull, now: float) -> None:
         if pull.complete:
             self.num_kv_pulls += 1
             self.num_kv_pulled_bytes += pull.num_bytes
         if pull.failed:
             self._failures[KvFailure(pull.problem.partition(":")[0])] += 1
+            self._count_recomputed(pull, pull.failed)
         if pull.seconds > 0 and pull.num_bytes > 0:
-            self._bytes_per_s += 0.5 * (pull.num_bytes / pull.seconds - self._bytes_per_s)
+            weight = 0.5 if math.isfinite(self._measured_at) else 1.0  # the first rate was assumed
+            self.kv_pull_bytes_per_s += weight * (pull.num_bytes / pull.seconds - self.kv_pull_bytes_per_s)
+            self._measured_at = now
+
+    def _count_recomputed(self, pull: Pull, places: Iterable[int]) -> None:
+        """Count the tokens of blocks that are computed instead."""
+        lacking = {pull.targets[place].index for place in places}
+        self.num_kv_recomputed_tokens += self._blocks.block_size * len(lacking)
 
     def expire(self, now: float, fence_step: int | None) -> None:
         """End leases and pulls whose deadline has passed."""
         self._blocks.leases.expire(now, fence_step)
+        if self.kv_pull_bytes_per_s < FIRST_BYTES_PER_S and now - self._measured_at >= RETRY_S:
+            self.kv_pull_bytes_per_s = min(2 * self.kv_pull_bytes_per_s, FIRST_BYTES_PER_S)
+            self._measured_at = now
         for pull in self._blocks.pulls:
             if pull.sequence is not None and pull.reading and now >= pull.deadline:
                 self._failures[KvFailure.TIMEOUT] += 1
+                self._count_recomputed(pull, range(len(pull.targets)))
                 self._ready.append(pull.sequence)
                 self.on_start(pull.sequence)
 
@@ -301,4 +339,4 @@ def make_kv_moves(config: EngineConfig, blocks: BlockManager, costs: CostModel) 
     cache = config.cache
     is_whole = config.parallel.num_kv_partitions == config.parallel.pipeline_parallel_size == 1
     can_move = is_whole and cache.prefix_caching and not config.model.has_states
-    return KvMoves(config, blocks, costs) if cache.kv_transfer and can_move else NoKvMoves()
+    return KvMoves(config, blocks, costs) if cache.moves_kv and can_move else NoKvMoves()

@@ -88,10 +88,14 @@ class CostModel:
     Attributes:
         swap_blocks_per_s: blocks that move between device and host memory per second, each way.
         prefill_tokens_per_s: tokens computed per second in steps full of prompt tokens; 0 until measured.
+        decode_step_s: time of a step without prompt tokens; 0 until measured.
+        max_num_batched_tokens: tokens of a full step.
     """
 
     swap_blocks_per_s: float
     prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    max_num_batched_tokens: int = 1
     _num_launched_tokens: int = 0
     _launched_s: float = 0.0
 
@@ -115,6 +119,22 @@ class CostModel:
         self._num_launched_tokens, self._launched_s = 0, 0.0
         old = self.prefill_tokens_per_s
         self.prefill_tokens_per_s = rate if old == 0.0 else 0.9 * old + 0.1 * rate
+
+    def observe_decode(self, seconds: float) -> None:
+        """Record that a step without prompt tokens took `seconds`; the average gives it weight 0.1."""
+        old = self.decode_step_s
+        self.decode_step_s = seconds if old == 0.0 else 0.9 * old + 0.1 * seconds
+
+    @property
+    def prefill_delay(self) -> float:
+        """Return the share of a prompt's time by which it delays a running sequence; 1 until it is measured.
+
+        Steps full of prompt tokens take the place of as many steps without, which would have taken time as well.
+        """
+        if self.prefill_tokens_per_s <= 0 or self.decode_step_s <= 0:
+            return 1.0
+        full_step_s = self.max_num_batched_tokens / self.prefill_tokens_per_s
+        return max(0.0, 1.0 - self.decode_step_s / full_step_s)
 
     def swap_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
         """Compare a swap out and in with recomputing the tokens (as in Kwon et al., SOSP 2023)."""

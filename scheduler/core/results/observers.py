@@ -41,7 +41,7 @@ class TimeObserver:
 
 
 class CostObserver:
-    """Updates the cost model from steps full of prompt tokens.
+    """Updates the cost model from steps full of prompt tokens, and from steps without any.
 
     A step of few tokens takes as long as one of many, so it does not show how fast prompts are computed.
     """
@@ -50,9 +50,11 @@ class CostObserver:
         self._costs, self._max_num_tokens = state.costs, state.config.scheduler.max_num_batched_tokens
 
     def observe(self, step: InFlightStep, result: StepResult, now: float) -> None:
+        seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
         if 2 * step.num_prompt_tokens >= self._max_num_tokens or self._costs.has_launched:
-            seconds = sum(result.stage_times.get(stage, 0.0) for stage in ("forward", "sample"))
             self._costs.observe(step.num_tokens, seconds, is_done=step.has_results)
+        elif not step.num_prompt_tokens:
+            self._costs.observe_decode(seconds)
 
 
 class SuspectObserver:

@@ -97,7 +97,21 @@ class ResultProcessor:
             self._detect_repetitions(rows, token_ids)
             self._append(rows, token_ids)
             finished = self._finish_sequences(rows, token_ids, self._at_eos(rows, token_ids), now)
-        return outgoing + self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
+        outgoing += self._token_batches(step.step_id, rows, token_ids, logprobs, finished)
+        self._hand_off_prefilled(rows, now)
+        return outgoing
+
+    def _hand_off_prefilled(self, rows: RowArray, now: float) -> None:
+        """Let sequences leave of which another replica computes all but the first token.
+
+        Their ends go through the outbox, which is sent after the tokens. One whose blocks cannot be lent stays.
+        """
+        if not self._state.num_prefill_only:
+            return
+        for row in rows.tolist():
+            sequence = self._state.running.get(row)
+            if sequence is not None and sequence.prefill_only:
+                self._state.hand_off_prefilled(sequence, now)
 
     def due_step(self, result: StepResult) -> InFlightStep:
         """Return the step of a result. Raises ProtocolError if the result of another one is due."""

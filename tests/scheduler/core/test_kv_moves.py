@@ -97,6 +97,68 @@ def test_sequence_continues_on_the_blocks_that_it_brings() -> None:
     assert source.scheduler.blocks.num_held_blocks == 0
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_prefill_only_sequence_leaves_with_its_first_token(steps_in_flight: int) -> None:
+    network = FakeKvNetwork()
+    source, target = make_replica(network, "a", role="prefill"), make_replica(network, "b", role="decode")
+    source.add(1, PROMPT, max_tokens=20, prefill_only=True)
+    for _ in range(steps_in_flight - 1):
+        source.plan()
+    while 1 not in source.moved:
+        source.step()
+    assert source.outputs[1] == oracle(PROMPT, 20)[:1]
+    assert source.moved[1].kv is not None
+    source.step()  # the ranks learn of the lease
+    arrive(source, target)
+    target.step()
+    peer_of(target).read(1)
+    target.now += 0.5
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    assert target.finishes[1].timings.transfer_s == 0.5
+    assert source.scheduler._state.num_prefill_only == 0
+
+
+def test_prefill_only_sequence_stays_where_its_blocks_cannot_be_lent() -> None:
+    alone = Driver(small_config())
+    alone.add(1, PROMPT, max_tokens=20, prefill_only=True)
+    alone.run()
+    assert alone.outputs[1] == oracle(PROMPT, 20)
+    assert not alone.moved
+
+
+def test_all_outputs_of_a_prompt_leave_and_continue() -> None:
+    _, source, target = pair()
+    source.add(1, PROMPT, max_tokens=12, prefill_only=True, n=3, temperature=1.0, seed=5)
+    alone = Driver(small_config())
+    alone.add(1, PROMPT, max_tokens=12, n=3, temperature=1.0, seed=5)
+    alone.run()
+    while len(source.moved) < 3:
+        source.step()
+    source.step()
+    for handle in (1, 2, 3):
+        target.outputs[handle] = []
+        target.add(
+            handle, PROMPT, max_tokens=12, temperature=1.0, seed=5 + handle - 1,
+            generated=source.outputs[handle], kv=source.moved[handle].kv,
+        )  # fmt: skip
+    target.step()
+    for pull_id in (1, 2, 3):
+        peer_of(target).read(pull_id)
+    target.run()
+    for handle in (1, 2, 3):
+        assert source.outputs[handle] + target.outputs[handle] == alone.outputs[handle]
+
+
+def test_prefill_only_sequence_may_end_with_its_first_token() -> None:
+    _, source, _ = pair()
+    source.add(1, PROMPT, max_tokens=1, prefill_only=True)
+    source.run()
+    assert source.outputs[1] == oracle(PROMPT, 1)
+    assert not source.moved
+    assert source.scheduler.kv_moves.num_kv_leases == 0
+
+
 def test_lease_that_nobody_renews_ends() -> None:
     _, source, target = pair()
     leave_after(source, 6)
