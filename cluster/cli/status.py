@@ -134,7 +134,9 @@ def _describe(replica: ReplicaInfo) -> list[RenderableType]:
     from rich.text import Text
 
     title = Text.assemble(
-        Text(replica.replica_id, "bold"), f"  {replica.model}  {replica.version}  ", _state(replica)
+        Text(replica.replica_id, "bold"),
+        f"  {replica.model}  {replica.version}  {_role(replica)}",
+        _state(replica),
     )
     if not replica.num_steps and not replica.ranks:  # the replica did not answer
         return [title]
@@ -167,6 +169,22 @@ def _stored(kv: KvCacheInfo) -> str:
     )
 
 
+def _role(replica: ReplicaInfo) -> str:
+    return "" if replica.role in ("", "both") else f"{replica.role}  "
+
+
+def _failed_pulls(kv: KvCacheInfo) -> str:
+    """Return how many pulls failed, why, and what was computed instead."""
+    from ...proto.kv_transfer import KvFailure
+
+    counts = zip(KvFailure, kv.num_kv_failures, strict=False)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in counts if count)
+    failed = f"{sum(kv.num_kv_failures)} in vain"
+    return (
+        f"{failed} ({reasons}), {kv.num_kv_recomputed_tokens} tokens computed instead" if reasons else failed
+    )
+
+
 def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     kv, queue = replica.kv, replica.queue
     fullest = f", {kv.fullest_kv_use:.0%} of the fullest rank's" if kv.is_uneven else ""
@@ -176,8 +194,8 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     )
     moves = (
         f"{kv.num_kv_offers} sequences left with their blocks, {kv.num_kv_leases} of these held; {kv.num_kv_pulls} "
-        f"came from other replicas with theirs ({kv.num_kv_pulled_tokens} tokens, {kv.num_kv_pulled_bytes} bytes), "
-        f"{sum(kv.num_kv_failures)} in vain"
+        f"came from other replicas with theirs ({kv.num_kv_pulled_tokens} tokens, {kv.num_kv_pulled_bytes} bytes, "
+        f"{kv.kv_pull_bytes_per_s / 1e6:,.0f} MB/s), {_failed_pulls(kv)}"
     )
     return [
         (

@@ -151,7 +151,9 @@ def _sparkline(traffic: TrafficInfo) -> Text:
 
 def _replica(replica: ReplicaInfo, blocks: BlockMapInfo | None, width: int) -> list[RenderableType]:
     title = Text.assemble(
-        (replica.replica_id, "bold"), f"  {replica.model} {replica.version}  ", _state(replica)
+        (replica.replica_id, "bold"),
+        f"  {replica.model} {replica.version}  {_role(replica)}",
+        _state(replica),
     )
     if not replica.kv.num_blocks:  # it has not answered yet
         return [title]
@@ -174,11 +176,20 @@ def _replica(replica: ReplicaInfo, blocks: BlockMapInfo | None, width: int) -> l
         )
     if kv.stores_blocks:
         used += f"; files {kv.num_disk_blocks} blocks on disk, {kv.num_shared_blocks} shared"
+    if kv.num_kv_offers or kv.num_kv_pulls or kv.num_kv_failures:
+        used += (
+            f"; KV of {kv.num_kv_pulls} sequences came, of {kv.num_kv_offers} left ({kv.num_kv_leases} held), "
+            f"{kv.kv_pull_bytes_per_s / 1e6:,.0f} MB/s, {sum(kv.num_kv_failures)} in vain"
+        )
     ranks = "   ".join(f"rank {rank.rank} {rank.device} {rank.node} {rank.stage}" for rank in replica.ranks)
     parts: list[RenderableType] = [title, Text(figures), Text(used)]
     if blocks is not None:
         parts.append(block_map_text(blocks, width))
     return [*parts, Text(ranks, "dim")]
+
+
+def _role(replica: ReplicaInfo) -> str:
+    return "" if replica.role in ("", "both") else f"{replica.role}  "
 
 
 def _state(replica: ReplicaInfo) -> Text:

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from fake_kv_peer import FakeKvNetwork, FakeKvPeer
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
@@ -21,7 +22,7 @@ from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchSt
 from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.cluster.fleet.replica.supervised_replica import LiveReplica
 from quire.proto.errors import QuireError, ReplicaUnavailable
-from quire.proto.step import StepResult
+from quire.proto.step import StepPlan, StepResult
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
@@ -48,22 +49,39 @@ class SlowWorkers(FakeWorkerGroup):
             raise self.step_error
         return super().gather(timeout_s)
 
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if self.kv_peer is None:
+            return result
+        for pull_id in list(self.kv_peer.pulls):
+            self.kv_peer.read(pull_id)
+        # The times that are reported: chunks of prompts delay those that generate.
+        return replace(result, stage_times={"forward": self.step_s * (1.0 if plan.chunk_rows.size else 0.1)})
+
     def check(self) -> None:
         if self.error is not None:
             raise self.error
 
 
 class FakeReplica:
-    """See `supervised_replica.LiveReplica`."""
+    """See `supervised_replica.LiveReplica`.
 
-    def __init__(self, record: ReplicaRecord, num_blocks: int) -> None:
+    Args:
+        role: of the replica. Its KV travels over the network, unless it computes whole requests.
+    """
+
+    def __init__(
+        self, record: ReplicaRecord, num_blocks: int, role: str = "both", network: FakeKvNetwork | None = None
+    ) -> None:
         config = small_config(
-            num_blocks=num_blocks, block_size=16, max_model_len=512, max_num_batched_tokens=64
+            num_blocks=num_blocks, block_size=16, max_model_len=512, max_num_batched_tokens=64, role=role
         )
         self.record = record
         self.failure: Future[QuireError | None] = Future()
         self._is_closed = False
-        self.group = SlowWorkers(config)
+        group = self.group = SlowWorkers(config)
+        if network is not None and role != "both":
+            group.kv_peer = FakeKvPeer(network, record.replica_id, lambda: group.kv)
         self._mailbox = ZmqMailbox(record.endpoint)
         self._loop = StepLoop(Scheduler(config), self.group, self._mailbox, record.replica_id)
         self._thread = threading.Thread(target=self._run, name=record.replica_id, daemon=True)
@@ -129,6 +147,7 @@ class FakeLauncher:
         self.notices: dict[str, Future[float]] = {}
         self.removed: list[str] = []
         self._num_blocks = num_blocks
+        self._network = FakeKvNetwork()
         self._nodes = itertools.count()
         self._directory = tempfile.TemporaryDirectory(prefix="quire-")
         self._changed = threading.Condition()
@@ -155,7 +174,7 @@ class FakeLauncher:
                 pids=(1,),
             )
             replica = self._live[replica_id] = self.launched[replica_id] = FakeReplica(
-                record, self._num_blocks
+                record, self._num_blocks, deployment.engine.role, self._network
             )
             return replica
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
@@ -21,8 +23,10 @@ class FakeKvNetwork:
         peers: endpoint |-> its peer; endpoints of earlier lives are gone.
         verifies: readers verify the lease and the checksum after the read, as real ones do.
         tears: a read takes the blocks while the owner writes to them.
+        lock: held by a read, and by ranks that apply orders: each replica may have a thread of its own.
     """
 
+    lock: ClassVar = threading.RLock()
     peers: dict[str, FakeKvPeer] = field(default_factory=dict)
     verifies: bool = True
     tears: bool = False
@@ -61,7 +65,10 @@ class FakeKvPeer:
 
     def apply(self, orders: KvOrders | None) -> tuple[KvReport, ...]:
         """Carry out a plan's orders, in the order of a real rank; return the reports."""
-        orders = orders or KvOrders()
+        with self._network.lock:
+            return self._apply(orders or KvOrders())
+
+    def _apply(self, orders: KvOrders) -> tuple[KvReport, ...]:
         for generation in orders.revoked.tolist():
             self.leases.pop(generation, None)
         for grant in orders.grants:
@@ -80,6 +87,10 @@ class FakeKvPeer:
 
     def read(self, pull_id: int) -> None:
         """Read all blocks of a pull."""
+        with self._network.lock:
+            self._read(pull_id)
+
+    def _read(self, pull_id: int) -> None:
         pull = self.pulls.pop(pull_id)
         owner = self._network.peers.get(pull.endpoints[0])
         if owner is None:

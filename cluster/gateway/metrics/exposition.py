@@ -102,6 +102,7 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
     samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
     if status.num_host_blocks:
         samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
+    samples.add_counts(of_replicas.REPLICA_ROLE, labels, {str(status.role): 1})
     if status.kv_layout or status.num_kv_offers:
         _collect_kv_moves(samples, labels, status)
     if status.num_state_slots:

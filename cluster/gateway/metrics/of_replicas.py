@@ -114,6 +114,11 @@ REPLICA_READY = gauge(
     "1 if the gateway sends the replica requests: it answers, and a canary token came through all ranks.",
     labels=OF_REPLICA,
 )
+REPLICA_ROLE = gauge(
+    "quire_replica_role",
+    "Always 1; the label is the part of a request that the replica computes: both, prefill or decode.",
+    labels=(*OF_REPLICA, "role"),
+)
 REPLICA_DRAINING = _gauge("draining", "quire_replica_draining", "1 while the replica drains.")
 REPLICA_SILENCE = gauge(
     "quire_replica_silence_seconds",
@@ -185,6 +190,19 @@ KV_PULLED_BYTES = _moved(
     "num_kv_pulled_bytes",
     "quire_kv_pulled_bytes",
     "Bytes of KV read from other replicas by the rank that read most.",
+    "bytes",
+)
+KV_RECOMPUTED_TOKENS = _moved(
+    counter,
+    "num_kv_recomputed_tokens",
+    "quire_kv_recomputed_tokens",
+    "Tokens that were computed although another replica had lent their blocks.",
+)
+KV_PULL_RATE = _moved(
+    gauge,
+    "kv_pull_bytes_per_s",
+    "quire_kv_pull_rate",
+    "Bytes per second at which a rank reads the blocks of another replica, as last measured.",
     "bytes",
 )
 KV_PULL_FAILURES = counter(

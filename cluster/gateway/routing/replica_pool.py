@@ -14,15 +14,16 @@ import numpy as np
 
 from ....proto.digests import make_root, prefix_hashes
 from ....proto.errors import Overloaded, QuireError, ReplicaUnavailable
-from ....proto.replica_status import Activity, ReplicaStatus
+from ....proto.replica_status import Activity, ReplicaRole, ReplicaStatus
 from ....proto.stream import CacheQuery, CacheReport, RecalledOutput, best_outputs
 from ...fleet.controller.fleet_state import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.event_loop import ChangeNotifier, run_in_background
 from ...text.requests.request import Request
+from .prefill_split import PromptAt, SplitEstimate, estimate_split
 from .registries import LoraRegistry, WeightsRegistry
-from .request_migration import MigratingRequest, MoveListener, ignore_move
+from .request_migration import MigratingRequest, MoveListener, Placement, Stage, ignore_move
 from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
@@ -82,6 +83,12 @@ class _Member:
         status = self.client.latest_status
         return not self.held_by and (status is None or not status.is_paused)
 
+    @property
+    def is_for_prefill(self) -> bool:
+        """Return whether it computes prompts for other replicas."""
+        status = self.client.latest_status
+        return status is not None and status.role is ReplicaRole.PREFILL
+
     def needs_proof(self, patience_s: float) -> bool:
         """Return whether the replica is idle, and no step of it is known for `patience_s`."""
         status = self.client.latest_status
@@ -138,10 +145,11 @@ class ReplicaPool:
         self._explain_unavailable = explain_unavailable
         self._members: dict[str, _Member] = {}
         self._clients: dict[str, ReplicaClient] = {}  # replaced, not changed: it is read across awaits
-        self._router = Router(block_size)
+        self._router = Router(block_size)  # of whole requests
+        self._prefill_router = Router(block_size)  # of prompts, among the replicas with that role
         self.adapters = LoraRegistry(model)
         self.weights = WeightsRegistry()
-        self._num_arrived_requests = self._num_arrived_tokens = 0
+        self._num_arrived_requests = self._num_arrived_tokens = self._num_prefill_tokens = 0
         self._num_waiting = self._num_waiting_tokens = 0
         self._changes = ChangeNotifier()
         self._closing: set[asyncio.Task[None]] = set()
@@ -216,7 +224,8 @@ class ReplicaPool:
         """Close the client of a replica that has ended or will end; its running requests move to other replicas."""
         member = self._members.pop(replica_id)
         self._clients = {name: client for name, client in self._clients.items() if name != replica_id}
-        self._router.remove_replica(replica_id)
+        for router in (self._router, self._prefill_router):
+            router.remove_replica(replica_id)
         self.weights.forget(member.client)
         closing = run_in_background(self._close_member(member, reason), f"closing the client of {replica_id}")
         self._closing.add(closing)
@@ -265,31 +274,83 @@ class ReplicaPool:
     def collect_demand(self) -> Demand:
         """Return the requests that arrived since the last call, and those that wait now."""
         demand = Demand(
-            self._num_arrived_requests, self._num_arrived_tokens, self._num_waiting, self._num_waiting_tokens
+            self._num_arrived_requests,
+            self._num_arrived_tokens,
+            self._num_waiting,
+            self._num_waiting_tokens,
+            self._num_prefill_tokens,
         )
-        self._num_arrived_requests = self._num_arrived_tokens = 0
+        self._num_arrived_requests = self._num_arrived_tokens = self._num_prefill_tokens = 0
         return demand
 
-    def choose(self, request: Request) -> ReplicaClient | None:
+    def choose(self, request: Request, stage: Stage = Stage.RESUMES) -> Placement | None:
         if not self.is_ready:
             return None
         hashes = self._hashes(request) if len(self._members) > 1 else []  # no hashing for a choice of one
-        member = self._choose_member(hashes, request.salt)
+        member = self._choose_whole(hashes, request.salt)
         if member is None:  # some take requests again since their last status
             for each in self._members.values():
                 self._update_load(each)
-            member = self._choose_member(hashes, request.salt)
+            member = self._choose_whole(hashes, request.salt)
         assert member is not None, "the pool is ready, and no replica takes requests"
-        replica_id = member.client.replica_id
-        num_cached_tokens = self._block_size * self._router.num_cached_blocks(replica_id, hashes)
-        self._router.record_submit(replica_id, hashes)
-        member.num_sent_tokens += len(request.prompt_token_ids) - num_cached_tokens
-        self._update_load(member)
-        return member.client
+        split = self._split(request, hashes, member) if stage is Stage.BEGINS else None
+        if split is not None:
+            helper, estimate = split
+            self._num_prefill_tokens += len(request.prompt_token_ids)
+            self._record(helper, hashes, self._num_uncached(helper, request, hashes))
+            return Placement(helper.client, estimate.patience_s)
+        num_tokens = self._num_uncached(member, request, hashes)
+        # Of a sequence that brings its KV, the last block is computed.
+        self._record(member, hashes, self._block_size if stage is Stage.BRINGS_KV else num_tokens)
+        return Placement(member.client)
 
-    def _choose_member(self, hashes: Sequence[bytes], salt: bytes) -> _Member | None:
+    def _choose_whole(self, hashes: Sequence[bytes], salt: bytes) -> _Member | None:
+        """Return the replica to run a whole request; one for prompts only if no other takes requests."""
+        member = self._choose_member(self._router, hashes, salt)
+        return self._choose_member(self._prefill_router, hashes, salt) if member is None else member
+
+    def _split(
+        self, request: Request, hashes: Sequence[bytes], member: _Member
+    ) -> tuple[_Member, SplitEstimate] | None:
+        """Return the replica that should compute the prompt for `member`; None if `member` should itself."""
+        if member.is_for_prefill or not _may_be_split(request):
+            return None
+        helper = self._choose_member(self._prefill_router, hashes, request.salt)
+        if helper is None:
+            return None
+        own, other = member.client.latest_status, helper.client.latest_status
+        if (
+            own is None
+            or other is None
+            or not own.kv_layout
+            or own.kv_layout != other.kv_layout
+            or not own.kv_token_bytes
+        ):
+            return None
+        estimate = estimate_split(
+            PromptAt.of(own, member.num_sent_tokens, self._num_uncached(member, request, hashes)),
+            PromptAt.of(other, helper.num_sent_tokens, self._num_uncached(helper, request, hashes)),
+            own.kv_pull_bytes_per_s / own.kv_token_bytes,
+        )
+        return (helper, estimate) if estimate is not None and estimate.pays else None
+
+    def _num_uncached(self, member: _Member, request: Request, hashes: Sequence[bytes]) -> int:
+        """Return the prompt tokens that the replica would compute."""
+        num_blocks = self._router_of(member).num_cached_blocks(member.client.replica_id, hashes)
+        return len(request.prompt_token_ids) - self._block_size * num_blocks
+
+    def _record(self, member: _Member, hashes: Sequence[bytes], num_tokens: int) -> None:
+        """Count a request that is sent to a replica, which computes so many tokens of the prompt."""
+        self._router_of(member).record_submit(member.client.replica_id, hashes)
+        member.num_sent_tokens += num_tokens
+        self._update_load(member)
+
+    def _router_of(self, member: _Member) -> Router:
+        return self._prefill_router if member.is_for_prefill else self._router
+
+    def _choose_member(self, router: Router, hashes: Sequence[bytes], salt: bytes) -> _Member | None:
         """Return the router's choice; None if it knows of no replica that takes requests."""
-        while (replica_id := self._router.choose(hashes, salt)) is not None:
+        while (replica_id := router.choose(hashes, salt)) is not None:
             member = self._members[replica_id]
             if member.takes_requests:
                 return member
@@ -303,9 +364,11 @@ class ReplicaPool:
         """
         replica_id = member.client.replica_id
         if self._members.get(replica_id) is member:  # not one that was removed
-            self._router.set_load(replica_id, member.load if member.takes_requests else None)
+            self._router_of(member).set_load(replica_id, member.load if member.takes_requests else None)
 
-    async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
+    async def wait_for_replica(
+        self, request: Request, timeout_s: float | None, stage: Stage = Stage.RESUMES
+    ) -> Placement:
         """See `ReplicaPicker`. Requests that have begun wait even if `max_waiting` requests wait already."""
         wait_s = self.max_wait_s if timeout_s is None else min(timeout_s, self.max_wait_s)
         self._num_waiting += 1
@@ -313,10 +376,10 @@ class ReplicaPool:
         self._on_demand()
         try:
             async with asyncio.timeout(wait_s):
-                while (client := self.choose(request)) is None:
+                while (placement := self.choose(request, stage)) is None:
                     self._check_may_become_ready()
                     await self._changes.wait()
-                return client
+                return placement
         except TimeoutError:
             why = self._explain_unavailable()
             reason = f"no replica of {self.model} was ready in {wait_s:.0f} s" + (f": {why}" if why else "")
@@ -359,7 +422,7 @@ class ReplicaPool:
             self._on_status(member, message)
         elif member.client.replica_id in self._members and message.since in (0, member.cache_version):
             member.cache_version = message.version
-            self._router.apply_report(member.client.replica_id, message)
+            self._router_of(member).apply_report(member.client.replica_id, message)
 
     def _on_status(self, member: _Member, status: ReplicaStatus) -> None:
         """Reset the load estimate, and query the replica's cache unless it is the only replica."""
@@ -444,3 +507,13 @@ class ReplicaPool:
         await asyncio.gather(*member.tasks, return_exceptions=True)
         self._notify_change()
         await member.client.close(reason)
+
+
+def _may_be_split(request: Request) -> bool:
+    """Return whether another replica may continue a request after its first token, with its KV.
+
+    Outputs that are ranked start anew when they move. Images are encoded again where a prompt is continued.
+    """
+    sampling = request.sampling
+    is_ranked = sampling.is_ranked or sampling.beam_width is not None
+    return sampling.max_tokens != 1 and not is_ranked and request.pooling is None and not request.media

@@ -7,9 +7,11 @@ already generated. Sampling is a function of seed and position, so the output is
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum, auto
 from functools import partial
 from operator import add, attrgetter
 from typing import Protocol
@@ -23,6 +25,8 @@ from ...text.requests.observer import MoveCause
 from ...text.requests.request import Request
 from ...text.requests.sequence_update import SequenceUpdate, UpdateQueue
 
+_log = logging.getLogger(__name__)
+
 # After this many replica failures under one request, without a token between, it is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
 
@@ -30,6 +34,30 @@ MAX_FAILED_REPLICAS = 3
 _values_of = attrgetter(*(each.name for each in fields(Timings)))
 
 MoveListener = Callable[[str, MoveCause], None]
+
+
+class Stage(Enum):
+    """Stage of the request that is to be placed.
+
+    BEGINS: nothing of it has begun, and no replica has failed to compute its prompt for another one. RESUMES: it is
+    computed where it is placed. BRINGS_KV: the KV of an output can be read from the replica that it left.
+    """
+
+    BEGINS = auto()
+    RESUMES = auto()
+    BRINGS_KV = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A replica for a request.
+
+    Attributes:
+        prefill_s: the replica is to compute the prompt alone, in this time at most; None for the whole request.
+    """
+
+    client: ReplicaClient
+    prefill_s: float | None = None
 
 
 def ignore_move(replica_id: str, cause: MoveCause) -> None:
@@ -43,11 +71,11 @@ class ReplicaPicker(Protocol):
         """Stop choosing the replica: it drains."""
         ...
 
-    def choose(self, request: Request) -> ReplicaClient | None:
+    def choose(self, request: Request, stage: Stage) -> Placement | None:
         """Return the replica to run the request, or None if none takes requests now."""
         ...
 
-    async def wait_for_replica(self, request: Request, timeout_s: float | None) -> ReplicaClient:
+    async def wait_for_replica(self, request: Request, timeout_s: float | None, stage: Stage) -> Placement:
         """Return the result of `choose` as soon as there is one.
 
         Raises:
@@ -66,6 +94,7 @@ class _Output:
         timings: times at earlier replicas, and of the waits between them.
         num_cached_tokens: the count of the first replica; None before it has counted them.
         kv: its blocks at the replica that it left; None without any, and once another replica has been told.
+        has_run: a replica had it.
     """
 
     since: float
@@ -76,18 +105,23 @@ class _Output:
     num_moves: int = 0
     is_stopped: bool = False
     kv: KvOffer | None = None
+    has_run: bool = False
 
     def place(self, attempt: _Attempt, now: float) -> None:
         """Account for the wait: queueing before the first replica, preemption after it."""
         waited_s = now - self.since
-        waited = Timings(preempted_s=waited_s) if self.num_moves else Timings(queued_s=waited_s)
+        waited = Timings(preempted_s=waited_s) if self.has_run else Timings(queued_s=waited_s)
         self.timings = _add(self.timings, waited)
-        self.attempt, self.since = attempt, now
+        self.attempt, self.since, self.has_run = attempt, now, True
 
     def unplace(self, now: float, spent: Timings) -> None:
         """Account for the time at the replica that the sequence leaves."""
         self.timings = _add(self.timings, spent)
-        self.attempt, self.since = None, now
+        self.attempt, self.since, self.has_run = None, now, True
+
+    def move(self, now: float, spent: Timings) -> None:
+        """Count that the sequence leaves its replica before its time."""
+        self.unplace(now, spent)
         self.num_moves += 1
 
     def merge(self, finish: Finish, num_prompt_tokens: int) -> Finish:
@@ -102,12 +136,17 @@ class _Attempt:
     """Receiver of the sequences that were submitted to one replica together."""
 
     def __init__(
-        self, owner: MigratingRequest, client: ReplicaClient, indices: tuple[int, ...], handles: range
+        self,
+        owner: MigratingRequest,
+        placement: Placement,
+        indices: tuple[int, ...],
+        handles: range,
     ) -> None:
         self._owner = owner
+        self.is_for_prefill = placement.prefill_s is not None
         self._index_of = dict(zip(handles, indices, strict=True))
         self._handle_of = dict(zip(indices, handles, strict=True))
-        self.client = client
+        self.client = placement.client
         self.handles = handles
 
     def put(self, handle: int, update: SequenceUpdate) -> None:
@@ -155,6 +194,8 @@ class MigratingRequest(UpdateQueue):
         # Replicas that failed since something was placed there: every attempt at a replica reports the same failure.
         self._failed_replicas: set[str] = set()
         self._placing: asyncio.Task[None] | None = None
+        self._has_split = False
+        self._lateness: asyncio.TimerHandle | None = None  # of the replica that computes the prompt
         for index, output in (recalled or {}).items():
             self._take_recalled(index, output)
 
@@ -162,8 +203,8 @@ class MigratingRequest(UpdateQueue):
         """Submit the request to a replica, immediately if one is ready."""
         if not self._unplaced():
             return
-        client = self._picker.choose(self._request)
-        if client is None or not self._place(client):
+        placement = self._picker.choose(self._request, self._stage())
+        if placement is None or not self._place(placement):
             self._start_placing()
 
     def stop(self, index: int) -> None:
@@ -179,6 +220,7 @@ class MigratingRequest(UpdateQueue):
     def abort(self) -> None:
         if self._placing is not None:
             self._placing.cancel()
+        self._stop_timer()
         for attempt in dict.fromkeys(output.attempt for output in self._outputs):  # each once, in order
             if attempt is not None:
                 attempt.abort()
@@ -203,6 +245,7 @@ class MigratingRequest(UpdateQueue):
         output.token_ids += update.token_ids
         if update.token_ids:
             self._num_failures = 0
+            self._stop_timer()
         is_moved = finish is not None and finish.reason is FinishReason.MOVED
         is_lost = finish is not None and finish.grpc_status == ReplicaUnavailable.grpc_status
         if finish is None:
@@ -223,34 +266,29 @@ class MigratingRequest(UpdateQueue):
         output.token_ids += token_ids
         if finish.reason is FinishReason.MOVED:
             output.num_cached_tokens = finish.num_cached_tokens
-            output.unplace(self._clock(), finish.timings)
+            output.move(self._clock(), finish.timings)
             self.add(index, SequenceUpdate(token_ids))
         else:
             self.add(index, SequenceUpdate(token_ids, finish=self._merge(output, finish)))
 
     def _on_moved(self, attempt: _Attempt, index: int, finish: Finish) -> None:
-        """A draining replica handed the sequence off."""
+        """A replica handed the sequence off: it drains, or it has computed the prompt, which was all of its part."""
         output = self._outputs[index]
         if output.num_cached_tokens is None:
             output.num_cached_tokens = finish.num_cached_tokens
-        output.unplace(self._clock(), finish.timings)
         output.kv = finish.kv
+        if attempt.is_for_prefill and output.token_ids:
+            output.unplace(self._clock(), finish.timings)
+            self._resume()
+            return
+        output.move(self._clock(), finish.timings)
         self._on_move(attempt.client.replica_id, MoveCause.DRAIN)
         self._picker.drain(attempt.client.replica_id)
         self._last_failure = ReplicaUnavailable(f"replica {attempt.client.replica_id} drains")
         self._resume()
 
     def _on_replica_lost(self, attempt: _Attempt, error: QuireError) -> None:
-        attempt.abort()
-        now = self._clock()
-        for index in sorted(self.open):
-            output = self._outputs[index]
-            if output.attempt is attempt:
-                # The replica's own timings are lost with it. Most of the time before the first token was queueing.
-                spent_s = now - output.since
-                spent = Timings(decode_s=spent_s) if output.token_ids else Timings(queued_s=spent_s)
-                output.unplace(now, spent)
-                self._on_move(attempt.client.replica_id, MoveCause.FAILURE)
+        self._take_back(attempt)
         self._num_failures += attempt.client.replica_id not in self._failed_replicas
         self._failed_replicas.add(attempt.client.replica_id)
         self._last_failure = error
@@ -259,6 +297,29 @@ class MigratingRequest(UpdateQueue):
             self.end(ReplicaUnavailable(reason))
         else:
             self._resume()
+
+    def _on_prefill_late(self, attempt: _Attempt, seconds: float) -> None:
+        """Let another replica compute the prompt, if the one that should has not done so in time."""
+        late = [each for each in self._outputs if each.attempt is attempt]
+        if late and not any(output.token_ids for output in late):
+            name = attempt.client.replica_id
+            self._last_failure = ReplicaUnavailable(f"{name} has not computed the prompt in {seconds:.1f} s")
+            _log.warning("request %s: %s; another replica does", self._request.request_id, self._last_failure)
+            self._take_back(attempt)
+            self._resume()
+
+    def _take_back(self, attempt: _Attempt) -> None:
+        """Take the outputs of an attempt from its replica, which has lost them or is late."""
+        attempt.abort()
+        now = self._clock()
+        for index in sorted(self.open):
+            output = self._outputs[index]
+            if output.attempt is attempt:
+                # The replica's own timings are lost with it. Most of the time before the first token was queueing.
+                spent_s = now - output.since
+                spent = Timings(decode_s=spent_s) if output.token_ids else Timings(queued_s=spent_s)
+                output.move(now, spent)
+                self._on_move(attempt.client.replica_id, MoveCause.FAILURE)
 
     def _resume(self) -> None:
         """Finish unplaced outputs that were stopped; place the other ones."""
@@ -276,19 +337,29 @@ class MigratingRequest(UpdateQueue):
         """Wait for replicas until every output is placed."""
         try:
             while self._unplaced():
-                client = await self._picker.wait_for_replica(self._request, self._time_left_s())
-                self._place(client)
+                left_s = self._time_left_s()
+                self._place(await self._picker.wait_for_replica(self._request, left_s, self._stage()))
         except QuireError as error:
             self.end(self._with_last_failure(error))
 
     def _on_placing_failed(self, error: BaseException) -> None:
         self.end(ProtocolError("the gateway failed on this request; its log has the traceback"))
 
-    def _place(self, client: ReplicaClient) -> bool:
+    def _stage(self) -> Stage:
+        unplaced = [self._outputs[index] for index in self._unplaced()]
+        if any(output.kv is not None for output in unplaced):
+            return Stage.BRINGS_KV
+        is_whole = len(unplaced) == len(self._outputs) and not any(output.token_ids for output in unplaced)
+        return Stage.BEGINS if is_whole and not self._has_split else Stage.RESUMES
+
+    def _place(self, placement: Placement) -> bool:
         """Submit all unplaced outputs to the replica. Returns False if the replica has just failed."""
+        client, seconds = placement.client, placement.prefill_s
         for indices, request in self._unplaced_requests(client):
+            if seconds is not None:
+                request = replace(request, prefill_only=True)
             try:
-                attempt = client.submit_with(request, partial(_Attempt, self, client, indices))
+                attempt = client.submit_with(request, partial(_Attempt, self, placement, indices))
             except ReplicaUnavailable as error:
                 self._last_failure = error
                 return False
@@ -297,7 +368,16 @@ class MigratingRequest(UpdateQueue):
             for index in indices:
                 self._outputs[index].place(attempt, now)
                 self._outputs[index].kv = None
+            if seconds is not None:
+                self._has_split = True
+                loop = asyncio.get_running_loop()
+                self._lateness = loop.call_later(seconds, self._on_prefill_late, attempt, seconds)
         return True
+
+    def _stop_timer(self) -> None:
+        if self._lateness is not None:
+            self._lateness.cancel()
+            self._lateness = None
 
     def _unplaced_requests(self, client: ReplicaClient) -> list[tuple[tuple[int, ...], Request]]:
         """Return (output indices, request) pairs to submit: the whole request if nothing of it has begun."""

@@ -108,6 +108,8 @@ class _Watch:
             recovered = {"quire.num_recoveries": times.num_recoveries, "quire.recovered_s": times.recovered_s}
             attributes |= recovered
             self._span.add_event("recovered", {"quire.index": event.index, **recovered}, now)
+        if times.transfer_s:
+            attributes["quire.transfer_s"] = times.transfer_s
         for name, begin, end in (
             ("queue", self._arrived_ns, self._arrived_ns + round(times.queued_s * _NS)),
             ("prefill", prefill_ns, decode_ns),

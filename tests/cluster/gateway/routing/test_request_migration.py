@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.cluster.gateway.routing.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
+from quire.cluster.gateway.routing.request_migration import (
+    MAX_FAILED_REPLICAS,
+    MigratingRequest,
+    Placement,
+    Stage,
+)
 from quire.cluster.text.requests.observer import MoveCause
 from quire.cluster.text.requests.request import Request
 from quire.cluster.text.requests.sequence_update import SequenceUpdate
 from quire.proto.errors import DeadlineExpired, ProtocolError, ReplicaUnavailable
+from quire.proto.kv_transfer import KvOffer
+from quire.proto.replica_status import ReplicaStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason, Timings
 
@@ -31,6 +38,7 @@ class FakeClient:
         self.stopped: list[int] = []
         self.aborted: list[int] = []
         self.problem = ""
+        self.latest_status: ReplicaStatus | None = None
 
     def submit_with(self, request: Request, make_receiver: Callable[[range], Any]) -> Any:
         if self.problem:
@@ -55,20 +63,31 @@ class FakeClient:
 
 
 class FakeReplicaPicker:
-    """Two replicas; chooses `a` until a replica drains, then `b`."""
+    """Two replicas; chooses `a` until a replica drains, then `b`.
+
+    Attributes:
+        prefill_s: `a` computes the prompts of requests that begin, in this time, and `b` everything else; None if
+            they have no such parts.
+        stages: of what was to be placed, in order.
+    """
 
     def __init__(self) -> None:
         self.a, self.b = FakeClient("a"), FakeClient("b")
         self.drained: list[str] = []
+        self.prefill_s: float | None = None
+        self.stages: list[Stage] = []
 
     def drain(self, replica_id: str) -> None:
         self.drained.append(replica_id)
 
-    def choose(self, request: Request) -> Any:
-        return self.b if self.drained else self.a
+    def choose(self, request: Request, stage: Stage) -> Any:
+        self.stages.append(stage)
+        if self.prefill_s is not None:
+            return Placement(self.a, self.prefill_s) if stage is Stage.BEGINS else Placement(self.b)  # type: ignore[arg-type]
+        return Placement(self.b if self.drained else self.a)  # type: ignore[arg-type]
 
-    async def wait_for_replica(self, request: Request, timeout_s: float | None) -> Any:
-        return self.choose(request)
+    async def wait_for_replica(self, request: Request, timeout_s: float | None, stage: Stage) -> Any:
+        return self.choose(request, stage)
 
 
 class Clock:
@@ -121,6 +140,89 @@ def test_finish_has_usage_and_timings_of_all_replicas() -> None:
         assert update.finish.num_cached_tokens == 2
         # The five seconds between the replicas count as preemption.
         assert update.finish.timings == Timings(1.5, 2.5, 4.0, 5.0, 6, num_moves=1)
+
+    run(scenario)
+
+
+def offer() -> KvOffer:
+    return KvOffer(1, b"layout", ("ipc://a",), b"digest", 1, np.array([5], np.int32), 10.0)
+
+
+def test_prompt_is_computed_by_one_replica_and_continued_by_another() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        picker.prefill_s = 60.0
+        picker.b.latest_status = ReplicaStatus("b", "m", query_id=0, kv_layout=b"layout")
+        moves: list[tuple[str, MoveCause]] = []
+        running = MigratingRequest(request(), picker, clock, lambda *move: moves.append(move))
+        running.start()
+        assert picker.a.placed[0][0].prefill_only
+        clock.now = 1.0
+        picker.a.send_update(
+            0, 0, 10, reason=FinishReason.MOVED, num_cached_tokens=2, kv=offer(), timings=Timings(0.25, 0.75)
+        )
+        clock.now = 1.5
+        await settle()
+        ((resumed, _),) = picker.b.placed
+        assert (resumed.generated_token_ids.tolist(), resumed.prefill_only) == ([10], False)
+        assert resumed.kv is not None
+        picker.b.send_update(0, 0, 11, reason=FinishReason.LENGTH, timings=Timings(0.5, transfer_s=0.4))
+        ((_, update),) = [item async for item in running]
+        assert update.token_ids == [10, 11]
+        assert update.finish is not None
+        assert update.finish.timings == Timings(0.75, 0.75, preempted_s=0.5, transfer_s=0.4)
+        assert picker.stages == [Stage.BEGINS, Stage.BRINGS_KV]
+        assert not moves
+        assert not picker.drained
+
+    run(scenario)
+
+
+def test_replica_that_drains_before_the_prompt_is_computed_is_replaced() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        picker.prefill_s = 60.0
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.send_update(0, 0, reason=FinishReason.MOVED)
+        await settle()
+        assert picker.drained == ["a"]
+        assert picker.stages == [Stage.BEGINS, Stage.RESUMES]
+        assert len(picker.b.placed[0][0].generated_token_ids) == 0
+        running.abort()
+
+    run(scenario)
+
+
+def test_prompt_of_a_failed_or_late_replica_is_computed_where_it_continues() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        picker.prefill_s = 0.0
+        late = MigratingRequest(request(), picker, clock)
+        late.start()
+        await asyncio.sleep(0.05)
+        await settle()
+        assert picker.a.aborted == [100]
+        assert [placed.prefill_only for placed, _ in picker.b.placed] == [False]
+        picker.prefill_s = 60.0
+        failed = MigratingRequest(request(), picker, clock)
+        failed.start()
+        picker.a.placed[1][1].fail(ReplicaUnavailable("killed"))
+        await settle()
+        assert [placed.prefill_only for placed, _ in picker.b.placed] == [False, False]
+        late.abort()
+        failed.abort()
+
+    run(scenario)
+
+
+def test_replica_that_keeps_a_sequence_after_the_prompt_is_not_late() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        picker.prefill_s = 0.05
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.send_update(0, 0, 10)
+        await asyncio.sleep(0.1)
+        picker.a.send_update(0, 0, 11, reason=FinishReason.LENGTH)
+        assert [update.token_ids async for _, update in running] == [[10, 11]]
+        assert not picker.b.placed
 
     run(scenario)
 
@@ -265,7 +367,7 @@ def test_request_fails_after_repeated_failures_of_one_replica() -> None:
 
 def test_unexpected_error_while_placing_ends_the_request() -> None:
     async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
-        async def raise_unexpected(request: Request, timeout_s: float | None) -> None:
+        async def raise_unexpected(request: Request, timeout_s: float | None, stage: Stage) -> None:
             raise KeyError("unexpected")
 
         picker.wait_for_replica = raise_unexpected  # type: ignore[method-assign]

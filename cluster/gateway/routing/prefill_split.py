@@ -1,0 +1,98 @@
+"""Cost model of prefill and decode apart: whether another replica should compute a request's prompt. Pure.
+
+A long prompt delays the request itself, and every sequence that the decode replica runs meanwhile, by as much as
+steps with the prompt's chunks are longer than steps without. A prefill replica takes that delay away, at the price
+of a transfer. Both are seconds, of this request and of the others alike, and the way with fewer of them is taken. So
+an idle decode replica computes even long prompts itself, and a busy one hands off all whose computation costs more
+than their transfer.
+
+Rates and queues are those that the replicas measure and send each second. The only constants are the transfer's
+fixed cost and the margin, which covers errors of the rates where both ways take about as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ....proto.kv_transfer import PULL_OVERHEAD_S
+from ....proto.replica_status import ReplicaStatus
+
+# The split must be expected to save this share of the prompt's time: measured rates vary by a tenth.
+MARGIN = 0.1
+# A prefill replica may take this many times as long as expected, and this much longer, before the decode replica
+# computes the prompt after all.
+LATE_FACTOR, LATE_S = 4.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptAt:
+    """A prompt at a replica that may compute it.
+
+    Attributes:
+        num_uncached_tokens: of the prompt.
+        num_queued_tokens: prompt tokens that the replica computes before.
+        num_running: sequences that it runs.
+        prefill_tokens_per_s: measured; 0 if it is unknown.
+        delay: share of a prompt's time by which it delays each of the running sequences.
+    """
+
+    num_uncached_tokens: int
+    num_queued_tokens: int
+    num_running: int
+    prefill_tokens_per_s: float
+    delay: float = 1.0
+
+    @staticmethod
+    def of(status: ReplicaStatus, num_sent_tokens: int, num_uncached_tokens: int) -> PromptAt:
+        """Return the prompt at a replica to which tokens were sent since its status."""
+        return PromptAt(
+            num_uncached_tokens,
+            status.queued_tokens + num_sent_tokens,
+            status.num_running,
+            status.prefill_tokens_per_s,
+            status.prefill_delay,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SplitEstimate:
+    """Seconds that a prompt costs.
+
+    Attributes:
+        alone_s: until the first token, if the decode replica computes the prompt, and of the delay of its sequences.
+        prefill_s: until the first token, if the prefill replica does.
+        transfer_s: of the KV, between the first and the second token.
+    """
+
+    alone_s: float
+    prefill_s: float
+    transfer_s: float
+
+    @property
+    def pays(self) -> bool:
+        """Return whether the prefill replica should compute the prompt."""
+        return self.prefill_s + self.transfer_s < (1 - MARGIN) * self.alone_s
+
+    @property
+    def patience_s(self) -> float:
+        """Time after which the prefill replica is late."""
+        return LATE_FACTOR * self.prefill_s + LATE_S
+
+
+def estimate_split(decode: PromptAt, prefill: PromptAt, pull_tokens_per_s: float) -> SplitEstimate | None:
+    """Return the costs of a prompt's two ways; None while rates are unknown: the decode replica then measures them.
+
+    Args:
+        pull_tokens_per_s: rate at which the decode replica reads the KV of tokens.
+    """
+    # A replica that has not measured its own rate yet is taken for one like the other.
+    decode_rate = decode.prefill_tokens_per_s or prefill.prefill_tokens_per_s
+    prefill_rate = prefill.prefill_tokens_per_s or decode_rate
+    if decode_rate <= 0 or pull_tokens_per_s <= 0:
+        return None
+    own_s = decode.num_uncached_tokens / decode_rate
+    return SplitEstimate(
+        decode.num_queued_tokens / decode_rate + (1 + decode.num_running * decode.delay) * own_s,
+        (prefill.num_queued_tokens + prefill.num_uncached_tokens) / prefill_rate,
+        PULL_OVERHEAD_S + decode.num_uncached_tokens / pull_tokens_per_s,
+    )
