@@ -46,6 +46,23 @@ NumRequests = Annotated[
 Speed = Annotated[
     float, typer.Option(metavar="FACTOR", help="Requests arrive this many times as fast.", min=1e-6)
 ]
+PrefillReplicas = Annotated[
+    int,
+    typer.Option(
+        metavar="REPLICAS",
+        help="Replicas that compute long prompts for the others, beside --min-replicas of these, which must be "
+        "--max-replicas.",
+        min=0,
+    ),
+]
+KvRate = Annotated[
+    float,
+    typer.Option(
+        metavar="GB/S",
+        help="With --prefill-replicas: KV that a rank reads from another per second.",
+        min=1e-3,
+    ),
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to FILE.")
 ]
@@ -87,6 +104,8 @@ def simulate(
     coefficients: CoefficientsFile = None,
     requests: NumRequests = None,
     speed: Speed = 1.0,
+    prefill_replicas: PrefillReplicas = 0,
+    kv_rate: KvRate = 20.0,
     json_file: JsonFile = None,
 ) -> None:
     """Serve a trace in simulated time, with the scheduler, router and autoscaler of a real fleet.
@@ -95,6 +114,7 @@ def simulate(
     """
     from rich.console import Console
 
+    from ..simulation.fleet import PrefillRole
     from ..simulation.run import Summary, run_trace
 
     read = read_trace(trace, requests, speed)
@@ -102,7 +122,14 @@ def simulate(
     bounds = ScalingLimits(**select_options(ScalingLimits, limits))
     with simulation_progress(f"simulating {trace.name}") as on_progress:
         summary = Summary(on_progress=on_progress)
-        run = run_trace(simulated, read, bounds, summary=summary, shares_prefixes=read.shares_prefixes)
+        run = run_trace(
+            simulated,
+            read,
+            bounds,
+            summary=summary,
+            shares_prefixes=read.shares_prefixes,
+            prefill=PrefillRole(prefill_replicas, 1e9 * kv_rate) if prefill_replicas else None,
+        )
     figures = {"trace": trace.name, **run.figures()}
     console = Console()
     print_figures(console, figures)
@@ -121,6 +148,8 @@ def print_figures(console: Any, figures: "Mapping[str, Any]") -> None:
     from rich.table import Table
 
     replicas = f"{figures['min_replicas']} to {figures['max_replicas']}"
+    if figures.get("prefill_replicas"):
+        replicas = f"{figures['min_replicas']} decode and {figures['prefill_replicas']} prefill"
     console.print(
         f"{figures['trace']}: {figures['requests']:,} requests in {figures['seconds']:,.0f} s on {replicas} "
         f"replicas of {figures['tensor_parallel_size']} x {figures['gpu']}, {figures['kv_tokens']:,} KV tokens each",
@@ -139,6 +168,11 @@ def print_figures(console: Any, figures: "Mapping[str, Any]") -> None:
         "output tokens per second": f"{figures['output_tokens_per_s']:,.0f}",
         "prompt tokens per second": f"{figures['prompt_tokens_per_s']:,.0f}",
         "prompt tokens found cached": f"{figures['hit_rate']:.1%}",
+        **(
+            {"prompts computed apart": f"{figures['split_requests']:,}"}
+            if figures.get("prefill_replicas")
+            else {}
+        ),
         "preemptions": f"{figures['preemptions']:,}",
         "most replicas": f"{figures['most_replicas']}",
         "GPU-hours": f"{figures['gpu_hours']:,.2f}",

@@ -7,7 +7,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -16,6 +16,8 @@ import numpy as np
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.digests import make_root, prefix_hashes
+from ...proto.kv_transfer import KvOffer
+from ...proto.replica_status import ReplicaStatus
 from ...proto.sampling import SamplingParams
 from ...proto.stream import Drain, Finish, FinishReason, Submit, TokenBatch
 from ..config.deployment import ScalingLimits
@@ -28,7 +30,9 @@ from ..fleet.controller.autoscaler import (
 )
 from ..fleet.controller.fleet_state import Demand, ReplicaState
 from ..fleet.controller.reconcile import ReplicaView, plan
+from ..gateway.routing.prefill_split import PromptAt, estimate_split
 from ..gateway.routing.router import ReplicaLoad, Router
+from .kv_network import KvNetwork
 from .replica import SimulatedReplica
 from .step_time import TimesSteps
 from .traces import TracedRequest
@@ -69,6 +73,8 @@ class SimulatedRequest:
         wait_s: until its prompt's computation began, once it `has_waited`.
         ended_at: None while it runs.
         error: why it failed; empty if it did not.
+        kv: its blocks at the replica that computed its prompt, until the next one has been told.
+        has_split: its prompt was, or is, computed by a replica of the prefill role.
     """
 
     traced: TracedRequest
@@ -81,6 +87,8 @@ class SimulatedRequest:
     num_cached_tokens: int = 0
     ended_at: float | None = None
     error: str = ""
+    kv: KvOffer | None = None
+    has_split: bool = False
 
 
 class Watcher:
@@ -96,6 +104,21 @@ class Watcher:
         """A request ended: its times and its error are known."""
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillRole:
+    """Replicas that compute prompts for the other ones of a fleet, which have the decode role.
+
+    Attributes:
+        num_replicas: of these, beside the others.
+        bytes_per_s: at which a rank reads KV from another replica.
+        splits: prompts are sent to them where the cost model says so; without, they stay idle.
+    """
+
+    num_replicas: int
+    bytes_per_s: float
+    splits: bool = True
+
+
 @dataclass(slots=True)
 class FleetCost:
     """Replicas of a run.
@@ -105,6 +128,7 @@ class FleetCost:
         end_s: time of the last event.
         history: (time, replicas started, replicas ready), one entry per change.
         num_steps, num_preemptions: of all replicas.
+        num_split: requests whose prompts were computed apart.
     """
 
     replica_seconds: float = 0.0
@@ -112,6 +136,7 @@ class FleetCost:
     history: list[tuple[float, int, int]] = field(default_factory=list)
     num_steps: int = 0
     num_preemptions: int = 0
+    num_split: int = 0
 
     @property
     def most_replicas(self) -> int:
@@ -130,6 +155,7 @@ class SimulatedFleet:
         choose: the routing; None for the gateway's.
         on_elapsed: called with (replica, seconds) before each result of a step.
         joins_steps: equal steps are planned and applied at once, which changes no figure and saves most of the time.
+        prefill: replicas of another role, in a fleet whose number of replicas stays; None without.
     """
 
     def __init__(
@@ -145,12 +171,21 @@ class SimulatedFleet:
         choose: Choose | None = None,
         on_elapsed: Callable[[SimulatedReplica, float], None] | None = None,
         joins_steps: bool = True,
+        prefill: PrefillRole | None = None,
     ) -> None:
+        self._prefill = prefill
+        self._network = None if prefill is None else KvNetwork(prefill.bytes_per_s)
+        self._prefill_router = Router(config.cache.block_size, random.Random(0))
+        self._prefill_loads: dict[str, ReplicaLoad] = {}  # as `_loads`, of the replicas with that role
+        self._statuses: dict[str, ReplicaStatus] = {}  # as last reported
+        if prefill is not None:
+            config = _with_role(config, "decode")
         self._config, self._step_time, self._watcher = config, step_time, watcher
         self._policy, self._num_replicas = policy, num_replicas
         self._cold_start_s, self._drain_grace_s = cold_start_s, drain_grace_s
         self._on_elapsed = on_elapsed
-        self._joins_steps = joins_steps
+        # Reads of KV are results of steps, so that no step is like the one before.
+        self._joins_steps = joins_steps and prefill is None
         # Heaps: turns of replicas, which send no replica a message unless one drains, and all other events.
         self._turns: list[tuple[float, int, Callable[[float], None]]] = []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
@@ -172,6 +207,8 @@ class SimulatedFleet:
         self._target = num_replicas
         for _ in range(num_replicas):
             self._start(0.0).state = ReplicaState.READY
+        for _ in range(0 if prefill is None else prefill.num_replicas):
+            self._start_prefill().state = ReplicaState.READY
 
     def run(self, requests: Iterable[TracedRequest]) -> FleetCost:
         """Serve the requests, in order of their arrival, until the last has ended."""
@@ -220,9 +257,13 @@ class SimulatedFleet:
             num_cached = self._config.cache.block_size * self._router.num_cached_blocks(chosen, hashes)
             self._router.record_submit(chosen, hashes)
         # Like the gateway, count the tokens sent since the replica's last report.
-        load = self._loads[chosen]
         num_new = request.traced.num_prompt_tokens - num_cached
-        self._loads[chosen] = ReplicaLoad(load.queued_tokens + num_new, load.kv_use)
+        splits_to = self._split(request, hashes, chosen, num_new)
+        if splits_to is not None:
+            self._cost.num_split += 1
+            request.has_split, chosen = True, splits_to
+        else:
+            _count_sent(self._loads, chosen, self._config.cache.block_size if request.kv else num_new)
         handle = self._free_handles.pop() if self._free_handles else len(self._running)
         self._running[handle] = request
         request.replica_id = chosen
@@ -236,13 +277,46 @@ class SimulatedFleet:
                 prompt,
                 generated_token_ids=generated,
                 sampling=sampling,
+                kv=request.kv,
+                prefill_only=splits_to is not None,
             )
         )
+        request.kv = None
         self._wake(replica, now)
+
+    def _split(
+        self, request: SimulatedRequest, hashes: Sequence[bytes], decode: str, num_uncached: int
+    ) -> str | None:
+        """Return the replica that should compute the prompt for another one, as the gateway decides; or None."""
+        if self._prefill is None or request.has_split or request.traced.num_output_tokens == 1:
+            return None
+        own, loads = self._statuses.get(decode), self._prefill_loads
+        if not self._prefill.splits or own is None or not own.kv_token_bytes:
+            return None
+        self._prefill_router.set_loads(loads)
+        helper = self._prefill_router.choose(hashes, b"")
+        other = None if helper is None else self._statuses.get(helper)
+        if helper is None or other is None:
+            return None
+        block_size = self._config.cache.block_size
+        num_there = request.traced.num_prompt_tokens - block_size * self._prefill_router.num_cached_blocks(
+            helper, hashes
+        )
+        # The loads have what was sent since the statuses.
+        estimate = estimate_split(
+            PromptAt.of(own, self._loads[decode].queued_tokens - own.queued_tokens, num_uncached),
+            PromptAt.of(other, loads[helper].queued_tokens - other.queued_tokens, num_there),
+            own.kv_pull_bytes_per_s / own.kv_token_bytes,
+        )
+        if estimate is None or not estimate.pays:
+            return None
+        self._prefill_router.record_submit(helper, hashes)
+        _count_sent(loads, helper, num_there)
+        return helper
 
     @property
     def _routes_by_prefix(self) -> bool:
-        return self._config.cache.prefix_caching and len(self._loads) > 1
+        return self._config.cache.prefix_caching and (len(self._loads) > 1 or self._prefill is not None)
 
     def _route(self, hashes: Sequence[bytes], loads: dict[str, ReplicaLoad]) -> str:
         self._router.set_loads(loads)
@@ -288,10 +362,12 @@ class SimulatedFleet:
             request.has_waited = True
             request.wait_s = request.first_token_s - request.traced.arrival_s - finish.timings.prefill_s
         if finish.reason is FinishReason.MOVED:
+            request.kv, request.num_cached_tokens = finish.kv, finish.num_cached_tokens
             self._num_moving += 1
             self._at(now, partial(self._move, request))
             return
-        request.num_cached_tokens = finish.num_cached_tokens
+        if not request.has_split:  # otherwise the blocks that it brought count as cached
+            request.num_cached_tokens = finish.num_cached_tokens
         request.ended_at = now
         if finish.reason is FinishReason.ERROR:
             request.error = finish.error_reason or finish.grpc_status
@@ -331,16 +407,18 @@ class SimulatedFleet:
 
     def _tick(self, now: float) -> None:
         """Read the replicas' reports, decide on their number, and carry out the controller's plan."""
-        is_routed = len(self.replicas) > 1
+        is_routed = len(self.replicas) > 1 or self._prefill is not None
         statuses = {}
         if is_routed or self._policy is not None:
             statuses = {replica_id: each.status(now) for replica_id, each in self.replicas.items()}
-        for replica_id in self._loads:
-            if replica_id in statuses:
-                status = statuses[replica_id]
-                self._loads[replica_id] = ReplicaLoad(status.queued_tokens, status.kv_use)
-            if is_routed and self._routes_by_prefix:
-                self._router.apply_report(replica_id, self.replicas[replica_id].report())
+        self._statuses = statuses
+        for loads, router in ((self._loads, self._router), (self._prefill_loads, self._prefill_router)):
+            for replica_id in loads:
+                if replica_id in statuses:
+                    status = statuses[replica_id]
+                    loads[replica_id] = ReplicaLoad(status.queued_tokens, status.kv_use)
+                if is_routed and self._routes_by_prefix:
+                    router.apply_report(replica_id, self.replicas[replica_id].report())
         if self._policy is not None:
             num_tokens = sum(each.traced.num_prompt_tokens for each in self._buffer)
             self._demand.add(_GATEWAY_ID, Demand(0, 0, len(self._buffer), num_tokens), now)
@@ -374,10 +452,20 @@ class SimulatedFleet:
             now,
             self._on_elapsed,
             self._on_equal_steps if self._joins_steps else None,
+            self._network,
         )
         self.replicas[replica_id] = replica
         if now == 0.0 and len(self.replicas) <= self._num_replicas:
             self._loads[replica_id] = ReplicaLoad(0, 0.0)
+        return replica
+
+    def _start_prefill(self) -> SimulatedReplica:
+        replica_id = f"prefill-{next(self._order)}"
+        config = _with_role(self._config, "prefill")
+        replica = self.replicas[replica_id] = SimulatedReplica(
+            replica_id, config, self._step_time, self._on_tokens, 0.0, self._on_elapsed, self._network
+        )
+        self._prefill_loads[replica_id] = ReplicaLoad(0, 0.0)
         return replica
 
     def _make_ready(self, replica: SimulatedReplica, now: float) -> None:
@@ -413,3 +501,13 @@ class SimulatedFleet:
         entry = now, starting + ready, ready
         if not self._cost.history or self._cost.history[-1][1:] != entry[1:]:
             self._cost.history.append(entry)
+
+
+def _with_role(config: EngineConfig, role: str) -> EngineConfig:
+    return replace(config, cache=replace(config.cache, role=role))
+
+
+def _count_sent(loads: dict[str, ReplicaLoad], replica_id: str, num_tokens: int) -> None:
+    """Count the tokens sent since the replica's last report, like the gateway."""
+    load = loads[replica_id]
+    loads[replica_id] = ReplicaLoad(load.queued_tokens + num_tokens, load.kv_use)

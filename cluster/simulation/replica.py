@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stream import CacheReport, GatewayMessage, ReplicaMessage, TokenBatch
 from ...scheduler import Rebuilt, Scheduler, StepLoop, WorkerGroup
 from ..fleet.controller.fleet_state import ReplicaState
+from .kv_network import KvNetwork, KvPeer
 from .step_time import StepWork, TimesSteps
 from .traces import FIRST_TOKEN, VOCAB_SIZE
 
@@ -96,6 +98,7 @@ class SimulatedRanks:
 
     Args:
         on_elapsed: called with the seconds before each result, during which the state is that of the plans so far.
+        kv: reads and lends blocks; None if no KV travels.
     """
 
     def __init__(
@@ -104,7 +107,9 @@ class SimulatedRanks:
         clock: SimulatedClock,
         step_time: TimesSteps,
         on_elapsed: Callable[[float], None] | None = None,
+        kv: KvPeer | None = None,
     ) -> None:
+        self._kv = kv
         self._clock, self._step_time, self._on_elapsed = clock, step_time, on_elapsed
         self._meter = PlanMeter(num_rows)
         self._random = (
@@ -117,7 +122,16 @@ class SimulatedRanks:
     def broadcast(self, plan: StepPlan) -> None:
         work, rows = self._meter.measure(plan)
         self._step_id, self._epoch = plan.step_id, plan.epoch
-        self._add_result(self._sample(rows.size), self._take(work, self._clock.now))
+        now = self._clock.now
+        if self._kv is not None and plan.kv is not None:
+            self._kv.apply(plan.kv, max(self._busy_until, now))
+        if self._kv is not None and not work.num_tokens:
+            begin = max(self._busy_until, now)
+            self._busy_until = self._kv.next_report_at(begin)
+            seconds = self._busy_until - begin
+        else:
+            seconds = self._take(work, now)
+        self._add_result(self._sample(rows.size), seconds)
 
     def _take(self, work: StepWork, now: float) -> float:
         """Be busy with a step that is planned now; return its seconds."""
@@ -170,7 +184,7 @@ class SimulatedRanks:
         if self._on_elapsed is not None:
             self._on_elapsed(done_at - self._clock.now)
         self._clock.now = done_at
-        return result
+        return result if self._kv is None else replace(result, kv_reports=self._kv.take_reports(done_at))
 
     def check(self) -> None:
         """Never raises."""
@@ -258,6 +272,7 @@ class SimulatedReplica:
         on_tokens: called with (replica, time, batch) for each message of the step loop with tokens or ends.
         on_equal_steps: called with (handles, times) instead, if each of these steps gave each handle a token; None to
             run all steps one at a time.
+        network: over which its KV travels; None if it does not.
 
     Attributes:
         state: stage of its life.
@@ -273,6 +288,7 @@ class SimulatedReplica:
         started_at: float = 0.0,
         on_elapsed: Callable[[SimulatedReplica, float], None] | None = None,
         on_equal_steps: Callable[[IntArray, list[float]], None] | None = None,
+        network: KvNetwork | None = None,
     ) -> None:
         self.replica_id, self.started_at = replica_id, started_at
         self.state = ReplicaState.STARTING
@@ -281,7 +297,8 @@ class SimulatedReplica:
         self._clock = SimulatedClock()
         self._clock.now = started_at
         elapsed = None if on_elapsed is None else lambda seconds: on_elapsed(self, seconds)
-        self._ranks = SimulatedRanks(config.scheduler.max_num_seqs, self._clock, step_time, elapsed)
+        kv = None if network is None else KvPeer(network, replica_id, config)
+        self._ranks = SimulatedRanks(config.scheduler.max_num_seqs, self._clock, step_time, elapsed, kv)
         self._loop = StepLoop(self.scheduler, self._ranks, self, replica_id, self._clock)
         self._on_tokens, self._on_equal_steps = on_tokens, on_equal_steps
         self._inbox: list[tuple[bytes, GatewayMessage]] = []

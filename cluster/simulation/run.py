@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...proto.errors import ConfigError
 from ..config.deployment import ScalingLimits
 from .distribution import Distribution
 from .engine import SimulatedEngine
-from .fleet import FleetCost, SimulatedFleet, SimulatedRequest, Watcher, autoscaling
+from .fleet import FleetCost, PrefillRole, SimulatedFleet, SimulatedRequest, Watcher, autoscaling
 from .traces import TracedRequest
 
 
@@ -91,6 +92,7 @@ class Run:
     limits: ScalingLimits
     summary: Summary
     cost: FleetCost
+    prefill: PrefillRole | None = None
 
     @property
     def gpu_hours(self) -> float:
@@ -107,6 +109,8 @@ class Run:
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
             "min_replicas": self.limits.min_replicas,
             "max_replicas": self.limits.max_replicas,
+            "prefill_replicas": 0 if self.prefill is None else self.prefill.num_replicas,
+            "split_requests": cost.num_split,
             "kv_tokens": self.engine.num_kv_tokens,
             "seconds": cost.end_s,
             "requests": summary.num_ended,
@@ -135,14 +139,25 @@ def run_trace(
     summary: Summary | None = None,
     shares_prefixes: bool = True,
     drain_grace_s: float = 30.0,
+    prefill: PrefillRole | None = None,
 ) -> Run:
     """Serve a trace on a fleet within the limits, beginning with the fewest replicas.
 
     Args:
         summary: collects the figures; a new one by default.
-        shares_prefixes: requests of the trace have prefixes in common; without, no prefix cache is simulated.
+        shares_prefixes: requests of the trace have prefixes in common; without, no prefix cache is simulated, unless
+            blocks travel, which are named as those of the prefix cache.
+        prefill: replicas that compute prompts for the others, which then have the decode role.
+
+    Raises:
+        ConfigError: the limits differ, and there are prefill replicas: their number is not simulated.
     """
-    if not shares_prefixes:
+    if prefill is not None and limits.min_replicas != limits.max_replicas:
+        raise ConfigError(
+            f"min_replicas is {limits.min_replicas} and max_replicas is {limits.max_replicas}, must be equal with "
+            "prefill replicas"
+        )
+    if not shares_prefixes and prefill is None:
         cache = replace(engine.config.cache, prefix_caching=False)
         engine = replace(engine, config=replace(engine.config, cache=cache))
     summary = Summary() if summary is None else summary
@@ -155,5 +170,6 @@ def run_trace(
         policy=None if is_fixed else autoscaling(limits),
         cold_start_s=limits.cold_start_s,
         drain_grace_s=drain_grace_s,
+        prefill=prefill,
     )
-    return Run(engine, limits, summary, fleet.run(trace))
+    return Run(engine, limits, summary, fleet.run(trace), prefill)

@@ -10,7 +10,14 @@ import pytest
 from benchmarks.replay import Ended, ReplicaModel, roofline
 from quire.cluster.fleet.controller.autoscaler import FleetSnapshot
 from quire.cluster.simulation.distribution import Distribution
-from quire.cluster.simulation.fleet import Choose, FleetCost, Policy, SimulatedFleet, SimulatedRequest
+from quire.cluster.simulation.fleet import (
+    Choose,
+    FleetCost,
+    Policy,
+    PrefillRole,
+    SimulatedFleet,
+    SimulatedRequest,
+)
 from quire.cluster.simulation.traces import TracedRequest
 
 # 1,000 tokens per second, and 0.1 s for any step of up to 100 tokens.
@@ -113,3 +120,45 @@ def test_quantiles_of_a_distribution_are_exact_to_its_buckets() -> None:
     low, high = distribution.interval(0.5)
     assert low < 5.0 < high
     assert Distribution().quantile(0.5) == 0.0
+
+
+# As MODEL, with steps of 0.01 s for a few tokens: a chunk of a prompt delays the sequences that run.
+FAST_STEPS = replace(
+    MODEL,
+    step_time=roofline(
+        flops_per_token=1.0, flops_per_s=1000.0, weight_bytes=0.01, kv_bytes_per_token=0.0, bytes_per_s=1.0
+    ),
+    prefix_caching=True,
+)
+
+
+def with_roles(num_long: int, prefill: PrefillRole) -> tuple[list[SimulatedRequest], FleetCost]:
+    """Serve short prompts, and long ones among them, on two decode replicas and one for prompts."""
+    requests = [
+        TracedRequest(n, 0.2 * n, 400 if n % 4 == 3 and n < 4 * num_long else 20, 60) for n in range(40)
+    ]
+    ended = Ended()
+    fleet = SimulatedFleet(FAST_STEPS.config(), FAST_STEPS.step_time, ended, num_replicas=2, prefill=prefill)
+    cost = fleet.run(requests)
+    return sorted(ended.requests, key=lambda request: request.traced.number), cost
+
+
+def mean_s(ended: list[SimulatedRequest]) -> float:
+    return sum((each.ended_at or 0.0) - each.traced.arrival_s for each in ended) / len(ended)
+
+
+def test_long_prompts_are_computed_apart_where_that_pays() -> None:
+    split, cost = with_roles(10, PrefillRole(1, bytes_per_s=1e9))
+    assert cost.num_split > 0
+    assert all(request.num_received == 60 and not request.error for request in split)
+    whole, alone = with_roles(10, PrefillRole(1, bytes_per_s=1e9, splits=False))
+    assert alone.num_split == 0
+    assert mean_s(split) < mean_s(whole)
+    assert with_roles(10, PrefillRole(1, bytes_per_s=1e9)) == (split, cost)
+
+
+def test_little_is_split_over_a_slow_network() -> None:
+    """The rate is known after the first reads."""
+    _, fast = with_roles(10, PrefillRole(1, bytes_per_s=1e9))
+    _, slow = with_roles(10, PrefillRole(1, bytes_per_s=1000.0))
+    assert 0 < slow.num_split < fast.num_split
