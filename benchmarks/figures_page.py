@@ -457,6 +457,28 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Prefill and decode apart, simulated",
+        "prefill_split",
+        "Llama-3.1-8B on four H100s, steps of assumed times: four equal replicas, or one for prompts and three for "
+        "the rest, by the code that serves. Prompts of 12,000 tokens among short ones, and a part of a trace of "
+        "conversations; and the mean time of requests against the same replicas without splits, where the split does "
+        "not pay.",
+        chosen(
+            split__documents__equal__gap__p99="documents, equal replicas: time between tokens, 99 %",
+            split__documents__roles__gap__p99="documents, two roles: the same",
+            split__documents__equal__request__mean="documents, equal replicas: mean time of a request",
+            split__documents__roles__request__mean="documents, two roles: the same",
+            split__documents__equal__first_token__p99="documents, equal replicas: first token, 99 %",
+            split__documents__roles__first_token__p99="documents, two roles: the same",
+            split__conversation__equal__gap__p99="conversations, equal replicas: time between tokens, 99 %",
+            split__conversation__roles__gap__p99="conversations, two roles: the same",
+            split__conversation__equal__request__mean="conversations, equal replicas: mean time of a request",
+            split__conversation__roles__request__mean="conversations, two roles: the same",
+            split__chat__loss="short prompts: loss by the split",
+            split__idle__loss="long prompts, one at a time: loss by the split",
+        ),
+    ),
+    Section(
         "Idle cost",
         "idle",
         "CPU use of `quire serve demo` without requests. Ray's library in the processes of quire is included.",

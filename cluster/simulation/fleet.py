@@ -463,7 +463,7 @@ class SimulatedFleet:
         replica_id = f"prefill-{next(self._order)}"
         config = _with_role(self._config, "prefill")
         replica = self.replicas[replica_id] = SimulatedReplica(
-            replica_id, config, self._step_time, self._on_tokens, 0.0, self._on_elapsed, self._network
+            replica_id, config, self._step_time, self._on_tokens, 0.0, self._on_elapsed, network=self._network
         )
         self._prefill_loads[replica_id] = ReplicaLoad(0, 0.0)
         return replica
