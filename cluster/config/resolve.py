@@ -84,8 +84,6 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
         check_expert_parallel(model, spec)
     if options.enable_dp_attention:
         check_dp_attention(model)
-    if model.has_states:
-        _check_states(options, model)
     if options.batch_invariant and device == "cuda":
         check_batch_invariant(model)
     gpu_bytes = machine.gpu_bytes if device == "cuda" else 0
@@ -226,15 +224,6 @@ def _stage_sizes(options: EngineOptions, model: ModelConfig) -> tuple[int, ...]:
     return divide_layers(model.name, spec, options.pipeline_parallel_size)
 
 
-def _check_states(options: EngineOptions, model: ModelConfig) -> None:
-    """Check that no option needs what models with states do not have. Raises ConfigError."""
-    if options.enable_dp_attention:
-        raise ConfigError(
-            f"{model.name}: enable_dp_attention does not support models whose layers keep a state of each sequence, "
-            f"as those of {model.architecture} do; leave it out"
-        )
-
-
 def _choose_num_slots(config: EngineConfig, gpu_bytes: int) -> int:
     """Return the state slots of a rank for the memory that is known before the ranks have measured theirs.
 
@@ -256,7 +245,7 @@ def _choose_num_slots(config: EngineConfig, gpu_bytes: int) -> int:
         model.name,
         max_num_seqs,
         state_bytes(state_layers(model, num_ranks), dtype_bytes),
-        token_bytes * model.max_model_len * max_num_seqs,
+        token_bytes * model.max_model_len * max_num_seqs // config.parallel.num_kv_partitions,
         memory,
     )
 

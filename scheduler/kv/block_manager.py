@@ -853,7 +853,7 @@ class BlockManager:
 
     def _is_evicted(self, digest: bytes) -> bool:
         """Return whether no memory has the block of the first cache group with a chain digest."""
-        return self._caches[0].find(digest) is None and (
+        return all(cache.find(digest) is None for cache in self._caches[:: self.num_groups]) and (
             self.host is None or self.host.find(0, digest) is None
         )
 

@@ -113,7 +113,8 @@ class GraphLimits:
         dp_attention: steps have OwnTokens.
         num_lora_slots: adapters that a step may use; 0 without LoRA.
         records_chunks: steps with chunks are recorded. Those of latents are absorbed in a recording, which
-            does not know their lengths, and batch-invariant ones are expanded.
+            does not know their lengths, and batch-invariant ones are expanded. Layers with states compute the chunks
+            of all ranks, and data-parallel attention those of its own.
         has_states: layers of the model keep states.
     """
 
@@ -143,7 +144,8 @@ class GraphLimits:
             num_groups,
             config.parallel.enable_dp_attention,
             0 if config.lora is None else config.lora.max_loras,
-            not (config.parallel.batch_invariant and config.model.latent_dim),
+            not (config.parallel.batch_invariant and config.model.latent_dim)
+            and not (config.parallel.enable_dp_attention and config.model.has_states),
             config.model.has_states,
         )
 
@@ -448,8 +450,8 @@ class StepGraphs:
         copy(self._seq_lens, attention.seq_lens)
         if self._states is not None and batch.state_runs is not None:
             self._clear_states(shape)
-            copy(self._states[0], batch.state_runs.slots)
-            copy(self._states[1], batch.state_runs.is_new)
+            copy(self._states[0], batch.state_runs.slots, batch.num_decodes)
+            copy(self._states[1], batch.state_runs.is_new, batch.num_decodes)
         self._slot_mappings[:, num_decodes:first_chunk].fill_(NO_SLOT)
         self._seq_lens[num_decodes:first_chunk].zero_()
         if shape.num_chunks:

@@ -72,9 +72,19 @@ def test_summary_names_the_slots(resolved: Callable[..., EngineConfig]) -> None:
     )
 
 
-def test_what_states_do_not_support_is_refused_by_name(resolved: Callable[..., EngineConfig]) -> None:
-    with pytest.raises(ConfigError, match="enable_dp_attention"):
-        resolved(enable_dp_attention=True)
+def test_data_parallel_attention_needs_latents(
+    resolved: Callable[..., EngineConfig], make_model: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match="enable_dp_attention is for multi-head latent attention"):
+        resolved(enable_dp_attention=True, tensor_parallel_size=2)
+    folder = make_model("kimi_linear", **STATE_KINDS["kimi_linear"])
+    options = EngineOptions(
+        str(folder), device="cpu", max_num_seqs=4, tensor_parallel_size=2, enable_dp_attention=True,
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    config = resolve(options, Machine(4, 0))
+    assert config.parallel.num_kv_partitions == 2
+    assert config.cache.num_state_slots is not None
 
 
 def test_models_with_states_may_draft(resolved: Callable[..., EngineConfig]) -> None:

@@ -84,8 +84,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stores_blocks and may_store and config["num_state_slots"] is None:
             config |= {"kv_disk": "/nowhere:64MiB"}
         if config["num_state_slots"] is not None:
-            # No data-parallel attention; and a snapshot may lie within an image.
-            config |= {"num_kv_partitions": 1, "attends_within": False}
+            config |= {"attends_within": False}  # a snapshot may lie within an image
         if config["num_stages"] > 1:
             config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
         self.driver = Driver(

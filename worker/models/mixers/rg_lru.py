@@ -61,10 +61,10 @@ class RgLru(StateMixer):
         heads = inner.view(num_tokens, num_heads, -1).transpose(0, 1)
         gates = torch.baddbmm(self.gate_bias, heads, self.gate_weight).transpose(0, 1).sigmoid()
         input_gate, rate = (part.flatten(1).float() for part in gates.chunk(2, dim=2))
-        # The first token of a sequence has no state to make room for.
-        is_first = torch.zeros(num_tokens, 1, dtype=torch.bool, device=inner.device)
+        # The first token of a sequence has no state to make room for. Empty runs of a recorded step begin after it.
+        is_first = torch.zeros(num_tokens + 1, 1, dtype=torch.bool, device=inner.device)
         is_first.index_put_((runs.starts[:-1].long(),), runs.is_new[:, None])
-        room = (1 - (2 * rate * self.decay).exp()).sqrt_().masked_fill_(is_first, 1)
+        room = (1 - (2 * rate * self.decay).exp()).sqrt_().masked_fill_(is_first[:num_tokens], 1)
         # The op multiplies its inputs by the rates.
         normalized = inner.float() * input_gate * room / rate
         ones = normalized.new_ones(num_tokens, 1)

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from adapters import MLP, merge, write_adapter
+from model_kinds import model_type_of
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
+from state_kinds import STATE_KINDS
 
 from quire.proto.config import LoraConfig
 from quire.proto.errors import RankFailed
@@ -100,6 +102,31 @@ def test_sequences_are_divided_among_the_ranks(ranks: Ranks) -> None:
         driver.step(depth=2)
     assert partitions_in_use(driver) == set(range(ranks.tp))
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", ["kimi_linear", "bailing_hybrid"])
+def test_states_stay_with_all_ranks(
+    kind: str, tp: int, make_model: Callable[..., Path], make_engine: Any
+) -> None:
+    """The ranks divide the sequences' latents, and the heads of the layers with states; a hit needs both."""
+    folder = make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind])
+    engine = make_engine(
+        folder, tp, num_blocks=FEW, block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24,
+        enable_dp_attention=True, max_model_len=60, num_state_slots=12,
+    )  # fmt: skip
+    driver = RankedDriver(engine.config.with_num_blocks(FEW), engine.step)
+    prompts = numbered(prompts_of([30, 9, 17, 5, 26], seed=3))
+    add_all(driver, prompts)
+    while len(partitions_in_use(driver)) < tp:
+        driver.step(depth=2)
+    driver.run(depth=2)
+    assert driver.scheduler.stats.num_preemptions > 0
+    add_all(driver, {5: prompts[1] + driver.outputs[1] + [7, 8, 9]})
+    prompts[5] = prompts[1] + driver.outputs[1] + [7, 8, 9]
+    driver.run(depth=2)
+    assert driver.scheduler.blocks.num_hit_tokens > 0
+    driver.finish(prompts, Reference(folder), MAX_TOKENS)
 
 
 def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
