@@ -219,18 +219,22 @@ class GetBlockMapRequest(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
 
 class GetBlockMapResponse(_message.Message):
-    __slots__ = ("num_blocks", "stride", "states", "rows", "sequences")
+    __slots__ = ("num_blocks", "stride", "states", "rows", "sequences", "slot_states", "slot_rows")
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STRIDE_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_STATES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_ROWS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     stride: int
     states: bytes
     rows: _containers.RepeatedScalarFieldContainer[int]
     sequences: _containers.RepeatedCompositeFieldContainer[MappedSequence]
-    def __init__(self, num_blocks: _Optional[int] = ..., stride: _Optional[int] = ..., states: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[_Union[MappedSequence, _Mapping]]] = ...) -> None: ...
+    slot_states: bytes
+    slot_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_blocks: _Optional[int] = ..., stride: _Optional[int] = ..., states: _Optional[bytes] = ..., rows: _Optional[_Iterable[int]] = ..., sequences: _Optional[_Iterable[_Union[MappedSequence, _Mapping]]] = ..., slot_states: _Optional[bytes] = ..., slot_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MappedSequence(_message.Message):
     __slots__ = ("row", "request_id", "num_blocks", "num_tokens", "num_prompt_tokens")

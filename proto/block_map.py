@@ -1,9 +1,11 @@
-"""BlockMap: the state of every KV block of a replica, made on request."""
+"""BlockMap: the state of every KV block and state slot of a replica, made on request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+
+import numpy as np
 
 from .block_tables import IntArray
 
@@ -47,6 +49,8 @@ class BlockMap:
         states: one BlockState per cell.
         rows: [cells] int32, the row that holds the block, one of them if several do; -1 if none does.
         sequences: the MAX_MAP_SEQUENCES running sequences with the most blocks.
+        slot_states: one BlockState per state slot from slot 1, of MAX_MAP_CELLS at most; snapshots are CACHED.
+        slot_rows: row of the sequence whose state is in the slot; -1 if it is none's.
     """
 
     query_id: int
@@ -55,3 +59,5 @@ class BlockMap:
     states: bytes
     rows: IntArray
     sequences: tuple[MappedSequence, ...] = ()
+    slot_states: bytes = b""
+    slot_rows: IntArray = field(default_factory=lambda: np.empty(0, np.int32))

@@ -202,18 +202,26 @@ def _state(replica: ReplicaInfo) -> Text:
 
 
 def block_map_text(blocks: BlockMapInfo, width: int) -> Text:
-    """Return the map in at most MAP_LINES lines; a character stands for the most frequent state of some blocks."""
-    num_cells = len(blocks.states)
-    per_glyph = -(-num_cells // (width * MAP_LINES)) or 1
+    """Return the map in at most MAP_LINES lines, and as many of state slots, if there are any."""
     text = Text(no_wrap=True)
-    for number, start in enumerate(range(0, num_cells, per_glyph)):
-        if number and number % width == 0:
-            text.append("\n")
-        ((state, _),) = Counter(blocks.states[start : start + per_glyph]).most_common(1)
-        text.append(*GLYPHS[BlockState(state)])
+    per_glyph = _append_cells(text, blocks.states, width)
+    if blocks.slot_states:
+        text.append("\nstate slots\n", "dim")
+        _append_cells(text, blocks.slot_states, width)
     legend = "  ".join(f"{glyph} {state.name.lower()}" for state, (glyph, _) in GLYPHS.items())
     each = blocks.stride * per_glyph
     return text.append(f"\n{legend}" + (f"  ({each} blocks per character)" if each > 1 else ""), "dim")
+
+
+def _append_cells(text: Text, states: bytes, width: int) -> int:
+    """Append a character for the most frequent state of some cells each; return the number of these."""
+    per_glyph = -(-len(states) // (width * MAP_LINES)) or 1
+    for number, start in enumerate(range(0, len(states), per_glyph)):
+        if number and number % width == 0:
+            text.append("\n")
+        ((state, _),) = Counter(states[start : start + per_glyph]).most_common(1)
+        text.append(*GLYPHS[BlockState(state)])
+    return per_glyph
 
 
 def _node_table(nodes: Sequence[NodeInfo]) -> Table:

@@ -97,6 +97,10 @@ class StateSlots:
         """Return the slot of a row's state; 0 for a model without states."""
         return int(self._tables.state_slots[row])
 
+    def states(self, slots: range) -> bytes:
+        """Return a BlockState for each slot: rows' slots are held, snapshots are cached."""
+        return self._pool.states(slots)
+
     # Rows
 
     def open(self, row: int, snapshot: int | None) -> None:

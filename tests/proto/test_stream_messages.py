@@ -138,9 +138,11 @@ def test_recalled_outputs_round_trip() -> None:
 def test_block_map_round_trips() -> None:
     states = bytes((BlockState.HELD, BlockState.CACHED))
     sequences = (MappedSequence(3, "r", 2, 17, 9),)
-    sent = BlockMap(7, 4, 2, states, np.array([3, -1], np.int32), sequences)
+    slots = bytes((BlockState.CACHED,)), np.array([-1], np.int32)
+    sent = BlockMap(7, 4, 2, states, np.array([3, -1], np.int32), sequences, *slots)
     got = decode(encode(sent))
     assert isinstance(got, BlockMap)
+    assert (got.slot_states, got.slot_rows.tolist()) == (slots[0], [-1])
     assert (got.query_id, got.num_blocks, got.stride, got.states, got.sequences) == (
         7,
         4,

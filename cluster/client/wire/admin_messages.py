@@ -45,7 +45,9 @@ def replica_to_message(
 
 
 def block_map_to_message(blocks: BlockMap) -> admin_pb2.GetBlockMapResponse:
-    return to_message(admin_pb2.GetBlockMapResponse, blocks, rows=blocks.rows.tolist())
+    return to_message(
+        admin_pb2.GetBlockMapResponse, blocks, rows=blocks.rows.tolist(), slot_rows=blocks.slot_rows.tolist()
+    )
 
 
 def fleet_event_from_message(message: admin_pb2.WatchEventsResponse) -> FleetEvent:

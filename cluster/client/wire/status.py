@@ -129,6 +129,8 @@ class BlockMapInfo:
         states: one BlockState per cell.
         rows: row of a sequence that holds the cell's block; -1 if none does.
         sequences: the running sequences with the most blocks.
+        slot_states: one BlockState per slot for the state of a sequence; cached ones are snapshots of prefixes.
+        slot_rows: row of the sequence whose state is in the slot; -1 if it is none's.
     """
 
     num_blocks: int
@@ -136,6 +138,8 @@ class BlockMapInfo:
     states: bytes
     rows: tuple[int, ...]
     sequences: tuple[MappedSequence, ...] = ()
+    slot_states: bytes = b""
+    slot_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

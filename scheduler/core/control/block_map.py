@@ -1,4 +1,4 @@
-"""The map of KV blocks for operators: the state of each block and the sequence that holds it."""
+"""The map of KV blocks and state slots for operators: the state of each, and the sequence that holds it."""
 
 from __future__ import annotations
 
@@ -22,6 +22,12 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
     for row in state.running:
         held = blocks.held_ids(row) - 1
         rows[held[held % stride == 0] // stride] = row
+    slots = blocks.state_slots
+    shown_slots = range(1, 1 + min(slots.num_slots, MAX_MAP_CELLS))
+    slot_rows = np.full(len(shown_slots), NO_ROW, np.int32)
+    for row in state.running if shown_slots else ():
+        if slots.slot_of(row) <= slot_rows.size:
+            slot_rows[slots.slot_of(row) - 1] = row
     by_size = sorted(state.running.items(), key=lambda item: -int(blocks.tables.lens[item[0]]))
     return BlockMap(
         query_id=query_id,
@@ -39,4 +45,6 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
             )
             for row, sequence in by_size[:MAX_MAP_SEQUENCES]
         ),
+        slot_states=slots.states(shown_slots),
+        slot_rows=slot_rows,
     )

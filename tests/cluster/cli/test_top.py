@@ -107,6 +107,16 @@ def test_block_map_fits_and_shows_the_most_frequent_state() -> None:
     assert "(50 blocks per character)" in lines[-1]
 
 
+def test_block_map_shows_state_slots_below_the_blocks() -> None:
+    slots = bytes([BlockState.HELD, BlockState.CACHED, BlockState.EMPTY])
+    states = bytes([BlockState.HELD] * 5)
+    lines = block_map_text(
+        BlockMapInfo(5, 1, states, (-1,) * 5, (), slots, (2, -1, -1)), 40
+    ).plain.splitlines()
+    glyphs = "".join(GLYPHS[BlockState(state)][0] for state in slots)
+    assert lines[1:3] == ["state slots", glyphs]
+
+
 @pytest.fixture(scope="module")
 def server(make_model: Callable[..., Path]) -> Iterator[ThreadedServer]:
     with threaded_server(make_model("llama")) as server:

@@ -108,10 +108,12 @@ function blockKey(kv) {
   const hits = kv.prefix_query_tokens ? kv.prefix_hit_tokens / kv.prefix_query_tokens : 0;
   const empty = kv.num_blocks - kv.num_used_blocks - kv.num_fenced_blocks - kv.num_cached_blocks;
   const host = kv.num_host_blocks ? ` · ${number(kv.num_used_host_blocks)} of ${number(kv.num_host_blocks)} in host memory` : "";
+  const states = kv.num_state_slots ? ` · states in ${number(kv.num_used_state_slots)} of ${number(kv.num_state_slots)} slots, ` +
+    `${number(kv.num_snapshots)} snapshots` : "";
   return make("p", { class: "key" },
     `${number(kv.num_used_blocks)} blocks active, ${number(kv.num_fenced_blocks)} fenced, ` +
     `${number(kv.num_cached_blocks)} cached, ${number(empty)} empty · ${kv.block_size} tokens each · ` +
-    `prefix hits ${percent(hits)}${host}`);
+    `prefix hits ${percent(hits)}${host}${states}`);
 }
 
 function replicaSheet(replica) {

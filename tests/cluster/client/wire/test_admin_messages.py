@@ -114,7 +114,8 @@ def test_traffic_without_observations_has_no_quantiles() -> None:
 
 def test_block_map_is_converted_whole() -> None:
     sequences = (MappedSequence(2, "r", 1, 9, 5),)
-    sent = BlockMap(1, 3, 1, bytes((3, 1, 0)), np.array([2, -1, -1], np.int32), sequences)
+    slots = bytes((1, 3)), np.array([-1, 2], np.int32)
+    sent = BlockMap(1, 3, 1, bytes((3, 1, 0)), np.array([2, -1, -1], np.int32), sequences, *slots)
     assert from_message(BlockMapInfo, block_map_to_message(sent)) == BlockMapInfo(
-        3, 1, bytes((3, 1, 0)), (2, -1, -1), sequences
+        3, 1, bytes((3, 1, 0)), (2, -1, -1), sequences, bytes((1, 3)), (-1, 2)
     )

@@ -39,6 +39,22 @@ def test_block_map_names_the_state_and_the_holder_of_each_block() -> None:
     assert not shown.sequences
 
 
+def test_block_map_names_the_holder_of_each_state() -> None:
+    driver = Driver(small_config(num_blocks=32, max_num_batched_tokens=64, num_state_slots=6))
+    driver.add(0, random_prompt(17), max_tokens=8, ignore_eos=True)
+    driver.step()
+    slots = driver.scheduler.blocks.state_slots
+    (row,) = driver.scheduler._state.running
+    shown = driver.scheduler.block_map(1)
+    assert len(shown.slot_states) == slots.num_slots == 5
+    assert shown.slot_states[slots.slot_of(row) - 1] == BlockState.HELD
+    assert [place for place, holder in enumerate(shown.slot_rows, 1) if holder == row] == [slots.slot_of(row)]
+    driver.run()
+    shown = driver.scheduler.block_map(2)
+    assert count(shown.slot_states, BlockState.CACHED) == slots.num_snapshots > 0
+    assert set(shown.slot_rows.tolist()) == {NO_ROW}
+
+
 def test_block_map_shows_fenced_blocks() -> None:
     driver = Driver(small_config(num_blocks=32))
     driver.add(0, random_prompt(16), max_tokens=8, ignore_eos=True)
