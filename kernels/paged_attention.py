@@ -127,6 +127,51 @@ def paged_prefill_attention(
     return out
 
 
+def paged_span_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    start: int,
+    end: int,
+    scale: float,
+    variant: AttentionVariant = PLAIN,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
+    """Compute the attention of successive tokens of one sequence, each of which attends to all tokens before `end`.
+
+    A window bounds only how far a token attends to those before it. These are the tokens of an image, few of a
+    prompt's, so that every device computes them with PyTorch.
+
+    Args:
+        q: [n, Hq, D], of the tokens from `start` on.
+        kv_cache: [N, 2, Hkv, B, D], the keys and values before `end` included.
+        block_table: [M] int32.
+        variant: window, soft cap and sinks.
+        kv_scales: as for paged_decode_attention.
+
+    Returns:
+        [n, Hq, D].
+    """
+    cache, (num_queries, num_heads, head_dim) = _Cache(kv_cache, kv_scales, q.dtype), q.shape
+    first = max(0, start + 1 - variant.window) if variant.window else 0
+    keys, values = (each[:, None] for each in cache.gather_sequence(block_table, first, end))
+    grouped = q.view(num_queries, cache.num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    shape = cache.num_kv_heads, num_heads // cache.num_kv_heads, end - first, head_dim
+    positions = torch.arange(first, end, device=q.device)
+    sinks = None if variant.sinks is None else variant.sinks.view(*shape[:2], 1, 1)
+    parts = []
+    for tile in range(0, num_queries, QUERY_TILE_LEN):
+        own = grouped[:, :, tile : tile + QUERY_TILE_LEN]
+        queries = torch.arange(start + tile, start + tile + own.shape[2], device=q.device)[:, None]
+        visible = positions >= _first_visible(queries, variant) if variant.window else None
+        parts.append(
+            _attend(
+                own, keys.expand(shape), values.expand(shape), visible, None, sinks, scale, variant.soft_cap
+            )
+        )
+    return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(q.shape)
+
+
 class _WiderCache(NamedTuple):
     """The blocks that a step attends to, with heads of a dimension that an op supports."""
 

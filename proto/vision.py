@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from .block_tables import IntArray
 from .media import MediaItem
+
+AttendsWithin = Literal["none", "all", "windows"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class VisionSpec:
         embedding_size: numbers of an embedding: the hidden size of the text model.
         merge_size: rows and columns of patches that one embedding covers.
         has_grid_positions: image tokens have multi-dimensional rotary positions, by MediaItem.grid.
-        attends_within: the tokens of an image attend to each other in both directions.
+        attends_within: layers in which the tokens of an image attend to each other in both directions.
         num_deep_features: further embeddings of each image token, which the first layers add to their outputs.
         num_parameters: of the encoder, which every rank holds whole.
         hf: the encoder's own configuration.
@@ -38,10 +40,15 @@ class VisionSpec:
     embedding_size: int
     merge_size: int = 1
     has_grid_positions: bool = False
-    attends_within: bool = False
+    attends_within: AttendsWithin = "none"
     num_deep_features: int = 0
     num_parameters: int = 0
     hf: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cuts_images(self) -> bool:
+        """Return whether a chunk may end within an image."""
+        return self.attends_within == "none"
 
     @property
     def row_size(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.attention_variant import PLAIN, AttentionVariant
 from ..kernels.decode_splits import INVARIANT_ITEM_LEN, DecodeSplits, split_decodes
 from ..kernels.latent_attention import ChunkBounds
-from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention, paged_span_attention
 from ..kernels.sparse_latent import SelectedTokens
 from ..kernels.state_runs import StateRuns
 from ..proto.block_tables import IntArray
@@ -75,6 +75,35 @@ class GeneratedTokens(NamedTuple):
     tokens: Tensor
     sequences: Tensor
     lens: Tensor
+
+
+class ImageSpan(NamedTuple):
+    """Successive tokens of a chunk, which are an image's that attend to each other.
+
+    Attributes:
+        sequence: index of the chunk's sequence.
+        tokens: slice of them among all tokens of the step.
+        start, end: positions of the first token, and after the image's last token, which they see.
+    """
+
+    sequence: int
+    tokens: slice
+    start: int
+    end: int
+
+
+class ImageSpans(NamedTuple):
+    """The images of a step whose tokens attend to each other.
+
+    Attributes:
+        windows_only: in layers with a window alone (Gemma 4); in the others their attention is causal.
+    """
+
+    spans: tuple[ImageSpan, ...] = ()
+    windows_only: bool = False
+
+
+NO_SPANS = ImageSpans()
 
 
 class TokenChoice(NamedTuple):
@@ -167,6 +196,7 @@ class AttentionInputs:
         own_tokens: with data-parallel attention the T tokens that this rank attends for; None if every rank attends
             for all tokens.
         generated: tokens of chunks that are no prompt's; None if there are none, and on a GPU.
+        images: images whose tokens attend to each other.
         choices: that of the last layer with an indexer (sparse latent attention), which layers without one use;
             empty before.
         states: None for models whose layers keep none.
@@ -184,6 +214,7 @@ class AttentionInputs:
     other_groups: tuple[AttentionInputs, ...] = ()
     own_tokens: OwnTokens | None = None
     generated: GeneratedTokens | None = None
+    images: ImageSpans = NO_SPANS
     choices: list[TokenChoice] = field(default_factory=list)
     states: StepStates | None = None
     library: StepAttention = OWN_ATTENTION
@@ -323,4 +354,10 @@ def paged_attention(
         out[own.tokens] = paged_decode_attention(
             q[own.tokens], kv_cache.blocks, tables, own.lens, scale, None, variant, kv_cache.scales
         )
+    if variant.window or not inputs.images.windows_only:
+        for sequence, tokens, start, end in inputs.images.spans:
+            table = inputs.block_tables[sequence]
+            out[tokens] = paged_span_attention(
+                q[tokens], kv_cache.blocks, table, start, end, scale, variant, kv_cache.scales
+            )
     return out

@@ -188,10 +188,29 @@ FAMILIES = {
 }
 
 
+# Model type of a text model that others have in turn |-> its architecture.
+_CHOSEN_TEXT = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
+_GLM_TEXT = {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"}
 # Architecture that also reads images or sound |-> model type of its text model |-> architecture of that, which is
 # served alone.
 TEXT_MODELS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Glm4vForConditionalGeneration": _GLM_TEXT,
+    "Glm4vMoeForConditionalGeneration": _GLM_TEXT,
+    "Glm46VForConditionalGeneration": _GLM_TEXT,
+    "LlavaForConditionalGeneration": _CHOSEN_TEXT,
+    "LlavaNextForConditionalGeneration": _CHOSEN_TEXT,
+    "LlavaOnevisionForConditionalGeneration": _CHOSEN_TEXT,
+    "InternVLForConditionalGeneration": _CHOSEN_TEXT,
+    "Idefics3ForConditionalGeneration": _CHOSEN_TEXT,
+    "SmolVLMForConditionalGeneration": _CHOSEN_TEXT,
     "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
@@ -209,6 +228,8 @@ TEXT_MODELS = {
 TEXT_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen3_vl_text": {"model_type": "qwen3"},
+    "glm4v_text": {"model_type": "glm4", "attention_bias": True},
+    "glm4v_moe_text": {"model_type": "glm4_moe"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
 # ModelConfig.kv_layers of a model without keys and values, whose blocks then count tokens and take nearly no memory.

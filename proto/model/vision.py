@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
@@ -77,6 +77,19 @@ def _read_qwen3_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     return _qwen_spec("qwen3_vl", hf, num_parameters)
 
 
+def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision, (size, inner) = hf["vision_config"], _sizes(hf)
+    merged, side = int(vision["out_hidden_size"]), int(vision["spatial_merge_size"])
+    if merged != int(hf["text_config"]["hidden_size"]):
+        raise ValueError(f"its out_hidden_size is {merged}, not the hidden size of the text model")
+    num_places = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+    layer = (4 * size + 3 * bool(vision["attention_bias"]) + 2 + 3 * merged) * size
+    merger = (size * side**2 + 1 + merged + 2 + 3 * inner) * merged
+    patches = (_patch_len(vision) + 1) * size
+    num_parameters = patches + (num_places + 2) * size + int(vision["depth"]) * layer + merger
+    return _qwen_spec("glm4v", hf, num_parameters)
+
+
 def _read_mistral3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     vision, (size, inner) = hf["vision_config"], _sizes(hf)
     if vision["model_type"] != "pixtral" or hf.get("vision_feature_layer", -1) != -1:
@@ -104,10 +117,196 @@ def _read_mistral3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     )
 
 
+def _image_token_id(hf: Mapping[str, Any]) -> int:
+    return int(hf["image_token_id"] if "image_token_id" in hf else hf["image_token_index"])
+
+
+def _read_gemma3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision = _vit_settings(hf, ("siglip_vision_model",), last_layer=True)
+    size, embedding_size = int(vision["hidden_size"]), int(hf["text_config"]["hidden_size"])
+    return VisionSpec(
+        "gemma3",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        attends_within="all",
+        num_parameters=_vit_parameters(vision) + size * (embedding_size + 1),
+        hf=vision | {"mm_tokens_per_image": hf["mm_tokens_per_image"]},
+    )
+
+
+def _vit_settings(hf: Mapping[str, Any], model_types: Sequence[str], *, last_layer: bool) -> dict[str, Any]:
+    """Return the configuration of a vision transformer, with what of it is used.
+
+    Args:
+        last_layer: the outputs after the norm behind the last layer are used; otherwise those of the layer
+            ``vision_feature_layer``.
+    """
+    vision = dict(hf["vision_config"])
+    if vision["model_type"] not in model_types:
+        raise ValueError(
+            f"an encoder of type {vision['model_type']!r:.100} is not supported, only {', '.join(model_types)}"
+        )
+    num_layers = int(vision["num_hidden_layers"])
+    layer = -1 if last_layer else hf["vision_feature_layer"]
+    if not isinstance(layer, int) or not -num_layers - 1 <= layer <= num_layers:
+        raise ValueError(f"its layer {layer!r:.100} is not supported, only one of {num_layers} layers")
+    return vision | {
+        "num_used_layers": layer if layer >= 0 else num_layers + 1 + layer,
+        "has_last_norm": last_layer,
+    }
+
+
+def _vit_parameters(
+    vision: Mapping[str, Any],
+    *,
+    has_class: bool = False,
+    patch_bias: bool = True,
+    num_norms: int | None = None,
+) -> int:
+    """Return the parameters of a vision transformer of which all layers and positions are used.
+
+    Args:
+        num_norms: norms before and after the layers.
+    """
+    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
+    side, patch = (
+        int(length[0] if isinstance(length, (list, tuple)) else length)
+        for length in (vision["image_size"], vision["patch_size"])
+    )
+    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    patches = (int(vision.get("num_channels", 3)) * patch**2 + patch_bias) * size
+    places = ((side // patch) ** 2 + 2 * has_class) * size
+    norms = int(vision["has_last_norm"]) if num_norms is None else num_norms
+    return int(vision["num_used_layers"]) * layer + patches + places + 2 * size * norms
+
+
+def _projector(hf: Mapping[str, Any], vision: Mapping[str, Any], bias: bool) -> dict[str, Any]:
+    """Return the settings of a projector of two linear layers."""
+    return {
+        "projector_norm": False,
+        "projector_bias": bias,
+        "projector_act": hf["projector_hidden_act"],
+        "drops_class": hf["vision_feature_select_strategy"] == "default",
+    }
+
+
+def _read_llava(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    return _llava_spec("llava", hf, {})
+
+
+def _read_llava_next(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    """Return the encoder of LLaVA-NeXT and OneVision; the latter shrinks images of many tiles."""
+    most = hf.get("vision_aspect_ratio")
+    tiles = {
+        "tile_sizes": hf["image_grid_pinpoints"],
+        "most_tiles": None if most is None else int(str(most).removeprefix("anyres_max_")),
+    }
+    return _llava_spec("llava_next", hf, tiles)
+
+
+def _llava_spec(kind: str, hf: Mapping[str, Any], settings: Mapping[str, Any]) -> VisionSpec:
+    vision = _vit_settings(hf, ("clip_vision_model", "siglip_vision_model"), last_layer=False)
+    is_clip = vision["model_type"] == "clip_vision_model"
+    size, embedding_size = int(vision["hidden_size"]), int(hf["text_config"]["hidden_size"])
+    bias = bool(hf.get("multimodal_projector_bias", True))
+    projector = (size + bias + embedding_size + bias) * embedding_size
+    return VisionSpec(
+        kind,
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        num_parameters=_vit_parameters(
+            vision, has_class=is_clip, patch_bias=not is_clip, num_norms=1 if is_clip else 0
+        )
+        + projector
+        + (embedding_size if kind == "llava_next" else 0),
+        hf=vision | _projector(hf, vision, bias) | dict(settings),
+    )
+
+
+def _read_internvl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    last_layer = hf["vision_feature_layer"] == -1
+    vision = _vit_settings(hf, ("internvl_vision",), last_layer=last_layer)
+    vision["has_last_norm"] = last_layer and not vision["use_mean_pooling"]
+    if not vision["use_absolute_position_embeddings"] or vision["norm_type"] not in (
+        "layer_norm",
+        "rms_norm",
+    ):
+        raise ValueError("an encoder without learned positions, or with other norms, is not supported")
+    if hf["vision_feature_select_strategy"] != "default":
+        raise ValueError("an encoder whose first token is kept is not supported")
+    size, embedding_size = int(vision["hidden_size"]), int(hf["text_config"]["hidden_size"])
+    side = round(1 / float(hf["downsample_ratio"]))
+    merged, layers = size * side**2, int(vision["num_used_layers"])
+    per_layer = (
+        2 * size - (0 if vision["attention_bias"] else 3 * size) + 2 * size * bool(vision["use_qk_norm"])
+    )
+    per_layer -= 2 * size if vision["norm_type"] == "rms_norm" else 0
+    projector = 2 * merged + _linear(merged, embedding_size) + _linear(embedding_size, embedding_size)
+    return VisionSpec(
+        "llava",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        merge_size=side,
+        num_parameters=_vit_parameters(vision, has_class=True) + layers * per_layer + projector,
+        hf=vision | _projector(hf, vision, bias=True) | {"projector_norm": True},
+    )
+
+
+def _read_idefics3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision = _vit_settings(hf, ("idefics3_vision", "smolvlm_vision"), last_layer=True)
+    side, embedding_size = int(hf["scale_factor"]), int(hf["text_config"]["hidden_size"])
+    merged = int(vision["hidden_size"]) * side**2
+    return VisionSpec(
+        "idefics3",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        merge_size=side,
+        num_parameters=_vit_parameters(vision) + merged * embedding_size,
+        hf=vision,
+    )
+
+
+def _read_gemma4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision, text = hf["vision_config"], hf["text_config"]
+    size, inner = _sizes(hf)
+    if vision["num_key_value_heads"] != vision["num_attention_heads"] or vision["attention_bias"]:
+        raise ValueError("an encoder with shared keys and values, or with biases, is not supported")
+    head_dim, embedding_size = int(vision["head_dim"]), int(text["hidden_size"])
+    heads = int(vision["num_attention_heads"]) * head_dim
+    layer = 4 * size * heads + 2 * head_dim + 3 * size * inner + 4 * size
+    num_parameters = (
+        3 * int(vision["patch_size"]) ** 2 * size
+        + 2 * int(vision["position_embedding_size"]) * size
+        + int(vision["num_hidden_layers"]) * layer
+        + size * embedding_size
+    )
+    attends = text.get("use_bidirectional_attention") == "vision"
+    return VisionSpec(
+        "gemma4",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        merge_size=int(vision["pooling_kernel_size"]),
+        attends_within="windows" if attends else "none",
+        num_parameters=num_parameters,
+        hf=vision,
+    )
+
+
 # Architecture |-> function that reads the spec of its encoder from the name and the whole configuration of a model.
 VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
     "Qwen2_5_VLForConditionalGeneration": _read_qwen2_5_vl,
     "Mistral3ForConditionalGeneration": _read_mistral3,
+    "Glm4vForConditionalGeneration": _read_glm4v,
+    "Glm4vMoeForConditionalGeneration": _read_glm4v,
+    "Glm46VForConditionalGeneration": _read_glm4v,
+    "LlavaForConditionalGeneration": _read_llava,
+    "LlavaNextForConditionalGeneration": _read_llava_next,
+    "LlavaOnevisionForConditionalGeneration": _read_llava_next,
+    "InternVLForConditionalGeneration": _read_internvl,
+    "Idefics3ForConditionalGeneration": _read_idefics3,
+    "SmolVLMForConditionalGeneration": _read_idefics3,
+    "Gemma3ForConditionalGeneration": _read_gemma3,
+    "Gemma4ForConditionalGeneration": _read_gemma4,
     "Qwen3VLForConditionalGeneration": _read_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": _read_qwen3_vl,
     "Qwen3_5ForConditionalGeneration": _read_qwen3_vl,

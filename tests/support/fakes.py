@@ -35,7 +35,7 @@ from quire.proto.step import (
 from quire.proto.stored_kv import StoredOrder, StoredReport, split_keys
 from quire.proto.stream import Submit
 from quire.proto.structured_outputs import OutputConstraint
-from quire.proto.vision import VisionSpec
+from quire.proto.vision import AttendsWithin, VisionSpec
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.sequences.beam_search import BeamSearch
 from quire.scheduler.service.worker_group import Rebuilt
@@ -60,7 +60,7 @@ def small_config(
     num_kv_partitions: int = 1,
     num_state_slots: int | None = None,
     encoder_cache_rows: int | None = None,
-    attends_within: bool = False,
+    attends_within: AttendsWithin = "none",
     num_stages: int = 1,
     **scheduler: Any,
 ) -> EngineConfig:
@@ -73,7 +73,7 @@ def small_config(
         num_state_slots: of a model that keeps states; None for one that keeps none.
         encoder_cache_rows: of a model that reads images, the image tokens that the encoder cache holds; None for one
             that reads none.
-        attends_within: the tokens of an image attend to each other.
+        attends_within: as in VisionSpec.
         num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
         num_stages: pipeline stages, with as many steps in flight and one more.
     """

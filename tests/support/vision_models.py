@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +45,14 @@ class VisionKind:
     Attributes:
         make_config: returns a configuration of transformers for random sizes.
         make_processor: returns its image processor.
-        expand: tensors of one image |-> its tokens, and the grid of a MediaItem.
+        expand: tensors of one image |-> its tokens, and the grid of a MediaItem; None for as many image tokens as
+            transformers has embeddings.
     """
 
     architecture: str
     make_config: Callable[[random.Random], Any]
     make_processor: Callable[[Any], Any]
-    expand: Callable[[MediaTensors], tuple[list[int], tuple[int, ...]]]
+    expand: Callable[[MediaTensors], tuple[list[int], tuple[int, ...]]] | None = None
 
 
 def random_image(rng: random.Random, width: int, height: int) -> Image.Image:
@@ -80,6 +84,7 @@ def make_prompt(
     rng: random.Random,
     images: Sequence[Image.Image],
     text_lens: Sequence[int],
+    reference: VisionReference,
 ) -> VisionPrompt:
     """Return a prompt of texts of these lengths with an image between each two of them."""
     tokens: list[int] = []
@@ -92,7 +97,7 @@ def make_prompt(
             continue
         own = {name: np.asarray(each) for name, each in processor(images[index], return_tensors="np").items()}
         parts.append(own)
-        expanded, grid = kind.expand(own)
+        expanded, grid = (reference.expand if kind.expand is None else kind.expand)(own)
         digest = hashlib.blake2b(
             images[index].tobytes() + repr(images[index].size).encode(), digest_size=16
         ).digest()
@@ -124,17 +129,21 @@ class VisionReference:
 
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
-    @property
-    def encoder(self) -> torch.nn.Module:
-        """Return the encoder, with what makes embeddings of its outputs."""
-        names = ("visual", "vision_tower", "multi_modal_projector")
-        found = [getattr(self.model.model, name, None) for name in names]
-        return torch.nn.ModuleList([each for each in found if each is not None])
+    def num_encoder_parameters(self, prompt: VisionPrompt) -> int:
+        """Return the number of parameters that the embeddings of a prompt's images depend on."""
+        torch.cat([each.flatten() for each in self.encode(prompt)]).sum().backward()
+        found = sum(each.numel() for each in self.model.parameters() if each.grad is not None)
+        self.model.zero_grad(set_to_none=True)
+        return found
 
     def encode(self, prompt: VisionPrompt) -> list[torch.Tensor]:
         """Return the embeddings of each image of a prompt, with their deep features beside them."""
-        output = self.model.get_image_features(**prompt.arguments)
-        found = list(getattr(output, "pooler_output", output))
+        output = self.model.model.get_image_features(**prompt.arguments)
+        found = [each.flatten(0, -2) for each in getattr(output, "pooler_output", output)]
+        if len(found) > len(prompt.media) > 0:  # embeddings of tiles
+            tiles = [len(prompt.tensors[item.digest]["pixel_values"]) for item in prompt.media]
+            parts = iter(found)
+            found = [torch.cat([*islice(parts, count)]) for count in tiles]
         if (deep := getattr(output, "deepstack_features", None)) is not None:
             found = [
                 torch.cat((each, *(layer[index] for layer in deep)), 1) for index, each in enumerate(found)
@@ -142,12 +151,20 @@ class VisionReference:
         return found
 
     @torch.inference_mode()
+    def expand(self, tensors: MediaTensors) -> tuple[list[int], tuple[int, ...]]:
+        """Return as many image tokens as one image has embeddings."""
+        arguments = {name: torch.from_numpy(each.copy()) for name, each in tensors.items()}
+        found = self.encode(VisionPrompt([], (), {}, arguments))
+        return [IMAGE_TOKEN] * sum(map(len, found)), ()
+
+    @torch.inference_mode()
     def check_greedy(self, prompt: VisionPrompt, generated: Sequence[int], tie: float = 3e-4) -> None:
         """Assert that each token is the most likely one after its prefix, up to near-ties."""
         ids = torch.tensor([prompt.token_ids + list(generated)])
         arguments = dict(prompt.arguments)
-        if hasattr(self.model.model, "get_rope_index"):
-            arguments["mm_token_type_ids"] = (ids == IMAGE_TOKEN).int()
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in inspect.signature(self.model.model.forward).parameters:
+                arguments[name] = (ids == IMAGE_TOKEN).int()
         logits = self.model(ids, attention_mask=torch.ones_like(ids), **arguments).logits[0]
         logits[:, [IMAGE_TOKEN, VIDEO_TOKEN]] = -torch.inf
         for token_id, row in zip(generated, logits[len(prompt.token_ids) - 1 : -1], strict=True):
@@ -278,7 +295,252 @@ def _expand_rows(tensors: MediaTensors) -> tuple[list[int], tuple[int, ...]]:
     return ([*[IMAGE_TOKEN] * (width // 8), VIDEO_TOKEN] * (height // 8))[:-1], ()
 
 
+_SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False}
+
+
+def _vit_vision(rng: random.Random, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": rng.choice((32, 64)), "intermediate_size": 48, "num_hidden_layers": rng.choice((2, 3)),
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 32,
+        "hidden_act": rng.choice(("gelu", "gelu_pytorch_tanh")), **others,
+    }  # fmt: skip
+
+
+def _chosen_text(rng: random.Random, *types: str) -> dict[str, Any]:
+    heads, kv_heads = rng.choice(((4, 2), (4, 4), (8, 4)))
+    return {
+        "model_type": rng.choice(types), "vocab_size": VOCAB_SIZE, "hidden_size": heads * 16,
+        "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": 16, "max_position_embeddings": 1024, "pad_token_id": 3,
+        "sliding_window": None, "tie_word_embeddings": rng.choice((True, False)),
+    }  # fmt: skip
+
+
+def _llava(name: str, *encoders: str, **settings: Any) -> Callable[[random.Random], Any]:
+    def make(rng: random.Random) -> Any:
+        import transformers
+
+        encoder = rng.choice(encoders)
+        vision = _vit_vision(rng, model_type=encoder, vision_use_head=False)
+        if encoder == "clip_vision_model":
+            vision["hidden_act"] = "quick_gelu"
+            own = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
+        else:
+            own = {"vision_feature_layer": rng.choice((-1, -2)), "vision_feature_select_strategy": "full"}
+        text = _chosen_text(rng, "llama", "mistral", "qwen2")
+        return getattr(transformers, name)(
+            text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN, video_token_index=VIDEO_TOKEN,
+            multimodal_projector_bias=rng.choice((True, False)), tie_word_embeddings=text["tie_word_embeddings"],
+            **own, **settings,
+        )  # fmt: skip
+
+    return make
+
+
+def _glm4v(name: str, *, has_experts: bool) -> Callable[[random.Random], Any]:
+    def make(rng: random.Random) -> Any:
+        import transformers
+
+        text = _chosen_text(rng, "glm4v_moe_text" if has_experts else "glm4v_text")
+        side = rng.choice((1, 2))
+        text |= {
+            "head_dim": 16, "num_hidden_layers": 3,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+                "mrope_section": [side, 2 - side // 2, 2 - side + side // 2],
+            },
+        }  # fmt: skip
+        if has_experts:
+            text |= {
+                "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1,
+                "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+            }  # fmt: skip
+        vision = {
+            "depth": 2, "hidden_size": rng.choice((32, 64)), "intermediate_size": 48, "num_heads": 2,
+            "patch_size": 4, "image_size": 32, "out_hidden_size": text["hidden_size"], "spatial_merge_size": 2,
+            "attention_bias": rng.choice((True, False)),
+        }  # fmt: skip
+        return getattr(transformers, name)(
+            text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN,
+            image_start_token_id=START_TOKEN, image_end_token_id=END_TOKEN,
+            tie_word_embeddings=text["tie_word_embeddings"],
+        )  # fmt: skip
+
+    return make
+
+
+_TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]}
+
+
+def _internvl(rng: random.Random) -> Any:
+    from transformers import InternVLConfig
+
+    text = _chosen_text(rng, "qwen2", "qwen3")
+    vision = _vit_vision(
+        rng, model_type="internvl_vision", patch_size=[4, 4], image_size=[32, 32], layer_scale_init_value=0.5,
+        attention_bias=rng.choice((True, False)), use_qk_norm=rng.choice((True, False)),
+        norm_type=rng.choice(("layer_norm", "rms_norm")), use_mean_pooling=rng.choice((True, False)),
+    )  # fmt: skip
+    return InternVLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, downsample_ratio=0.5,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )  # fmt: skip
+
+
+def _idefics3(name: str) -> Callable[[random.Random], Any]:
+    def make(rng: random.Random) -> Any:
+        import transformers
+
+        text = _chosen_text(rng, "llama")
+        return getattr(transformers, name)(
+            text_config=text, vision_config=_vit_vision(rng, image_size=rng.choice((32, 40))), scale_factor=2,
+            image_token_id=IMAGE_TOKEN, pad_token_id=3, tie_word_embeddings=text["tie_word_embeddings"],
+        )  # fmt: skip
+
+    return make
+
+
+def _image_processor(folder: str, name: str, **settings: Any) -> Callable[[Any], Any]:
+    def make(config: Any) -> Any:
+        module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+        return getattr(module, name)(**settings)
+
+    return make
+
+
+_glm4v_processor = _image_processor(
+    "glm4v", "Glm4vImageProcessorPil", patch_size=4, size={"shortest_edge": 64, "longest_edge": 2 * 48 * 48}
+)
+_SQUARE = {"height": 32, "width": 32}
+_CLIP_PROCESSOR = _image_processor(
+    "clip", "CLIPImageProcessorPil", size={"shortest_edge": 32}, crop_size=_SQUARE
+)
+_INTERNVL_PROCESSOR = _image_processor(
+    "got_ocr2", "GotOcr2ImageProcessorPil", size=_SQUARE, crop_to_patches=True, max_patches=4
+)
+
+
+def _gemma_text(rng: random.Random, **others: Any) -> dict[str, Any]:
+    heads, kv_heads = rng.choice(((4, 2), (4, 4), (8, 4)))
+    return {
+        "vocab_size": VOCAB_SIZE, "hidden_size": heads * 16, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16,
+        "max_position_embeddings": 1024, "sliding_window": rng.choice((6, 12, 40)), "pad_token_id": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], **others,
+    }  # fmt: skip
+
+
+def _gemma3(rng: random.Random) -> Any:
+    from transformers import Gemma3Config
+
+    return Gemma3Config(
+        text_config=_gemma_text(rng, query_pre_attn_scalar=16), vision_config=_vit_vision(rng, **_SIGLIP),
+        mm_tokens_per_image=16, image_token_id=IMAGE_TOKEN, boi_token_index=START_TOKEN,
+        eoi_token_index=END_TOKEN, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _gemma4(rng: random.Random) -> Any:
+    from transformers import Gemma4Config
+
+    inputs, attends = rng.choice(((8, None), (0, "vision"), (8, "vision")))
+    return Gemma4Config(
+        text_config=_gemma_text(
+            rng, global_head_dim=32, hidden_size_per_layer_input=inputs, vocab_size_per_layer_input=VOCAB_SIZE,
+            num_kv_shared_layers=0, use_bidirectional_attention=attends,
+        ),
+        vision_config={
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 80,
+            "pooling_kernel_size": rng.choice((2, 3)), "use_clipped_linears": rng.choice((True, False)),
+            "standardize": rng.choice((True, False)),
+        },
+        audio_config=None, image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN, boi_token_id=START_TOKEN,
+        eoi_token_id=END_TOKEN, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _gemma3_processor(config: Any) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    side = config.vision_config.image_size
+    return Gemma3ImageProcessorPil(size={"height": side, "width": side})
+
+
+def _gemma4_processor(config: Any) -> Any:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    vision = config.vision_config
+    return Gemma4ImageProcessorPil(
+        patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size, max_soft_tokens=70
+    )
+
+
+def _expand_fixed(number: int) -> Callable[[MediaTensors], tuple[list[int], tuple[int, ...]]]:
+    return lambda tensors: ([IMAGE_TOKEN] * number, ())
+
+
+def _expand_counted(tensors: MediaTensors) -> tuple[list[int], tuple[int, ...]]:
+    return [IMAGE_TOKEN] * int(np.asarray(tensors["num_soft_tokens_per_image"])[0]), ()
+
+
 VISION_KINDS = {
+    "llava": VisionKind(
+        "LlavaForConditionalGeneration",
+        _llava("LlavaConfig", "clip_vision_model", "siglip_vision_model"),
+        _CLIP_PROCESSOR,
+    ),
+    "glm4v": VisionKind(
+        "Glm4vForConditionalGeneration",
+        _glm4v("Glm4vConfig", has_experts=False),
+        _glm4v_processor,
+        _expand_grid,
+    ),
+    "glm4v_moe": VisionKind(
+        "Glm4vMoeForConditionalGeneration",
+        _glm4v("Glm4vMoeConfig", has_experts=True),
+        _glm4v_processor,
+        _expand_grid,
+    ),
+    "llava_next": VisionKind(
+        "LlavaNextForConditionalGeneration",
+        _llava("LlavaNextConfig", "clip_vision_model", **_TILES),
+        _image_processor(
+            "llava_next",
+            "LlavaNextImageProcessorPil",
+            size={"shortest_edge": 32},
+            crop_size=_SQUARE,
+            **_TILES,
+        ),
+    ),
+    "llava_onevision": VisionKind(
+        "LlavaOnevisionForConditionalGeneration",
+        _llava("LlavaOnevisionConfig", "siglip_vision_model", vision_aspect_ratio="anyres_max_2", **_TILES),
+        _image_processor("llava_onevision", "LlavaOnevisionImageProcessorPil", size=_SQUARE, **_TILES),
+    ),
+    "internvl": VisionKind("InternVLForConditionalGeneration", _internvl, _INTERNVL_PROCESSOR),
+    "idefics3": VisionKind(
+        "Idefics3ForConditionalGeneration",
+        _idefics3("Idefics3Config"),
+        _image_processor(
+            "idefics3",
+            "Idefics3ImageProcessorPil",
+            size={"longest_edge": 64},
+            max_image_size={"longest_edge": 32},
+        ),
+    ),
+    "smolvlm": VisionKind(
+        "SmolVLMForConditionalGeneration",
+        _idefics3("SmolVLMConfig"),
+        _image_processor(
+            "smolvlm",
+            "SmolVLMImageProcessorPil",
+            size={"longest_edge": 64},
+            max_image_size={"longest_edge": 32},
+        ),
+    ),
+    "gemma3": VisionKind("Gemma3ForConditionalGeneration", _gemma3, _gemma3_processor, _expand_fixed(16)),
+    "gemma4": VisionKind("Gemma4ForConditionalGeneration", _gemma4, _gemma4_processor, _expand_counted),
     "qwen2_5_vl": VisionKind(
         "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _qwen2_processor, _expand_grid
     ),

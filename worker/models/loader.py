@@ -29,7 +29,7 @@ from .zamba import Zamba2Decoder
 
 # Of the tensors of a text model within a model that also reads images, in published checkpoints and in those of
 # transformers 5.
-_TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 
 # Class of DecoderSpec.variant |-> decoder.
 _DECODERS: dict[type, type[Decoder]] = {

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.latent_attention import ChunkBounds
-from ..attention import AttentionInputs, GeneratedTokens, with_groups
+from ..attention import NO_SPANS, AttentionInputs, GeneratedTokens, with_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ def _queries(inputs: AttentionInputs, index: Tensor) -> AttentionInputs:
     queries = replace(
         inputs,
         generated=generated,
+        images=NO_SPANS,  # the last token of an image sees all of it in any case
         num_decodes=num_kept_decodes,
         query_start=torch.arange(num_chunks + 1, dtype=torch.int32, device=index.device),
         seq_lens=seq_lens,

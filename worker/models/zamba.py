@@ -19,6 +19,7 @@ from .layers import ColumnParallelLinear, PartialSum, Projection, Rotations, Row
 from .llama.decoder import Decoder
 from .llama.decoder_layer import DecoderLayer
 from .load_context import LoadContext
+from .media_embeddings import MediaEmbeddings
 from .mixers.attention import Attention
 from .mixers.mamba2 import Mamba2
 
@@ -214,6 +215,8 @@ class Zamba2Decoder(Decoder):
             for index, layer in enumerate(spec.layers)
         ]
 
-    def other_inputs(self, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> Rotations:
+    def other_inputs(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, media: MediaEmbeddings | None
+    ) -> Rotations:
         """Return the embedded tokens, which the residual is added to in place."""
         return {_EMBEDDED: (hidden.clone(), None)}

@@ -15,7 +15,15 @@ from ...kernels.latent_attention import ChunkBounds
 from ...kernels.state_runs import StateRuns
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import StepPlan
-from ..attention import AttentionInputs, GeneratedTokens, OwnTokens, split_groups, with_groups
+from ..attention import (
+    NO_SPANS,
+    AttentionInputs,
+    GeneratedTokens,
+    ImageSpans,
+    OwnTokens,
+    split_groups,
+    with_groups,
+)
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters, make_step_adapters
 from ..memory.host_to_device import to_device_once, to_device_together
 from ..pooling.pooler import PooledTokens, select_pooled_tokens
@@ -148,7 +156,7 @@ def gather_batch(
     starts = (layout.seq_lens - layout.query_lens)[chunks]
     sources = (layout.ends - layout.query_lens)[chunks]
     own = _own_part(rows, layout)
-    media, rotary = None, None
+    media, rotary, images = None, None, NO_SPANS
     if rows.media.has_any(layout.row_ids):
         spans = zip(
             *(each.tolist() for each in (plan.chunk_rows, starts, plan.chunk_lens, sources)), strict=True
@@ -156,7 +164,10 @@ def gather_batch(
         own_chunks = list(spans)
         media = rows.media.image_tokens(own_chunks)
         rotary = rows.media.rotary_positions(layout.token_rows, layout.positions, own_chunks)
-    token_ids, positions, sampled_index, attention = _gather_inputs(rows, layout, own, block_size, rotary)
+        images = rows.media.spans(own_chunks, layout.num_decodes)
+    token_ids, positions, sampled_index, attention = _gather_inputs(
+        rows, layout, own, block_size, rotary, images
+    )
     lora = make_step_adapters(
         rows.lora_slots[layout.token_rows],
         None if layout.samples_all else rows.lora_slots[layout.rows[sampled]],
@@ -309,11 +320,13 @@ def _gather_inputs(
     own_part: _OwnPart | None,
     block_size: int,
     rotary: LongArray | None,
+    images: ImageSpans,
 ) -> tuple[Tensor, Tensor, Tensor | None, AttentionInputs]:
     """Return the token ids, the positions, the sampled tokens and the inputs of attention, on the device.
 
     Args:
         rotary: rotary positions, if they are not the places of the tokens.
+        images: images whose tokens attend to each other.
     """
     own = layout if own_part is None else own_part.layout
     num_decodes, seq_lens, num_groups = own.num_decodes, own.seq_lens, rows.tables.num_groups
@@ -348,6 +361,7 @@ def _gather_inputs(
         decode_lens=seq_lens[:num_decodes],
         own_tokens=None if own_tokens is None else OwnTokens(own_tokens, own_tokens),
         generated=_generated_tokens(rows, own) if device.type == "cpu" else None,
+        images=images,
     )
     if rows.partition is not None:
         rows.partition.renumber(attention.block_tables, slots, block_size)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import NewSequence
 from ...proto.vision import VisionSpec, rotary_positions
+from ..attention import NO_SPANS, ImageSpan, ImageSpans
 
 LongArray = npt.NDArray[np.int64]
 
@@ -133,3 +134,21 @@ class MediaRows:
                     index.append(places[first:end] + (source - start))
                     pieces.append(Piece(media_id, first, end))
         return StepMedia(np.concatenate(index), tuple(pieces)) if pieces else None
+
+    def spans(self, chunks: list[tuple[int, int, int, int]], num_decodes: int) -> ImageSpans:
+        """Return the images of a step's chunks whose tokens attend to each other.
+
+        Args:
+            num_decodes: sequences of the step before those of the chunks.
+        """
+        if self._vision is None or self._vision.attends_within == "none":
+            return NO_SPANS
+        found = []
+        for index, (row, start, length, source) in enumerate(chunks, num_decodes):
+            for places in () if row not in self._rows else self._rows[row].places:
+                for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):  # crops are apart
+                    first, end = max(start, int(run[0])), min(start + length, int(run[-1]) + 1)
+                    if first < end:
+                        tokens = slice(source + first - start, source + end - start)
+                        found.append(ImageSpan(index, tokens, first, int(run[-1]) + 1))
+        return ImageSpans(tuple(found), self._vision.attends_within == "windows")

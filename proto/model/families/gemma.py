@@ -65,9 +65,11 @@ class Gemma4:
 
     Attributes:
         inputs: None for none.
+        pad_token_id: whose embeddings the per-layer inputs have at the places of images.
     """
 
     inputs: PerLayerInputs | None
+    pad_token_id: int = 0
 
 
 def _change_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
@@ -147,7 +149,8 @@ def _adapt_4(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _read_4(hf: dict[str, Any]) -> Gemma4:
     size = hf.get("hidden_size_per_layer_input")
-    return Gemma4(PerLayerInputs(size, hf["vocab_size_per_layer_input"]) if size else None)
+    inputs = PerLayerInputs(size, hf["vocab_size_per_layer_input"]) if size else None
+    return Gemma4(inputs, hf.get("pad_token_id") or 0)
 
 
 GEMMA_2 = Family(

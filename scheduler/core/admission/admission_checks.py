@@ -161,7 +161,7 @@ def _check_media(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
         if num_places != item.num_embeddings:
             problem = f"has {item.num_embeddings} embeddings for {num_places} image tokens of the prompt"
         most = config.scheduler.max_num_batched_tokens
-        if vision.attends_within and item.num_tokens > most:
+        if not vision.cuts_images and item.num_tokens > most:
             problem = f"has {item.num_tokens} tokens, a step computes at most {most} (max_num_batched_tokens)"
         if problem:
             return InvalidRequest("media", f"image {index + 1} {problem}")

@@ -479,7 +479,8 @@ class Planner:
             num_cached_tokens = blocks.open(row, sequence, prefix)
         state.kv_moves.on_start(sequence)
         blocks.stored.on_start(sequence, num_cached_tokens)
-        sequence.snapshot_ends = blocks.snapshot_ends(sequence, prefix, num_cached_tokens)
+        ends = blocks.snapshot_ends(sequence, prefix, num_cached_tokens)
+        sequence.snapshot_ends = state.media.between_images(sequence, ends)
         sequence.num_snapshot_tokens = num_cached_tokens
         if not sequence.has_run:
             state.waiting.charge(sequence, len(sequence.token_ids), 0)

@@ -59,7 +59,7 @@ class MediaQueue:
 
     def __init__(self, config: EngineConfig) -> None:
         vision = config.model.vision
-        self._attends_within = vision is not None and vision.attends_within
+        self._cuts_images = vision is None or vision.cuts_images
         self.cache = EncoderCache(
             config.encoder_cache_bytes, config.encoder_row_bytes, config.scheduler.max_num_batched_tokens
         )
@@ -113,6 +113,12 @@ class MediaQueue:
 
     # Plans
 
+    def between_images(self, sequence: Sequence, ends: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those of the ends of chunks at which a chunk may end; a model may allow none within an image."""
+        if self._cuts_images or not sequence.media:
+            return ends
+        return tuple(end for end in ends if not any(item.start < end < item.end for item in sequence.media))
+
     def begin_plan(self) -> None:
         self.cache.begin_plan()
 
@@ -127,7 +133,7 @@ class MediaQueue:
                 continue
             if item.start >= end:
                 break
-            is_cut = self._attends_within and item.end > end
+            is_cut = not self._cuts_images and item.end > end
             if is_cut or not self._may_read(sequence, item, media_id, now):
                 end = item.start
                 break

@@ -77,14 +77,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         attends_within=st.booleans(),
         num_stages=st.sampled_from([1, 1, 2, 4]),
     )
-    def start(self, budget: int, stores_blocks: bool, **config: Any) -> None:
+    def start(self, budget: int, stores_blocks: bool, attends_within: bool, **config: Any) -> None:
+        config["attends_within"] = "all" if attends_within else "none"
         may_store = (
             config["prefix_caching"] and config["num_kv_partitions"] == 1 and config["num_host_blocks"]
         )
         if stores_blocks and may_store and config["num_state_slots"] is None:
             config |= {"kv_disk": "/nowhere:64MiB"}
-        if config["num_state_slots"] is not None:
-            config |= {"attends_within": False}  # a snapshot may lie within an image
         if config["num_stages"] > 1:
             config |= {"num_speculative_tokens": 0, "num_kv_partitions": 1}
         self.driver = Driver(
@@ -137,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         vision = config.model.vision
         assert vision is not None
         most_in_step = config.scheduler.max_num_batched_tokens
-        is_too_large = vision.attends_within and any(item.num_tokens > most_in_step for item in media)
+        is_too_large = not vision.cuts_images and any(item.num_tokens > most_in_step for item in media)
         room = config.max_servable_tokens - len(prompt)
         width = None if beams is None or beams > config.scheduler.max_num_seqs else max(n, beams)
         if width is not None and width > config.scheduler.max_num_seqs:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from vision_models import (
 
 from quire.proto.config import EngineConfig
 from quire.proto.media import MediaTensors
+from quire.proto.model.vision import read_vision
 
 # Width and height, one of them far from square.
 SIZES = ((32, 32), (80, 16), (20, 44), (9, 70))
@@ -48,7 +50,8 @@ class Model:
 
         def prompt(*chosen: int) -> VisionPrompt:
             lens = [rng.randrange(1, 12) for _ in range(len(chosen) + 1)]
-            return make_prompt(VISION_KINDS[kind], processor, rng, [images[each] for each in chosen], lens)
+            own = [images[each] for each in chosen]
+            return make_prompt(VISION_KINDS[kind], processor, rng, own, lens, self.reference)
 
         self.prompts = [prompt(), prompt(0), prompt(1, 2, 3), prompt(2, 2), prompt(3)]
         self._kind, self._processor = VISION_KINDS[kind], processor
@@ -58,9 +61,18 @@ class Model:
         item = prompt.media[0]
         image = random_image(random.Random(99), *SIZES[0])
         start, end = item.start - 1, item.end + 1
-        other = make_prompt(self._kind, self._processor, random.Random(0), [image], [start, 0])
+        other = make_prompt(
+            self._kind, self._processor, random.Random(0), [image], [start, 0], self.reference
+        )
         tokens = prompt.token_ids[:start] + other.token_ids[start:] + prompt.token_ids[end:]
         return replace(other, token_ids=tokens)
+
+    def step_tokens(self, wanted: int) -> int:
+        """Return how many tokens a step may compute: `wanted`, or as many as the largest image if none may be cut."""
+        vision = read_vision("it", self._kind.architecture, self.reference.model.config.to_dict())
+        if vision is None or vision.cuts_images:
+            return wanted
+        return max(wanted, *(item.num_tokens for prompt in self.prompts for item in prompt.media))
 
     def encoded(self) -> Iterator[tuple[MediaTensors, torch.Tensor]]:
         """Yield the tensors of images and what transformers makes of them."""
@@ -88,7 +100,8 @@ def run(
     engine: Any,
     prompts: list[VisionPrompt],
     *,
-    num_blocks: int = 64,
+    num_blocks: int = 128,
+    num_tokens: int = NUM_TOKENS,
     config: EngineConfig | None = None,
 ) -> RankedDriver:
     """Run prompts together, and compare the outputs with transformers."""
@@ -97,12 +110,14 @@ def run(
     for prompt in prompts:
         driver.images.update(prompt.tensors)
     for handle, prompt in enumerate(prompts):
-        rejected = driver.add(handle, prompt.token_ids, media=prompt.media, **SAMPLING)
+        rejected = driver.add(
+            handle, prompt.token_ids, media=prompt.media, **SAMPLING | {"max_tokens": num_tokens}
+        )
         assert rejected is None, rejected
     driver.run(depth=2)
     driver.empty_ranks()
     for handle, prompt in enumerate(prompts):
-        assert len(driver.outputs[handle]) == NUM_TOKENS, driver.finishes[handle]
+        assert len(driver.outputs[handle]) == num_tokens, driver.finishes[handle]
         model.reference.check_greedy(prompt, driver.outputs[handle])
     return driver
 
@@ -113,21 +128,24 @@ def test_images_give_the_tokens_of_transformers(
     kind: str, seed: int, model_of: Any, make_engine: Any
 ) -> None:
     model = model_of(kind, seed)
-    run(model, make_engine(model.folder, max_model_len=512), model.prompts)
+    run(model, make_engine(model.folder, max_model_len=1024, num_blocks=256), model.prompts)
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
 def test_ranks_share_a_model_that_reads_images(kind: str, model_of: Any, make_engine: Any) -> None:
     model = model_of(kind)
     for tp in (2, 4):
-        run(model, make_engine(model.folder, tp, max_model_len=512), model.prompts)
+        run(model, make_engine(model.folder, tp, max_model_len=1024, num_blocks=256), model.prompts)
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
 def test_chunks_may_end_within_an_image(kind: str, model_of: Any, make_engine: Any) -> None:
     model = model_of(kind)
-    engine = make_engine(model.folder, max_model_len=512, max_num_batched_tokens=7, block_size=4)
-    driver = run(model, engine, model.prompts)
+    most = model.step_tokens(7)
+    engine = make_engine(
+        model.folder, max_model_len=1024, num_blocks=256, max_num_batched_tokens=most, block_size=4
+    )
+    driver = run(model, engine, model.prompts, num_blocks=192)
     rows, places, is_cut = {}, {}, False
     for plan in driver.plans:
         for sequence in plan.new:
@@ -135,7 +153,7 @@ def test_chunks_may_end_within_an_image(kind: str, model_of: Any, make_engine: A
         for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
             places[row] += length
             is_cut = is_cut or any(item.start < places[row] < item.end for item in rows[row].media)
-    assert is_cut == (not engine.config.model.vision.attends_within)
+    assert is_cut == engine.config.model.vision.cuts_images
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
@@ -143,8 +161,8 @@ def test_a_prefix_with_an_image_is_found_with_that_image_only(
     kind: str, model_of: Any, make_engine: Any
 ) -> None:
     model = model_of(kind)
-    engine = make_engine(model.folder, max_model_len=512, block_size=4)
-    driver = RankedDriver(engine.config.with_num_blocks(96), engine.step, engine.take_media)
+    engine = make_engine(model.folder, max_model_len=1024, num_blocks=256, block_size=4)
+    driver = RankedDriver(engine.config.with_num_blocks(192), engine.step, engine.take_media)
     first, other = model.prompts[1], model.same_shape(model.prompts[1])
     assert first.token_ids == other.token_ids
     num_computed = []
@@ -166,27 +184,29 @@ def test_preempted_prompts_and_small_caches_change_no_token(
     kind: str, model_of: Any, make_engine: Any
 ) -> None:
     model = model_of(kind)
-    engine = make_engine(model.folder, max_model_len=512, max_num_batched_tokens=16, block_size=4)
+    most = model.step_tokens(16)
+    engine = make_engine(
+        model.folder, max_model_len=1024, num_blocks=256, max_num_batched_tokens=most, block_size=4
+    )
     row_bytes = engine.config.encoder_row_bytes
     cache = replace(engine.config.cache, encoder_cache_memory=9 * row_bytes)
-    longest = max(len(prompt.token_ids) for prompt in model.prompts) + NUM_TOKENS
-    driver = run(
-        model,
-        engine,
-        model.prompts * 2,
-        num_blocks=-(-longest // 4) + 6,
-        config=replace(engine.config, cache=cache),
-    )
+    longest = max(len(prompt.token_ids) for prompt in model.prompts) + (num_tokens := 24)
+    least = next(n for n in count(2) if engine.config.with_num_blocks(n).max_servable_tokens >= longest)
+    config = replace(engine.config, cache=cache)
+    driver = run(model, engine, model.prompts * 2, num_blocks=least + 6, num_tokens=num_tokens, config=config)
     assert driver.scheduler.stats.num_preemptions
     assert driver.scheduler.media.cache.num_encoded > 6
 
 
+@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("kind", VISION_KINDS)
-def test_encoder_outputs_are_those_of_transformers(kind: str, model_of: Any, make_engine: Any) -> None:
-    model = model_of(kind)
-    engine = make_engine(model.folder, max_model_len=512)
+def test_encoder_outputs_are_those_of_transformers(
+    kind: str, seed: int, model_of: Any, make_engine: Any
+) -> None:
+    model = model_of(kind, seed)
+    engine = make_engine(model.folder, max_model_len=1024, num_blocks=256)
     encoder = engine.runners[0].memory.loaded.encoder
-    num_parameters = sum(each.numel() for each in model.reference.encoder.parameters())
+    num_parameters = model.reference.num_encoder_parameters(model.prompts[1])
     assert engine.config.model.vision.num_parameters == num_parameters
     for tensors, expected in model.encoded():
         with torch.inference_mode():
@@ -197,7 +217,7 @@ def test_encoder_outputs_are_those_of_transformers(kind: str, model_of: Any, mak
 @pytest.mark.parametrize("kind", VISION_KINDS)
 def test_text_model_alone_is_served_without_the_encoder(kind: str, model_of: Any, make_engine: Any) -> None:
     model = model_of(kind)
-    engine = make_engine(model.folder, max_model_len=512, language_model_only=True)
+    engine = make_engine(model.folder, max_model_len=1024, num_blocks=256, language_model_only=True)
     assert engine.runners[0].memory.loaded.encoder is None
     (generated,) = engine.greedy([model.prompts[0].token_ids], NUM_TOKENS)
     model.reference.check_greedy(model.prompts[0], generated)
@@ -206,7 +226,7 @@ def test_text_model_alone_is_served_without_the_encoder(kind: str, model_of: Any
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5", "mistral3"])
 def test_outputs_of_one_prompt_share_its_images(kind: str, model_of: Any, make_engine: Any) -> None:
     model = model_of(kind)
-    engine = make_engine(model.folder, max_model_len=512)
+    engine = make_engine(model.folder, max_model_len=1024, num_blocks=256)
     driver = RankedDriver(engine.config.with_num_blocks(64), engine.step, engine.take_media)
     prompt = model.prompts[2]
     driver.images.update(prompt.tensors)

@@ -14,6 +14,7 @@ from ..layers import PartialSum, Rotations
 from ..llama.decoder import Decoder
 from ..llama.decoder_layer import FeedForward
 from ..load_context import LoadContext
+from ..media_embeddings import MediaEmbeddings
 from ..mlp import Mlp
 from ..moe.expert_routing import ExpertChoice
 from ..moe.moe import WithExperts, read_experts
@@ -140,11 +141,16 @@ class Gemma4Decoder(Decoder):
     ) -> None:
         assert isinstance(spec.variant, Gemma4)
         self._layer_inputs: PerLayerEmbedding | None = None
+        self._pad_token_id = spec.variant.pad_token_id
         if spec.variant.inputs is not None:
             self._layer_inputs = PerLayerEmbedding(load, spec, spec.variant.inputs)
         super().__init__(load, spec, num_positions, has_head=has_head)
 
-    def other_inputs(self, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> Rotations:
+    def other_inputs(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, media: MediaEmbeddings | None
+    ) -> Rotations:
         if self._layer_inputs is None:
             return {}
+        if media is not None:  # the part of the token is that of padding
+            token_ids = token_ids.index_fill(0, media.index, self._pad_token_id)
         return {_LAYER_INPUTS: (self._layer_inputs.forward(token_ids, hidden), None)}

@@ -177,7 +177,7 @@ class Decoder:
             return normed if self.stage.is_last else self._send(hidden)  # which it has added to
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
-        rotations.update(self.other_inputs(token_ids, positions, hidden))
+        rotations.update(self.other_inputs(token_ids, positions, hidden, media))
         x: Tensor | PartialSum | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -199,8 +199,14 @@ class Decoder:
         self.link.send_states(states)
         return states
 
-    def other_inputs(self, token_ids: Tensor, positions: Tensor, hidden: Tensor) -> Rotations:
-        """Return what layers read of a step's tokens besides cosines and sines; `hidden` are the embedded tokens."""
+    def other_inputs(
+        self, token_ids: Tensor, positions: Tensor, hidden: Tensor, media: MediaEmbeddings | None
+    ) -> Rotations:
+        """Return what layers read of a step's tokens besides cosines and sines.
+
+        Args:
+            hidden: the embedded tokens and images.
+        """
         return {} if self.temperature is None else {TEMPERATURE: (self.temperature.at(positions), None)}
 
     def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -13,9 +14,12 @@ from ....proto.vision import VisionSpec
 from ...comm.communicator import SingleRank
 from ...lora.layers import NO_LORA
 from ..load_context import LoadContext
+from .gemma4 import Gemma4Encoder
+from .glm4v import Glm4vEncoder
 from .pixtral import PixtralEncoder
 from .qwen2_5_vl import Qwen2_5VLEncoder
 from .qwen3_vl import Qwen3VLEncoder
+from .vit import MlpProjector, PooledProjector, Projector, ShuffledProjector, TiledProjector, VitEncoder
 
 
 class Encoder(Protocol):
@@ -46,12 +50,25 @@ class _Kind:
     modules: tuple[str, ...]
 
 
+def _vit(
+    projector: Callable[[LoadContext, VisionSpec, str], Projector],
+    modules: tuple[str, ...] = ("vision_tower.", "multi_modal_projector."),
+) -> _Kind:
+    return _Kind(partial(VitEncoder, projector=projector), modules)
+
+
 _KINDS = {
     "qwen2_5_vl": _Kind(Qwen2_5VLEncoder, ("visual.",)),
     "qwen3_vl": _Kind(Qwen3VLEncoder, ("visual.",)),
+    "glm4v": _Kind(Glm4vEncoder, ("visual.",)),
     "pixtral": _Kind(PixtralEncoder, ("vision_tower.", "multi_modal_projector.")),
+    "gemma3": _vit(PooledProjector),
+    "llava": _vit(MlpProjector),
+    "llava_next": _vit(TiledProjector),
+    "idefics3": _vit(ShuffledProjector, ("vision_model.", "connector.")),
+    "gemma4": _Kind(Gemma4Encoder, ("vision_tower.", "embed_vision.")),
 }
-# Before the modules of an encoder, in published checkpoints and in those of transformers 5.
+# Text before the modules of an encoder, in published checkpoints and in those of transformers 5.
 _ROOTS = ("", "model.")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,20 @@ from torch import Tensor
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..load_context import LoadContext
-from .parts import attend_within, grid_angles, read_linear, rotate
+from .parts import EncoderLayer, LayerForm, grid_angles, read_linear, rotate
 
 _NORM_EPS = 1e-6
 _THETA = 10000.0
+_LAYER = LayerForm(
+    ("norm1", "norm2"),
+    ("attn.qkv",),
+    "attn.proj",
+    ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj",
+    norm="rms",
+    eps=_NORM_EPS,
+    activation="silu",
+)
 
 
 class Qwen2_5VLEncoder:
@@ -25,14 +36,17 @@ class Qwen2_5VLEncoder:
         hf: Mapping[str, Any] = spec.hf
         name = f"{root}visual"
         self._merge_size, size = spec.merge_size, int(hf["hidden_size"])
-        self._num_heads, self._head_dim = int(hf["num_heads"]), size // int(hf["num_heads"])
+        num_heads = int(hf["num_heads"])
+        self._head_dim = size // num_heads
         # Embeddings on a side of a window.
         self._window = int(hf["window_size"]) // self._merge_size // int(hf["patch_size"])
         self._whole_layers = frozenset(hf["fullatt_block_indexes"])
         patch = (int(hf["in_channels"]), int(hf["temporal_patch_size"]), *[int(hf["patch_size"])] * 2)
         self._patches = load.replicated(f"{name}.patch_embed.proj.weight", size, *patch).flatten(1)
         self._layers = [
-            _Layer(load, f"{name}.blocks.{index}", size, int(hf["intermediate_size"]), self._num_heads)
+            EncoderLayer(
+                load, f"{name}.blocks.{index}", _LAYER, size, int(hf["intermediate_size"]), num_heads
+            )
             for index in range(int(hf["depth"]))
         ]
         merged = size * self._merge_size**2
@@ -51,41 +65,17 @@ class Qwen2_5VLEncoder:
         unit = self._merge_size**2
         angles = grid_angles(rows, columns, self._merge_size, self._head_dim, _THETA).repeat(frames, 1)
         angles = angles.view(-1, unit, angles.shape[1])[order.cpu()].flatten(0, 1).to(patches.device)
-        cos, sin = angles.cos(), angles.sin()
+        rotation = partial(rotate, cos=angles.cos(), sin=angles.sin())
         x = F.linear(patches, self._patches)
         x = x.view(-1, unit, x.shape[1])[order].flatten(0, 1)
         in_windows = [(count, length * unit) for count, length in windows]
         # The windows of a frame follow each other, so that each frame is one run for the layers without windows.
         for index, layer in enumerate(self._layers):
             lens = [(frames, rows * columns)] if index in self._whole_layers else in_windows
-            x = layer.forward(x, cos, sin, lens)
+            x = layer.forward(x, lens, rotation)
         x = rms_norm(x, self._norm, _NORM_EPS).view(len(order), -1)
         x = self._output.forward(F.gelu(self._inner.forward(x)))
         return torch.empty_like(x).index_copy_(0, order, x)
-
-
-class _Layer:
-    """Attention and a gated feed-forward network, each after an RMSNorm and added to the residual."""
-
-    def __init__(self, load: LoadContext, name: str, size: int, inner: int, num_heads: int) -> None:
-        self._norms = [load.norm(f"{name}.norm{number}", size) for number in (1, 2)]
-        self._qkv = read_linear(load, [f"{name}.attn.qkv"], size, 3 * size)
-        self._proj = read_linear(load, [f"{name}.attn.proj"], size, size)
-        self._gate_up = read_linear(load, [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], size, inner)
-        self._down = read_linear(load, [f"{name}.mlp.down_proj"], inner, size)
-        self._num_heads, self._scale = num_heads, (size // num_heads) ** -0.5
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lens: list[tuple[int, int]]) -> Tensor:
-        """[N, E] -> [N, E]; the patches of each run in `lens` attend to each other."""
-        q, k, v = (
-            self._qkv.forward(rms_norm(x, self._norms[0], _NORM_EPS))
-            .view(len(x), 3, self._num_heads, -1)
-            .unbind(1)
-        )
-        attended = attend_within(rotate(q, cos, sin), rotate(k, cos, sin), v, lens, self._scale)
-        x = x + self._proj.forward(attended.flatten(1))
-        gated = self._gate_up.forward_gated(rms_norm(x, self._norms[1], _NORM_EPS), "silu")
-        return x + self._down.forward(gated)
 
 
 def _window_order(frames: int, rows: int, columns: int, side: int) -> tuple[Tensor, list[tuple[int, int]]]:

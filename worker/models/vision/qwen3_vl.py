@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +13,27 @@ from torch import Tensor
 from ....proto.vision import VisionSpec
 from ..layers import LayerNorm
 from ..load_context import LoadContext
-from .parts import attend_within, block_order, grid_angles, read_layer_norm, read_linear, rotate
+from .parts import (
+    EncoderLayer,
+    LayerForm,
+    block_order,
+    grid_angles,
+    read_layer_norm,
+    read_linear,
+    rotate,
+)
 
 _NORM_EPS = 1e-6
 _THETA = 10000.0
+_LAYER = LayerForm(
+    ("norm1", "norm2"),
+    ("attn.qkv",),
+    "attn.proj",
+    ("mlp.linear_fc1",),
+    "mlp.linear_fc2",
+    eps=_NORM_EPS,
+    activation="gelu_pytorch_tanh",
+)
 
 
 class Qwen3VLEncoder:
@@ -33,7 +51,14 @@ class Qwen3VLEncoder:
         self._side = int(num_places**0.5)
         self._places = load.replicated(f"{name}.pos_embed.weight", num_places, size)
         self._layers = [
-            _Layer(load, f"{name}.blocks.{index}", size, int(hf["intermediate_size"]), int(hf["num_heads"]))
+            EncoderLayer(
+                load,
+                f"{name}.blocks.{index}",
+                _LAYER,
+                size,
+                int(hf["intermediate_size"]),
+                int(hf["num_heads"]),
+            )
             for index in range(int(hf["depth"]))
         ]
         self._merger = _Merger(load, f"{name}.merger", spec, size, normalizes_merged=False)
@@ -50,12 +75,12 @@ class Qwen3VLEncoder:
         frames, rows, columns = tensors["image_grid_thw"].flatten().tolist()
         angles = grid_angles(rows, columns, self._merge_size, self._head_dim, _THETA).repeat(frames, 1)
         angles = angles.to(patches.device)
-        cos, sin = angles.cos(), angles.sin()
+        rotation = partial(rotate, cos=angles.cos(), sin=angles.sin())
         x = F.linear(patches, self._patches, self._patch_bias)
         x = x + self._positions(rows, columns).repeat(frames, 1)
         deep = []
         for index, layer in enumerate(self._layers):
-            x = layer.forward(x, cos, sin, [(frames, rows * columns)])
+            x = layer.forward(x, [(frames, rows * columns)], rotation)
             if index in self._deep:
                 deep.append(self._deep[index].forward(x))
         return torch.cat((self._merger.forward(x), *deep), dim=1)
@@ -69,26 +94,6 @@ class Qwen3VLEncoder:
         share = (row_share[:, None, :, None] * column_share[None, :, None, :]).to(device)
         found = (self._places[index.flatten(2)] * share.flatten(2)[..., None]).sum(2).to(self._places.dtype)
         return found.flatten(0, 1)[block_order(rows, columns, self._merge_size).to(device)]
-
-
-class _Layer:
-    """Attention and a feed-forward network, each after a LayerNorm and added to the residual."""
-
-    def __init__(self, load: LoadContext, name: str, size: int, inner: int, num_heads: int) -> None:
-        self._norms = [read_layer_norm(load, f"{name}.norm{number}", size, _NORM_EPS) for number in (1, 2)]
-        self._qkv = read_linear(load, [f"{name}.attn.qkv"], size, 3 * size)
-        self._proj = read_linear(load, [f"{name}.attn.proj"], size, size)
-        self._up = read_linear(load, [f"{name}.mlp.linear_fc1"], size, inner)
-        self._down = read_linear(load, [f"{name}.mlp.linear_fc2"], inner, size)
-        self._num_heads, self._scale = num_heads, (size // num_heads) ** -0.5
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, lens: list[tuple[int, int]]) -> Tensor:
-        """[N, E] -> [N, E]; the patches of each run in `lens` attend to each other."""
-        q, k, v = self._qkv.forward(self._norms[0].apply(x)).view(len(x), 3, self._num_heads, -1).unbind(1)
-        attended = attend_within(rotate(q, cos, sin), rotate(k, cos, sin), v, lens, self._scale)
-        x = x + self._proj.forward(attended.flatten(1))
-        inner = F.gelu(self._up.forward(self._norms[1].apply(x)), approximate="tanh")
-        return x + self._down.forward(inner)
 
 
 class _Merger:

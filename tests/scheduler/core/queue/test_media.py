@@ -129,7 +129,7 @@ def test_an_image_larger_than_the_cache_is_served_in_chunks() -> None:
 
 
 def test_a_chunk_has_a_whole_image_if_its_tokens_attend_to_each_other() -> None:
-    driver = make_driver(attends_within=True, max_num_batched_tokens=10)
+    driver = make_driver(attends_within="all", max_num_batched_tokens=10)
     expected = add(driver, 0, LARGE, THIRD, SECOND)
     driver.run()
     assert driver.outputs[0] == expected
@@ -137,7 +137,7 @@ def test_a_chunk_has_a_whole_image_if_its_tokens_attend_to_each_other() -> None:
     _, items = prompt_with(LARGE, THIRD, SECOND)
     assert not any(item.start < end < item.end for item in items for end in ends.tolist())
     prompt, items = prompt_with(LARGE)
-    driver = make_driver(attends_within=True, max_num_batched_tokens=8)
+    driver = make_driver(attends_within="all", max_num_batched_tokens=8)
     rejected = driver.add(1, prompt, media=items, max_tokens=4)
     assert rejected is not None
     assert "max_num_batched_tokens" in rejected.error
