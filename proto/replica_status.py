@@ -223,6 +223,10 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         role: part of a request that the replica computes.
         prefill_delay: share of the time of a prompt by which its steps are longer than the steps without it: so much
             each running sequence is delayed. 1 until it is measured.
+        encoder_cache_bytes: of the encoder outputs that a rank may hold; 0 for a model that reads text alone.
+        encoder_output_bytes, num_encoder_outputs: outputs that each rank holds.
+        num_encoded_images: images encoded so far; one whose output was evicted counts again.
+        image_tensor_bytes: of the tensors of images that the scheduler holds or awaits.
     """
 
     # A later field is added at the end.
@@ -244,6 +248,8 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens",
         "read_blocks_per_s", "role", "prefill_tokens_per_s", "num_kv_recomputed_tokens", "kv_pull_bytes_per_s",
         "kv_token_bytes", "prefill_delay",
+        "encoder_cache_bytes", "encoder_output_bytes", "num_encoder_outputs", "num_encoded_images",
+        "image_tensor_bytes",
     )  # fmt: skip
 
     query_id: int
@@ -268,6 +274,11 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
     kv_layout: bytes = b""
     role: ReplicaRole = ReplicaRole.BOTH
     prefill_delay: float = 1.0
+    encoder_cache_bytes: int = 0
+    encoder_output_bytes: int = 0
+    num_encoder_outputs: int = 0
+    num_encoded_images: int = 0
+    image_tensor_bytes: int = 0
 
     @property
     def fullest_use(self) -> float:

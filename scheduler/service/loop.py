@@ -401,7 +401,7 @@ class StepLoop:
         """Return the replica's state in numbers."""
         scheduler, now = self._scheduler, self._clock()
         stats, blocks, control = scheduler.stats, scheduler.blocks, scheduler.control
-        host, update, stored = blocks.host, control.update, blocks.stored
+        host, update, stored, encoded = blocks.host, control.update, blocks.stored, scheduler.media.cache
         return ReplicaStatus(
             self._replica_id,
             self._config.model.name,
@@ -439,6 +439,11 @@ class StepLoop:
             num_used_state_slots=blocks.state_slots.num_held,
             num_snapshots=blocks.state_slots.num_snapshots,
             num_saved_snapshots=blocks.state_slots.num_saved,
+            encoder_cache_bytes=0 if self._config.model.vision is None else encoded.capacity,
+            encoder_output_bytes=encoded.num_bytes,
+            num_encoder_outputs=len(encoded),
+            num_encoded_images=encoded.num_encoded,
+            image_tensor_bytes=scheduler.media.num_held_bytes,
             num_disk_blocks=stored.num_blocks_in[0],
             num_shared_blocks=stored.num_blocks_in[1],
             disk_bytes=stored.tier_bytes[0],

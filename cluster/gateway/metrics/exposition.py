@@ -107,6 +107,12 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
         _collect_kv_moves(samples, labels, status)
     if status.num_state_slots:
         samples.add_counts(of_replicas.STATE_SLOTS, labels, _state_slot_counts(status))
+    if status.encoder_cache_bytes:
+        held = status.encoder_output_bytes
+        room = {"held": held, "free": max(0, status.encoder_cache_bytes - held)}
+        samples.add_counts(of_replicas.ENCODER_BYTES, labels, room)
+        for metric, value_of in of_replicas.OF_IMAGES.items():
+            samples.add(metric, labels, value_of(status))
     if status.stores_blocks:
         blocks = {"disk": status.num_disk_blocks, "shared": status.num_shared_blocks}
         samples.add_counts(of_replicas.STORED_BLOCKS, labels, blocks)

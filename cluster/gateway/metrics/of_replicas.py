@@ -14,6 +14,8 @@ OF_REPLICA = (MODEL, REPLICA)
 # Metrics that are numbers of a status |-> the number; those of the second table only with speculative decoding.
 OF_STATUS: dict[Metric, Callable[[ReplicaStatus], float]] = {}
 OF_DRAFTS: dict[Metric, Callable[[ReplicaStatus], float]] = {}
+# Of models that read images.
+OF_IMAGES: dict[Metric, Callable[[ReplicaStatus], float]] = {}
 # With KV that travels between replicas.
 OF_KV_MOVES: dict[Metric, Callable[[ReplicaStatus], float]] = {}
 
@@ -166,6 +168,34 @@ STATE_SLOTS = gauge(
     "Slots for states, in models whose layers keep one of each sequence, by state: active (of sequences), "
     "snapshot (of cached prefixes) and other (fenced or empty).",
     labels=(*OF_REPLICA, "state"),
+)
+ENCODER_BYTES = gauge(
+    "quire_encoder_cache_bytes",
+    "Encoder outputs of images on each rank, of models that read images: held, and the room for more.",
+    unit="bytes",
+    labels=(*OF_REPLICA, "state"),
+)
+ENCODER_OUTPUTS = _number(
+    gauge,
+    "num_encoder_outputs",
+    "quire_encoder_outputs",
+    "Images whose encoder outputs are held.",
+    table=OF_IMAGES,
+)
+ENCODED_IMAGES = _number(
+    counter,
+    "num_encoded_images",
+    "quire_encoded_images",
+    "Images that were encoded; one whose output was evicted counts again.",
+    table=OF_IMAGES,
+)
+IMAGE_TENSOR_BYTES = _number(
+    gauge,
+    "image_tensor_bytes",
+    "quire_image_tensor_bytes",
+    "Tensors of images that the scheduler holds or awaits.",
+    unit="bytes",
+    table=OF_IMAGES,
 )
 KV_LEASES = _moved(
     gauge,
