@@ -13,9 +13,14 @@ from torch import Tensor
 from variants import VARIANTS, first_visible
 
 from quire.kernels import paged_attention
+from quire.kernels.attention_variant import AttentionVariant
 from quire.kernels.native import ops as cpu
 from quire.kernels.native.library import is_available
-from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
+from quire.kernels.paged_attention import (
+    paged_decode_attention,
+    paged_prefill_attention,
+    paged_span_attention,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 LENGTHS = [1, 15, 16, 17, 31, 33, 100, 257]
@@ -58,6 +63,26 @@ def test_prefill(
     for row in range(len(LENGTHS)):
         own = slice(bounds[row], bounds[row + 1])
         close(out[own], paged.expected(row, q[own], 0.3))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("settings", [{}, {"window": 7}, {"window": 40, "soft_cap": 5.0}, {"window": 1000}])
+def test_tokens_of_a_span_attend_to_its_end(
+    settings: dict[str, Any], stored: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "QUERY_TILE_LEN", 16)
+    variant, start, end = AttentionVariant(**settings), 61, 100
+    paged = Paged([end], 16, 2, 32, dtype, stored=STORED[stored])
+    q = torch.randn(end - start, 6, 32).to(dtype)
+    if variant.window:
+        paged.poison_before([max(0, start + 1 - variant.window)])
+    out = paged_span_attention(q, paged.cache, paged.tables[0], start, end, 0.3, variant, paged.scales)
+    for index in range(len(q)):
+        # A token sees what the last one would with a window that is longer by their distance.
+        longer = variant.window and variant.window + len(q) - 1 - index
+        expected = paged.expected(0, q[index : index + 1], 0.3, replace(variant, window=longer))
+        close(out[index : index + 1], expected)
 
 
 @pytest.mark.usefixtures("implementation")

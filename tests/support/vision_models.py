@@ -132,7 +132,7 @@ class VisionReference:
     def num_encoder_parameters(self, prompt: VisionPrompt) -> int:
         """Return the number of parameters that the embeddings of a prompt's images depend on."""
         torch.cat([each.flatten() for each in self.encode(prompt)]).sum().backward()
-        found = sum(each.numel() for each in self.model.parameters() if each.grad is not None)
+        found = int(sum(each.numel() for each in self.model.parameters() if each.grad is not None))
         self.model.zero_grad(set_to_none=True)
         return found
 

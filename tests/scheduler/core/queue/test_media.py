@@ -143,6 +143,20 @@ def test_a_chunk_has_a_whole_image_if_its_tokens_attend_to_each_other() -> None:
     assert "max_num_batched_tokens" in rejected.error
 
 
+def test_no_state_is_saved_within_an_image_whose_tokens_attend_to_each_other() -> None:
+    driver = make_driver(
+        attends_within="all", max_num_batched_tokens=10, num_state_slots=9, block_size=2, num_blocks=64
+    )
+    # Of the first prompt the end lies within an image; at the second one's the prompts branch within it.
+    expected = [add(driver, 0, SECOND, LARGE), add(driver, 1, SECOND, LARGE, FIRST)]
+    driver.run()
+    for handle, images in enumerate([(SECOND, LARGE), (SECOND, LARGE, THIRD)], 2):
+        expected.append(add(driver, handle, *images))
+        driver.run()
+    assert [driver.outputs[handle] for handle in range(4)] == expected
+    assert driver.scheduler.blocks.state_slots.num_saved
+
+
 @pytest.mark.parametrize("kept", [KvTiers.NONE, KvTiers.ALL])
 def test_ranks_that_were_replaced_encode_again_without_another_upload(kept: KvTiers) -> None:
     driver = make_driver(max_num_batched_tokens=4)
