@@ -36,8 +36,8 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            help="A Hugging Face model directory, ORG/NAME on the Hugging Face Hub, `demo` for the bundled model, or "
-            "with --address a fleet file."
+            help="A Hugging Face model directory, ORG/NAME on the Hugging Face Hub, `demo` or `demo-vision` for a "
+            "bundled model, or with --address a fleet file."
         ),
     ],
     engine: dict[str, Any],
