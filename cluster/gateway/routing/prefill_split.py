@@ -12,7 +12,7 @@ fixed cost and the margin, which covers errors of the rates where both ways take
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....proto.kv_transfer import PULL_OVERHEAD_S
 from ....proto.replica_status import ReplicaStatus
@@ -31,16 +31,15 @@ class PromptAt:
     Attributes:
         num_uncached_tokens: of the prompt.
         num_queued_tokens: prompt tokens that the replica computes before.
-        num_running: sequences that it runs.
-        prefill_tokens_per_s: measured; 0 if it is unknown.
-        delay: share of a prompt's time by which it delays each of the running sequences.
+        num_delayed: sequences that the whole time of the prompt delays: each one that waits, since as many will come
+            meanwhile, and a share of each one that runs.
+        tokens_per_s: measured rate of prompts; 0 if it is unknown.
     """
 
     num_uncached_tokens: int
     num_queued_tokens: int
-    num_running: int
-    prefill_tokens_per_s: float
-    delay: float = 1.0
+    num_delayed: float
+    tokens_per_s: float
 
     @staticmethod
     def of(status: ReplicaStatus, num_sent_tokens: int, num_uncached_tokens: int) -> PromptAt:
@@ -48,10 +47,19 @@ class PromptAt:
         return PromptAt(
             num_uncached_tokens,
             status.queued_tokens + num_sent_tokens,
-            status.num_running,
+            status.num_waiting + status.num_running * status.prefill_delay,
             status.prefill_tokens_per_s,
-            status.prefill_delay,
         )
+
+    @property
+    def first_token_s(self) -> float:
+        """Time to the first token."""
+        return (self.num_queued_tokens + self.num_uncached_tokens) / self.tokens_per_s
+
+    @property
+    def cost_s(self) -> float:
+        """Time to the first token, and the delays of others."""
+        return self.first_token_s + self.num_delayed * self.num_uncached_tokens / self.tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +67,26 @@ class SplitEstimate:
     """Seconds that a prompt costs.
 
     Attributes:
-        alone_s: until the first token, if the decode replica computes the prompt, and of the delay of its sequences.
-        prefill_s: until the first token, if the prefill replica does.
+        alone_s: if the decode replica computes it.
+        apart_s: if the prefill replica does, without the transfer.
+        first_token_s: part of `apart_s` until the first token.
         transfer_s: of the KV, between the first and the second token.
     """
 
     alone_s: float
-    prefill_s: float
+    apart_s: float
+    first_token_s: float
     transfer_s: float
 
     @property
     def pays(self) -> bool:
         """Return whether the prefill replica should compute the prompt."""
-        return self.prefill_s + self.transfer_s < (1 - MARGIN) * self.alone_s
+        return self.apart_s + self.transfer_s < (1 - MARGIN) * self.alone_s
 
     @property
     def patience_s(self) -> float:
         """Time after which the prefill replica is late."""
-        return LATE_FACTOR * self.prefill_s + LATE_S
+        return LATE_FACTOR * self.first_token_s + LATE_S
 
 
 def estimate_split(decode: PromptAt, prefill: PromptAt, pull_tokens_per_s: float) -> SplitEstimate | None:
@@ -86,13 +96,9 @@ def estimate_split(decode: PromptAt, prefill: PromptAt, pull_tokens_per_s: float
         pull_tokens_per_s: rate at which the decode replica reads the KV of tokens.
     """
     # A replica that has not measured its own rate yet is taken for one like the other.
-    decode_rate = decode.prefill_tokens_per_s or prefill.prefill_tokens_per_s
-    prefill_rate = prefill.prefill_tokens_per_s or decode_rate
-    if decode_rate <= 0 or pull_tokens_per_s <= 0:
+    decode = replace(decode, tokens_per_s=decode.tokens_per_s or prefill.tokens_per_s)
+    prefill = replace(prefill, tokens_per_s=prefill.tokens_per_s or decode.tokens_per_s)
+    if decode.tokens_per_s <= 0 or pull_tokens_per_s <= 0:
         return None
-    own_s = decode.num_uncached_tokens / decode_rate
-    return SplitEstimate(
-        decode.num_queued_tokens / decode_rate + (1 + decode.num_running * decode.delay) * own_s,
-        (prefill.num_queued_tokens + prefill.num_uncached_tokens) / prefill_rate,
-        PULL_OVERHEAD_S + decode.num_uncached_tokens / pull_tokens_per_s,
-    )
+    transfer_s = PULL_OVERHEAD_S + decode.num_uncached_tokens / pull_tokens_per_s
+    return SplitEstimate(decode.cost_s, prefill.cost_s, prefill.first_token_s, transfer_s)

@@ -119,3 +119,34 @@ def test_options_in_the_wrong_place_are_refused(
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code != 0
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_deployment_with_roles_has_a_part_for_each() -> None:
+    deployment = Deployment.from_table(
+        {
+            "model": "demo", "tensor_parallel_size": 2, "prefill_replicas": 1, "max_prefill_replicas": 3,
+            "decode_replicas": 2, "prefill_tensor_parallel_size": 4,
+        }
+    )  # fmt: skip
+    prefill, decode = deployment.parts
+    assert (prefill.engine.role, decode.engine.role) == ("prefill", "decode")
+    assert (prefill.engine.tensor_parallel_size, decode.engine.tensor_parallel_size) == (4, 2)
+    assert (prefill.limits.min_replicas, prefill.limits.max_replicas) == (1, 3)
+    assert (decode.limits.min_replicas, decode.limits.max_replicas) == (2, 2)
+    assert (deployment.min_replicas, deployment.max_replicas) == (3, 5)
+    assert prefill.parts == (prefill,)
+    assert len({deployment.version, prefill.version, decode.version}) == 3
+    assert Deployment.from_json(deployment.to_json()) == deployment
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefill_replicas": 4, "max_prefill_replicas": 2}, "max_prefill_replicas is 2, must be at least"),
+        ({"decode_replicas": 1, "role": "decode"}, "role is decode, must be both with prefill_replicas"),
+        ({"role": "other"}, "role is 'other', must be"),
+    ],
+)
+def test_roles_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Deployment.from_table({"model": "demo"} | options)

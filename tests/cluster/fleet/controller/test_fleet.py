@@ -14,7 +14,7 @@ from quire.cluster.fleet.controller.autoscaler import Decision, FleetSnapshot, S
 from quire.cluster.fleet.controller.fleet import REASON_INTERVAL_S, Fleet
 from quire.cluster.fleet.controller.fleet_state import Demand, ReplicaState
 from quire.cluster.fleet.controller.interfaces import MAX_CALLS
-from quire.proto.errors import ModelNotFound, ReplicaUnavailable
+from quire.proto.errors import InvalidRequest, ModelNotFound, ReplicaUnavailable
 
 
 def test_deployed_replicas_become_ready_and_deleted_replicas_end() -> None:
@@ -226,3 +226,42 @@ def test_reason_with_another_number_wakes_gateways_now_and_then(monkeypatch: pyt
         await fleet.close()
 
     run(scenario)
+
+
+def test_replicas_of_two_roles_replace_those_without() -> None:
+    async def scenario(launcher: FakeLauncher) -> None:
+        launcher.room = 8
+        async with running(launcher) as fleet:
+            await fleet.serve(2)
+            before = {entry.replica_id for entry in fleet.ready()}
+            roles = deployment(prefill_replicas=1, decode_replicas=2)
+            await fleet.fleet.deploy(roles)
+            fewest = 2
+
+            def replaced() -> bool:
+                nonlocal fewest
+                ready = {entry.replica_id for entry in fleet.ready()}
+                fewest = min(fewest, len(ready))
+                return len(ready) == 3 and not ready & before
+
+            await fleet.until(replaced)
+            assert fewest == 2, "requests had fewer replicas meanwhile"
+            versions = [entry.version for entry in fleet.ready()]
+            prefill, decode = (part.version for part in roles.parts)
+            assert sorted(versions) == sorted([prefill, decode, decode])
+            (entry,) = fleet.fleet.state().deployments
+            assert entry.target == 3
+            assert entry.reason.startswith("1 prefill: ")
+            with pytest.raises(InvalidRequest, match="whose replicas have roles"):
+                await fleet.fleet.set_scale("demo", 1, 4)
+            await fleet.fleet.deploy(deployment(min_replicas=1, max_replicas=1))
+            await fleet.until(lambda: len(fleet.ready()) == 1)
+
+    run(scenario)
+
+
+def test_demand_is_divided_by_role() -> None:
+    demand = Demand(5, 1000, 2, 300, num_prefill_tokens=800)
+    assert demand.of_role("both") == demand.of_role("decode") == Demand(5, 200, 2, 300)
+    assert demand.of_role("prefill") == Demand(1, 800)
+    assert Demand(0, 10, num_prefill_tokens=50).of_role("decode").num_tokens == 0

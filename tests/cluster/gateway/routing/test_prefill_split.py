@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,14 @@ def test_long_prompt_is_split_from_a_decode_replica_that_runs_sequences() -> Non
 
 
 def test_prompts_that_delay_nobody_are_not_split() -> None:
-    free_ride = PromptAt(1000, 0, 8, 1000.0, delay=0.0)
-    assert not estimate(free_ride, at(1000)).pays
+    status = ReplicaStatus("d", "m", query_id=0, num_running=8, prefill_tokens_per_s=1000.0)
+    assert estimate(PromptAt.of(status, 0, 1000), at(1000)).pays
+    assert not estimate(PromptAt.of(replace(status, prefill_delay=0.0), 0, 1000), at(1000)).pays
+
+
+def test_prompts_at_a_crowded_prefill_replica_delay_those_to_come() -> None:
+    crowd = ReplicaStatus("p", "m", query_id=0, num_waiting=6, num_running=2, prefill_tokens_per_s=1000.0)
+    assert not estimate(at(1000, running=8), PromptAt.of(crowd, 0, 1000)).pays
 
 
 def test_cached_tokens_cost_nothing() -> None:
