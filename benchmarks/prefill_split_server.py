@@ -1,8 +1,9 @@
 """Gaps between tokens under long prompts: two replicas of two roles, and two equal ones, on the same machine.
 
-    python -m benchmarks.prefill_split_server --json benchmarks/results/prefill_split_server.json
+    python -m benchmarks.prefill_split_server --address HOST:PORT --json benchmarks/results/prefill_split_server.json
 
-A random model of 60 million parameters, one thread per replica. Four clients stream short prompts one after the
+The address is that of a Ray cluster on this machine, with at least 8 CPUs. A random model of 60 million parameters,
+one thread per replica. Four clients stream short prompts one after the
 other, while another one sends prompts of 1,500 tokens, each once, at a fixed rate. The gaps are those of the four
 clients, as they see them. The load comes from this process, on the same two cores as the servers.
 
@@ -57,12 +58,14 @@ class Load:
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement")
+    parser.add_argument("--address", default="auto", help="of a Ray cluster on this machine")
     arguments = parser.parse_args()
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), "s")
         for way, options in WAYS.items():
-            figures |= to_figures(way, measure(folder, options, arguments.seconds), arguments.seconds)
+            load = measure(folder, ("--address", arguments.address, *options), arguments.seconds)
+            figures |= to_figures(way, load, arguments.seconds)
     report(figures, arguments.json)
 
 
@@ -91,6 +94,8 @@ def measure(model: str, options: tuple[str, ...], seconds: float) -> Load:
             run(client, WARM_UP_S)
             load = run(client, seconds)
             load.num_pulled = sum(replica.kv.num_kv_pulls for replica in client.fleet().replicas)
+            for model_name in {replica.model for replica in client.fleet().replicas}:
+                client.delete(model_name)  # the fleet outlives its gateway
         server.stop()
         return load
     finally:
