@@ -146,6 +146,11 @@ class ThreadCommunicator:
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._group.exchange(self._own, tensor, self._members).clone()
 
+    def all_to_all(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> ThreadRows:
+        for member, part in zip(self._members, rows.split(list(counts[self.rank])), strict=True):
+            self._group.send(self._own, member, "all-to-all", part.clone())
+        return ThreadRows(self._group, self._own, self._members)
+
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
 
@@ -155,6 +160,16 @@ class ThreadCommunicator:
 
     def close(self, drop_recordings: Callable[[], object] = lambda: None) -> None:
         drop_recordings()
+
+
+class ThreadRows:
+    """The rows of an all-to-all."""
+
+    def __init__(self, group: ThreadGroup, own: int, members: tuple[int, ...]) -> None:
+        self._group, self._own, self._members = group, own, members
+
+    def wait(self) -> Tensor:
+        return torch.cat([self._group.receive(each, self._own, "all-to-all") for each in self._members])
 
 
 class ThreadLink:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
+# Rows that each rank (first index) sends to each rank (second index) in an all-to-all.
+RowCounts = Sequence[Sequence[int]]
+
 
 def nothing() -> None:
     """Do nothing."""
+
+
+class Arrival(Protocol):
+    """The rows of an all-to-all that has begun."""
+
+    def wait(self) -> Tensor:
+        """Return the received rows, by sender. Raises ConnectionError; names the operation and the rank."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Rows that have arrived."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
 
 
 class Communicator(Protocol):
@@ -29,6 +51,17 @@ class Communicator(Protocol):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all ranks, [size, ...] by rank. All have the same shape."""
+        ...
+
+    def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
+        """Begin to send rows to each rank and to receive rows of each.
+
+        Every rank calls it, and waits for the arrival before its next collective.
+
+        Args:
+            rows: [N, ...], those for each rank adjacent, by rank; nobody writes to them before the arrival.
+            counts: the same on all ranks.
+        """
         ...
 
     def barrier(self) -> None:
@@ -67,6 +100,9 @@ class SingleRank:
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(0)
 
+    def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
+        return Arrived(rows)
+
     def barrier(self) -> None:
         pass
 
@@ -102,6 +138,9 @@ class ReplaceableGroup(Generic[GroupT]):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self.group.all_gather(tensor)
+
+    def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
+        return self.group.all_to_all(rows, counts)
 
     def barrier(self) -> None:
         self.group.barrier()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,13 +20,17 @@ from torch import Tensor
 
 from ...kernels.native.library import is_available
 from ...kernels.shm_collectives import SLOT_BYTES, SharedMemoryCollectives, can_reduce, segment_bytes
-from .communicator import Communicator, nothing
+from .communicator import Arrival, Arrived, Communicator, RowCounts, nothing
 from .torch_distributed import TorchDistributed
 
 # How often a waiting rank checks whether the others are alive.
 _LIVENESS_CHECK_US = 100_000
 # struct flock: type, whence, start, length, process id.
 _FLOCK = struct.Struct("hh4xqqi4x")
+# Bytes that a rank sends in one round of an all-to-all. Pages that are never written take no memory.
+EXCHANGE_BYTES = 4 << 20
+# A rank may write a round while others still read the one before, never the one before that.
+_NUM_BUFFERS = 2
 # The first page of the memory holds a random number, since a process of another host may have the same id.
 _TOKEN = struct.Struct("q")
 
@@ -77,6 +82,11 @@ class SharedMemoryCommunicator:
         self._collectives: SharedMemoryCollectives | None = SharedMemoryCollectives(
             memory, mmap.PAGESIZE, group.rank, group.size
         )
+        # [2, size, EXCHANGE_BYTES], what each rank sends in a round.
+        self._buffers = torch.frombuffer(
+            memory, dtype=torch.uint8, offset=mmap.PAGESIZE + segment_bytes(group.size)
+        ).view(_NUM_BUFFERS, group.size, EXCHANGE_BYTES)
+        self._num_rounds = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if not can_reduce(tensor):
@@ -96,6 +106,17 @@ class SharedMemoryCommunicator:
         self._wait("all-gather", collectives, collectives.all_gather(tensor, gathered, _LIVENESS_CHECK_US))
         return gathered
 
+    def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
+        if not any(count for own, row in enumerate(counts) for to, count in enumerate(row) if to != own):
+            return Arrived(rows)  # every rank keeps its own
+        return _Exchange(self, rows, counts)
+
+    def next_buffer(self) -> Tensor:
+        """Return what each rank sends in the next round, [size, EXCHANGE_BYTES]."""
+        _ = self._open
+        self._num_rounds += 1
+        return self._buffers[self._num_rounds % _NUM_BUFFERS]
+
     def barrier(self) -> None:
         self.all_gather(torch.zeros(1))
 
@@ -109,6 +130,7 @@ class SharedMemoryCommunicator:
         if self._collectives is not None:
             self._collectives.close()
             self._collectives = None
+            del self._buffers
             os.close(self._file)
         self.group.close(drop_recordings)
 
@@ -143,6 +165,52 @@ class SharedMemoryCommunicator:
         )
 
 
+class _Exchange:
+    """An all-to-all in rounds, the first of which is written at once: others may read while this rank computes."""
+
+    def __init__(self, comm: SharedMemoryCommunicator, rows: Tensor, counts: RowCounts) -> None:
+        self._comm, self._rows = comm, rows
+        row_bytes = rows[:1].nbytes or rows.new_empty(1, *rows.shape[1:]).nbytes
+        # Offsets in bytes of what each rank sends to each, [size][size + 1]; a rank sends itself nothing.
+        self._bounds = [
+            list(accumulate((0 if to == own else n * row_bytes for to, n in enumerate(row)), initial=0))
+            for own, row in enumerate(counts)
+        ]
+        received = [row[comm.rank] for row in counts]
+        self._out = rows.new_empty(sum(received), *rows.shape[1:])
+        self._starts = [start * row_bytes for start in accumulate(received, initial=0)]
+        before = sum(counts[comm.rank][: comm.rank])
+        own = counts[comm.rank][comm.rank]
+        self._out[sum(received[: comm.rank]) :][:own] = rows[before : before + own]
+        others = torch.cat((rows[:before], rows[before + own :])) if own else rows
+        self._sent = others.contiguous().view(-1).view(torch.uint8)
+        self._num_rounds = -(-max(bounds[-1] for bounds in self._bounds) // EXCHANGE_BYTES)
+        self._buffer = self._write(0)
+
+    def wait(self) -> Tensor:
+        for index in range(self._num_rounds):
+            self._comm.barrier()
+            self._read(index)
+            if index + 1 < self._num_rounds:
+                self._buffer = self._write(index + 1)
+        return self._out
+
+    def _write(self, index: int) -> Tensor:
+        buffer, part = self._comm.next_buffer(), self._sent[index * EXCHANGE_BYTES :][:EXCHANGE_BYTES]
+        buffer[self._comm.rank, : len(part)] = part
+        return buffer
+
+    def _read(self, index: int) -> None:
+        """Copy what this round has for this rank."""
+        rank, out = self._comm.rank, self._out.view(-1).view(torch.uint8)
+        first = index * EXCHANGE_BYTES
+        for sender, bounds in enumerate(self._bounds):
+            start, end = max(bounds[rank], first), min(bounds[rank + 1], first + EXCHANGE_BYTES)
+            if start < end:
+                place = self._starts[sender] + start - bounds[rank]
+                out[place : place + end - start] = self._buffer[sender, start - first : end - first]
+
+
 def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     """Return this rank's file and map of rank 0's memory. Returns None on all ranks if one of them cannot map it."""
     with ExitStack() as opened:
@@ -169,6 +237,11 @@ def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     return None
 
 
+def _num_bytes(size: int) -> int:
+    """Return the bytes of the memory of `size` ranks."""
+    return mmap.PAGESIZE + segment_bytes(size) + _NUM_BUFFERS * size * EXCHANGE_BYTES
+
+
 def host_id() -> int:
     """Return a number that is equal for processes of one host and one pid namespace."""
     with suppress(OSError):
@@ -186,7 +259,7 @@ def _create_segment(size: int, opened: ExitStack) -> int | None:
     try:
         file = os.memfd_create("quire-collectives")
         opened.callback(os.close, file)
-        os.ftruncate(file, mmap.PAGESIZE + segment_bytes(size))
+        os.ftruncate(file, _num_bytes(size))
     except (AttributeError, OSError):  # not Linux, or no memory
         return None
     return file
@@ -206,7 +279,7 @@ def _open_segment(process: int, number: int, opened: ExitStack) -> int | None:
 
 def _map_segment(file: int, group: TorchDistributed) -> mmap.mmap | None:
     """Map the memory and lock this rank's byte. Returns None if that fails."""
-    length = mmap.PAGESIZE + segment_bytes(group.size)
+    length = _num_bytes(group.size)
     try:
         if os.fstat(file).st_size != length:
             return None

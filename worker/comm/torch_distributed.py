@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor
 
 from ...proto.errors import first_line
-from .communicator import nothing
+from .communicator import Arrival, RowCounts, nothing
 from .deadline import ends_within
 
 # The stubs of torch's process groups and stores lack what is used here.
@@ -35,14 +35,17 @@ _log = logging.getLogger(__name__)
 
 
 class Transfer:
-    """A send or a receive that has begun.
+    """A send, a receive or an all-to-all that has begun.
 
     Args:
         describe: makes the text of an error.
+        source: what is sent, if that is another tensor; it stays in memory as long as the transfer.
     """
 
-    def __init__(self, tensor: Tensor, work: Any, describe: Callable[[Exception], str]) -> None:
-        self._tensor, self._work, self._describe = tensor, work, describe
+    def __init__(
+        self, tensor: Tensor, work: Any, describe: Callable[[Exception], str], source: Tensor | None = None
+    ) -> None:
+        self._tensor, self._work, self._describe, self._source = tensor, work, describe, source
 
     def wait(self) -> Tensor:
         """Return the tensor when it is sent or filled. Raises ConnectionError; names the other rank."""
@@ -109,6 +112,15 @@ class TorchDistributed:
         self._run("all-gather", lambda group: group._allgather_base(gathered.view(-1), own.view(-1), options))
         return gathered
 
+    def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
+        sent, received = list(counts[self.rank]), [own[self.rank] for own in counts]
+        out = rows.new_empty((sum(received), *rows.shape[1:]))
+        # On a GPU NCCL takes its own stream: what is computed before the wait overlaps with the transfer.
+        options, source = dist.AllToAllOptions(), rows.contiguous()
+        return self._transfer(
+            "all-to-all", out, lambda group: group.alltoall_base(out, source, received, sent, options), source
+        )
+
     def send(self, tensor: Tensor, rank: int, tag: int) -> Transfer:
         """Begin to send a contiguous tensor, which nobody writes to until `wait` returns."""
         return self._transfer(f"send to rank {rank}", tensor, lambda group: group.send([tensor], rank, tag))
@@ -117,12 +129,14 @@ class TorchDistributed:
         """Begin to receive a tensor that the rank sends with the same tag."""
         return self._transfer(f"receive from rank {rank}", out, lambda group: group.recv([out], rank, tag))
 
-    def _transfer(self, operation: str, tensor: Tensor, start: Callable[[Any], Any]) -> Transfer:
+    def _transfer(
+        self, operation: str, tensor: Tensor, start: Callable[[Any], Any], source: Tensor | None = None
+    ) -> Transfer:
         def describe(error: Exception) -> str:
             return self._describe(operation, error)
 
         try:
-            return Transfer(tensor, start(self._open_group), describe)
+            return Transfer(tensor, start(self._open_group), describe, source)
         except RuntimeError as error:
             raise ConnectionError(describe(error)) from error
 

@@ -67,6 +67,38 @@ def test_sums_are_in_rank_order_and_bit_identical_on_all_ranks(size: int, dtype:
             assert torch.equal(results[0], total.to(dtype))
 
 
+@pytest.mark.parametrize("is_shared", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_to_all_delivers_the_rows_of_each_rank(
+    size: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows, none, rows that fill several rounds, and one exchange after the other."""
+    monkeypatch.setattr(shared_memory, "EXCHANGE_BYTES", 1 << 10)
+    patterns = [
+        [[(3 * own + to + pattern) % 5 * scale for to in range(size)] for own in range(size)]
+        for pattern, scale in enumerate((1, 0, 7, 100, 1, 1))
+    ]
+
+    def exchange(comm: Communicator) -> list[Tensor]:
+        own = comm if is_shared else getattr(comm, "group", comm)
+        received = []
+        for counts in patterns:
+            rows = [
+                torch.full((count, 3), float(10 * comm.rank + to))
+                for to, count in enumerate(counts[comm.rank])
+            ]
+            received.append(own.all_to_all(torch.cat(rows), counts).wait())
+        return received
+
+    for rank, results in enumerate(on_ranks(size, exchange)):
+        for counts, received in zip(patterns, results, strict=True):
+            expected = [
+                float(10 * sender + rank) for sender in range(size) for _ in range(counts[sender][rank])
+            ]
+            assert received[:, 0].tolist() == expected
+            assert received.shape == (len(expected), 3)
+
+
 def test_all_gather_supports_any_dtype_and_shape() -> None:
     def gather(comm: Communicator) -> list[Tensor]:
         assert isinstance(comm, SharedMemoryCommunicator)
