@@ -34,6 +34,7 @@ class PackedExperts:
 
     Attributes:
         count: of the experts.
+        dtype: as the argument.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class PackedExperts:
     ) -> None:
         native.check_layout()
         self.first, self.count = first, len(down)
+        self.dtype, self._settings = dtype, (activation, scaled_inputs)
         alpha, limit = activation.clamp or (0.0, 0.0)
         codes = [[_codes(weight) for weight in weights] for weights in (gate_up, down)]
         self._kept = gate_up, down, gate_up_bias, down_bias, codes  # keep the memory alive
@@ -72,6 +74,20 @@ class PackedExperts:
             scales_inputs=scaled_inputs,
             alpha=alpha,
             limit=limit,
+        )
+
+    def with_experts(self, places: Sequence[int], others: PackedExperts) -> PackedExperts:
+        """Return these experts with others in some of their places."""
+        gate_up, down = list(self._kept[0]), list(self._kept[1])
+        biases = [None if bias is None else bias.clone() for bias in self._kept[2:4]]
+        for index, place in enumerate(places):
+            gate_up[place], down[place] = others._kept[0][index], others._kept[1][index]
+        for bias, other in zip(biases, others._kept[2:4], strict=True):
+            if bias is not None and other is not None:
+                bias[list(places)] = other
+        activation, scaled_inputs = self._settings
+        return PackedExperts(
+            gate_up, down, activation, *biases, self.first, scaled_inputs=scaled_inputs, dtype=self.dtype
         )
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ...proto.cache_groups import MAX_GROUPS
 from ...proto.errors import ConfigError, ModelLoadError, Problems
 from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
 from ...proto.model.transformers_spec import has_architecture, has_model_type
-from ...proto.options.sections import DTYPES
+from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DTYPES
 from ...proto.options.values import in_words
 from ...worker import available_bytes
 from .engine_options import EngineOptions
@@ -122,6 +122,7 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         and device != "cpu",
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
+        **_exchange_problems(options, device),
         "pipeline_parallel_size is for ranks on CPUs so far: leave it out, or set device to cpu": is_pipeline
         and device != "cpu",
         "speculative_config does not support pipeline_parallel_size, whose first stage would wait for the verdict "
@@ -146,6 +147,28 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
     }
     if found := [problem for problem, has_it in problems.items() if has_it]:
         raise ConfigError.of(found)
+
+
+def _exchange_problems(options: EngineOptions, device: str) -> dict[str, bool]:
+    """Return the problems of tokens that travel to their experts, and whether the options have them."""
+    backend, travels = options.all2all_backend, options.all2all_backend != ALL_REDUCE
+    return {
+        f"all2all_backend {backend} is for whole experts; set enable_expert_parallel": travels
+        and not options.enable_expert_parallel,
+        f"all2all_backend {backend} is for several ranks, tensor_parallel_size is 1": travels
+        and options.tensor_parallel_size == 1,
+        f"all2all_backend {backend} is for GPUs": backend.startswith("deepep") and device != "cuda",
+        f"all2all_backend {backend} does not support enable_lora; set it to {ALL_REDUCE}": travels
+        and options.enable_lora,
+        f"all2all_backend {backend} does not support fused_all_reduce; leave one of the two out": travels
+        and options.fused_all_reduce,
+        f"enable_eplb needs all2all_backend {ALL_TO_ALL}, it is {backend}": options.enable_eplb
+        and backend != ALL_TO_ALL,
+        "enable_eplb does not support standby_weights, which keep experts where they were loaded; leave one of the "
+        "two out": options.enable_eplb and options.standby_weights,
+        f"num_redundant_experts is {options.num_redundant_experts}, but all2all_backend is {backend}, which reads "
+        "one copy of each expert": options.num_redundant_experts > 0 and not travels,
+    }
 
 
 def _check_directory(problems: Problems, options: EngineOptions, device: str, with_weights: bool) -> None:

@@ -21,6 +21,7 @@ from ...proto.config import (
 from ...proto.errors import ConfigError
 from ...proto.model import eagle3_config
 from ...proto.model.divide_layers import divide_layers
+from ...proto.model.experts import Experts
 from ...proto.model.mtp_layouts import num_mtp_heads
 from ...proto.model.registry import (
     FAMILIES,
@@ -33,8 +34,9 @@ from ...proto.model.registry import (
 )
 from ...proto.model.spec import DecoderSpec
 from ...proto.model.state import state_bytes
+from ...proto.model.transformers_spec import TransformersSpec
 from ...proto.options.option import declared_options
-from ...proto.options.sections import ChatOptions, ImageOptions, StructuredOutputsOptions
+from ...proto.options.sections import ALL_REDUCE, ChatOptions, ImageOptions, StructuredOutputsOptions
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES, choose_num_slots
 from .deployment import Deployment
 from .early_checks import (
@@ -81,7 +83,7 @@ def resolve(options: EngineOptions, machine: Machine, *, with_weights: bool = Tr
     expert_parallel = options.enable_expert_parallel
     spec = check_supported(model, options.tensor_parallel_size, expert_parallel=expert_parallel)
     if expert_parallel:
-        check_expert_parallel(model, spec)
+        _check_exchange(options, model, spec, check_expert_parallel(model, spec))
     if options.enable_dp_attention:
         check_dp_attention(model)
     if options.batch_invariant and device == "cuda":
@@ -222,6 +224,31 @@ def _stage_sizes(options: EngineOptions, model: ModelConfig) -> tuple[int, ...]:
             "modules of transformers; leave it out, or use tensor_parallel_size"
         )
     return divide_layers(model.name, spec, options.pipeline_parallel_size)
+
+
+def _check_exchange(
+    options: EngineOptions, model: ModelConfig, spec: DecoderSpec | TransformersSpec, experts: Experts
+) -> None:
+    """Check that the tokens of a model can travel to its experts. Raises ConfigError."""
+    backend, size, most = options.all2all_backend, options.tensor_parallel_size, options.num_redundant_experts
+    if backend == ALL_REDUCE:
+        return
+    if isinstance(spec, DecoderSpec) and spec.variant is not None:
+        raise ConfigError(
+            f"{model.name}: all2all_backend {backend} does not support {model.architecture}; set it to {ALL_REDUCE}"
+        )
+    if options.enable_dp_attention and model.has_states:
+        raise ConfigError(
+            f"{model.name}: all2all_backend {backend} with enable_dp_attention does not support models whose layers "
+            f"keep a state of each sequence; set it to {ALL_REDUCE}"
+        )
+    if most > experts.count * (size - 1):
+        raise ConfigError(
+            f"num_redundant_experts is {most}, must be at most {experts.count * (size - 1)}: {experts.count} experts "
+            f"on {size} ranks, each of which has an expert once"
+        )
+    if backend.startswith("deepep") and model.dtype != "bfloat16":
+        raise ConfigError(f"all2all_backend {backend} carries bfloat16, but dtype is {model.dtype}")
 
 
 def _choose_num_slots(config: EngineConfig, gpu_bytes: int) -> int:

@@ -16,6 +16,13 @@ from ..config import ParallelConfig
 T = TypeVar("T")
 
 
+def own_indices(rank: int, size: int, count: int) -> range:
+    """Return the indices of `count` whole things that a rank holds: adjacent ones; the first ranks hold one more."""
+    base, rest = divmod(count, size)
+    start = rank * base + min(rank, rest)
+    return range(start, start + base + (rank < rest))
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A pipeline stage: some adjacent layers of a model. The default is a replica's only stage, which has all.

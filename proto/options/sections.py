@@ -38,6 +38,9 @@ from .values import (
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+# Ways of a mixture's tokens to the ranks that have their experts.
+ALL_REDUCE, ALL_TO_ALL = "all_reduce", "all_to_all"
+DEEPEP_HIGH_THROUGHPUT, DEEPEP_LOW_LATENCY = "deepep_high_throughput", "deepep_low_latency"
 GRAMMAR_BACKENDS = ("xgrammar", "guidance")
 MAX_BLOCK_SIZE = 1024
 # Far above what serves well; more would only fail later, when every rank allocates its rows and buffers.
@@ -105,6 +108,28 @@ class ParallelOptions:
     )
     enable_expert_parallel: bool = execution_option(
         False, help="Of a mixture of experts, each rank holds some experts whole, instead of a part of each."
+    )
+    all2all_backend: str = execution_option(
+        ALL_REDUCE,
+        help="Of whole experts, how tokens reach them: all_reduce computes all tokens on every rank and sums; "
+        "all_to_all sends each token to the ranks of its experts and back, over shared memory, TCP or NCCL; "
+        "deepep_high_throughput and deepep_low_latency do so by DeepEP, which must be installed (not yet run on a "
+        "GPU). With enable_dp_attention a rank keeps the hidden states of its own tokens alone.",
+        check=one_of(ALL_REDUCE, ALL_TO_ALL, DEEPEP_HIGH_THROUGHPUT, DEEPEP_LOW_LATENCY),
+    )
+    enable_eplb: bool = execution_option(
+        False,
+        help="Measure the load of each expert, and move experts between ranks while serving so that the ranks are "
+        "equally busy (with all2all_backend all_to_all).",
+    )
+    num_redundant_experts: int = execution_option(
+        0,
+        help="Further copies of experts per layer, which enable_eplb gives to the busiest ones.",
+        unit="experts",
+        check=at_least(0),
+    )
+    eplb_step_interval: int = execution_option(
+        3000, help="Steps between two decisions of enable_eplb.", unit="steps", check=positive
     )
     enable_dp_attention: bool = execution_option(
         False,

@@ -35,8 +35,8 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
 
     Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
-    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots,
-    attention_backend, language_model_only, pp.
+    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots, all2all_backend, enable_eplb,
+    num_redundant_experts, eplb_step_interval, attention_backend, language_model_only, pp.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -62,6 +62,10 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         cuda_graphs=settings.get("cuda_graphs", True),
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),
+        all2all_backend=settings.get("all2all_backend", "all_reduce"),
+        enable_eplb=settings.get("enable_eplb", False),
+        num_redundant_experts=settings.get("num_redundant_experts", 0),
+        eplb_step_interval=settings.get("eplb_step_interval", 3000),
         batch_invariant=settings.get("batch_invariant"),
         attention_backend=settings.get("attention_backend", "triton"),
     )

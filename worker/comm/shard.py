@@ -1,15 +1,8 @@
-"""Shard: the part of a dimension that a rank holds; and the whole things that it holds of a number of them."""
+"""Shard: the part of a dimension that a rank holds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-def own_indices(rank: int, size: int, count: int) -> range:
-    """Return the indices of `count` whole things that a rank holds: adjacent ones; the first ranks hold one more."""
-    base, rest = divmod(count, size)
-    start = rank * base + min(rank, rest)
-    return range(start, start + base + (rank < rest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,7 @@ class RowParallelLinear:
     def forward_partial(self, x: Tensor) -> Tensor | PartialSum:
         """As `forward`, but the sum of at most `max_partial_tokens` tokens is deferred to the consumer."""
         y = self._multiply(x)
-        return PartialSum(y) if len(y) <= self.max_partial_tokens else self.sum(y)
+        return PartialSum(y) if 0 < len(y) <= self.max_partial_tokens else self.sum(y)
 
     def _multiply(self, x: Tensor) -> Tensor:
         """Return this rank's addend, with those of the adapters."""

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.all_reduce_norm import Peers
-from ...proto.model.parallel_split import WHOLE_MODEL, Stage
+from ...proto.model.expert_placement import first_placement
+from ...proto.model.parallel_split import WHOLE_MODEL, Stage, own_indices
 from ...proto.model.quantization import Quantization
+from ...proto.options.sections import ALL_REDUCE
 from ..comm.communicator import Communicator, SingleRank
+from ..comm.expert_exchange import ExpertExchange, SumOfRanks
 from ..comm.pipeline import NO_LINK, StageLink
-from ..comm.shard import Shard, own_indices
+from ..comm.shard import Shard
 from ..libraries.linear_backend import OWN_LINEAR, LinearBackend, convert_linear
 from ..lora.embedding_adapters import EmbeddingAdapters
 from ..lora.expert_adapters import ExpertAdapters
@@ -42,6 +45,10 @@ class LoadContext:
         linear_backend: what multiplies by the weights of linear layers.
         stage: the layers of this rank.
         link: to the ranks of other stages.
+        all2all_backend, num_redundant_experts: as in ParallelConfig.
+        exchange: the way of tokens to their experts; None for SumOfRanks.
+        max_tokens: most tokens of a step.
+        balances_experts: experts move between the ranks by their load.
     """
 
     checkpoint: Checkpoint
@@ -60,6 +67,11 @@ class LoadContext:
     linear_backend: LinearBackend = OWN_LINEAR
     stage: Stage = WHOLE_MODEL
     link: StageLink = NO_LINK
+    all2all_backend: str = ALL_REDUCE
+    exchange: ExpertExchange | None = None
+    max_tokens: int = 0
+    num_redundant_experts: int = 0
+    balances_experts: bool = False
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
@@ -144,7 +156,7 @@ class LoadContext:
             module: name of the experts' module.
             num_experts: of all ranks.
         """
-        first = self.own_experts(num_experts).start
+        first = self.own_slots(num_experts).start
         adapted_gate_up, adapted_down = (
             self.lora.add_experts(own, ExpertStack(module, name, num_experts, first))
             for own, name in ((gate_up, "gate_up_proj"), (down, "down_proj"))
@@ -162,9 +174,30 @@ class LoadContext:
         """Return this rank's part of a dimension; parts are multiples of a length."""
         return Shard(self.comm.rank, self.comm.size, full_len, multiple)
 
-    def own_experts(self, count: int) -> range:
-        """Return the experts of which this rank holds weights."""
-        return own_indices(self.comm.rank, self.comm.size, count) if self.expert_parallel else range(count)
+    @property
+    def expert_exchange(self) -> ExpertExchange:
+        """Return the way of tokens to their experts."""
+        return SumOfRanks(self.comm) if self.exchange is None else self.exchange
+
+    def for_whole_networks(self) -> LoadContext:
+        """Return the context of the networks that every token passes beside its experts."""
+        return self.for_own_tokens() if self.expert_exchange.is_whole else self
+
+    def for_dense_networks(self) -> LoadContext:
+        """Return the context of the networks of layers without experts."""
+        return self.for_own_tokens() if self.expert_exchange.owns_tokens else self
+
+    def own_slots(self, count: int) -> range:
+        """Return this rank's slots of a mixture of so many experts."""
+        num_slots = count + self.num_redundant_experts
+        if not self.expert_parallel:
+            return range(num_slots)
+        return own_indices(self.comm.rank, self.comm.size, num_slots)
+
+    def own_experts(self, count: int) -> list[int]:
+        """Return the experts of which this rank loads weights, in the order of its slots."""
+        placement = first_placement(count, count + self.num_redundant_experts)
+        return [placement[slot] for slot in self.own_slots(count)]
 
     def expert_shard(self, intermediate_size: int) -> Shard:
         """Return this rank's part of the intermediate dimension of its experts."""

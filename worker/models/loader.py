@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
@@ -15,13 +17,18 @@ from ...proto.model.families.gemma import Gemma3n, Gemma4
 from ...proto.model.families.zamba import Zamba2
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
+from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DEEPEP_LOW_LATENCY
 from ..attention import AttentionInputs, LayerCache
+from ..comm.deep_ep import open_deep_ep
+from ..comm.expert_exchange import AllToAll, ExpertExchange
 from .aux_states import AuxStates
 from .gemma.gemma3n import Gemma3nDecoder
 from .gemma.gemma4 import Gemma4Decoder
 from .llama.decoder import Decoder
 from .load_context import LoadContext
 from .media_embeddings import MediaEmbeddings
+from .moe.expert_layers import ExpertLayers
+from .moe.moe import MixtureOfExperts
 from .output_tokens import OutputTokens
 from .vision.encoder import ignore_encoder
 from .vocab_parallel import NoHead, VocabParallelHead
@@ -132,11 +139,8 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     """
     spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
     if isinstance(spec, DecoderSpec):
-        ignore_encoder(load)  # it is read before, if at all
-        _name_as_text_model(load)
-        _rename_tensors(load, spec)
-        if not model.generates:
-            _name_as_causal(load)
+        _name_tensors(load, spec, model)
+        load = replace(load, exchange=_open_exchange(load, spec))
         decoder = _DECODERS.get(type(spec.variant), Decoder)
         if decoder is Gemma3nDecoder:
             _refuse_fused_all_reduce(load, model)
@@ -146,6 +150,45 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     from .transformers.transformers_model import TransformersModel
 
     return TransformersModel(load, spec, model)
+
+
+def read_more_experts(
+    load: LoadContext, model: ModelConfig, mixtures: Mapping[int, tuple[MixtureOfExperts, Sequence[int]]]
+) -> dict[int, ExpertLayers]:
+    """Read experts of some layers of a model that is loaded. Raises ModelLoadError.
+
+    Args:
+        mixtures: layer |-> its mixture, and the experts to read.
+    """
+    spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
+    assert isinstance(spec, DecoderSpec), "models of transformers have no mixtures of quire's"
+    _name_tensors(load, spec, model)
+    return {layer: mixture.read_more(load, experts) for layer, (mixture, experts) in mixtures.items()}
+
+
+def _name_tensors(load: LoadContext, spec: DecoderSpec, model: ModelConfig) -> None:
+    """Give the tensors of a checkpoint the names that a Decoder reads them by."""
+    ignore_encoder(load)  # it is read before, if at all
+    _name_as_text_model(load)
+    _rename_tensors(load, spec)
+    if not model.generates:
+        _name_as_causal(load)
+
+
+def _open_exchange(load: LoadContext, spec: DecoderSpec) -> ExpertExchange | None:
+    """Open the way of tokens to their experts, on all ranks together. Returns None for SumOfRanks."""
+    backend, experts = load.all2all_backend, spec.experts
+    if backend == ALL_REDUCE or experts is None:
+        return None
+    num_slots, owns_tokens = experts.count + load.num_redundant_experts, load.dp_attention
+    if backend == ALL_TO_ALL:
+        return AllToAll(load.comm, num_slots, owns_tokens=owns_tokens, by_choice=load.balances_experts)
+    if experts.scaled_inputs and backend == DEEPEP_LOW_LATENCY:
+        raise ConfigError(f"all2all_backend is {backend}, which cannot scale the inputs of experts")
+    width = experts.latent_size or spec.hidden_size
+    return open_deep_ep(
+        load.comm, backend, num_slots, width, load.max_tokens, load.device, owns_tokens=owns_tokens
+    )
 
 
 def _refuse_fused_all_reduce(load: LoadContext, model: ModelConfig) -> None:

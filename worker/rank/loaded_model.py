@@ -22,9 +22,11 @@ from ..lora.layers import NO_LORA, LoraLayers
 from ..memory.allocation import out_of_memory_as
 from ..memory.shared_segment import SegmentAddress
 from ..models.drafts.draft_head import load_draft_head
+from ..models.llama.decoder import Decoder
 from ..models.load_context import LoadContext
-from ..models.loader import Model, ReadsMedia, load_model
+from ..models.loader import Model, ReadsMedia, load_model, read_more_experts
 from ..models.media_embeddings import MediaEmbeddings
+from ..models.moe.expert_layers import ExpertLayers
 from ..models.output_tokens import OutputTokens
 from ..models.vision.encoder import Encoder, load_encoder
 from ..pooling.head import read_head
@@ -40,6 +42,8 @@ from ..weights.node_cache import weights_folder
 from ..weights.same_layout import has_tensors
 from ..weights.standby_weights import StandbyWeights
 from ..weights.weight_segment import SegmentReader
+from .device import on_device
+from .expert_balancer import ExpertBalancer, NoBalancer, Orders
 
 _log = logging.getLogger(__name__)
 
@@ -134,7 +138,7 @@ class ModelLoader:
             ModelLoadError: the weights cannot be read.
         """
         adapters = RankAdapters(self._config.lora, self._pipeline.replica, self._dtype, self._device)
-        with self._open(model, on_progress, adapters.layers) as load:
+        with self._open(model, on_progress, adapters.layers, is_served=True) as load:
             pooler = None
             if model.pooling is not None:
                 head = read_head(load, model, model.pooling)
@@ -152,6 +156,20 @@ class ModelLoader:
         return LoadedModel(
             served, pooler, adapters, digest, encoder=encoder, has_deep_features=has_deep_features
         )
+
+    def open_balancer(self, loaded: LoadedModel, model: ModelConfig) -> ExpertBalancer | NoBalancer:
+        """Return what moves the experts of a loaded model."""
+        parallel, decoder = self._config.parallel, loaded.model
+        mixtures = decoder.mixtures if isinstance(decoder, Decoder) else []
+        if not (parallel.enable_eplb and mixtures):
+            return NoBalancer()
+
+        def read(orders: Orders) -> dict[int, ExpertLayers]:
+            with on_device(self._device), torch.inference_mode(), self._open(model, is_served=True) as load:
+                wanted = {layer: (mixtures[layer], experts) for layer, experts in orders.items()}
+                return read_more_experts(load, model, wanted)
+
+        return ExpertBalancer(mixtures, self._pipeline.tensor, parallel.eplb_step_interval, read)
 
     def load_drafts(
         self,
@@ -192,9 +210,18 @@ class ModelLoader:
 
     @contextmanager
     def _open(
-        self, model: ModelConfig, on_progress: ProgressCallback | None = None, lora: LoraLayers = NO_LORA
+        self,
+        model: ModelConfig,
+        on_progress: ProgressCallback | None = None,
+        lora: LoraLayers = NO_LORA,
+        *,
+        is_served: bool = False,
     ) -> Iterator[LoadContext]:
-        """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory."""
+        """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory.
+
+        Args:
+            is_served: the model is no draft model, whose tokens do not travel to its experts.
+        """
         config, pipeline = self._config, self._pipeline
         folder = weights_folder(model.path)
         with ExitStack() as opened:
@@ -219,5 +246,13 @@ class ModelLoader:
                 stage=pipeline.stage,
                 link=pipeline.link,
             )
+            if is_served:
+                load = replace(
+                    load,
+                    all2all_backend=config.parallel.all2all_backend,
+                    num_redundant_experts=config.parallel.num_redundant_experts,
+                    balances_experts=config.parallel.enable_eplb,
+                    max_tokens=config.scheduler.max_num_batched_tokens,
+                )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {pipeline.rank}"):
                 yield load

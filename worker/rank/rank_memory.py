@@ -31,6 +31,7 @@ from ..step.token_relay import make_relay
 from ..weights.checkpoint import ProgressCallback
 from ..weights.same_layout import check_same_layout
 from .encoder_outputs import EncoderOutputs
+from .expert_balancer import ExpertBalancer, NoBalancer
 from .kv_budget import LargestSteps, profile_kv_bytes
 from .loaded_model import LoadedModel, ModelLoader
 from .step_executor import StepExecutor, StepStages
@@ -55,6 +56,7 @@ class RankMemory:
         stored: blocks in files.
         attention: what computes the attention of the steps.
         encoder_outputs: the embeddings of images.
+        balancer: moves experts between the ranks.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RankMemory:
         self.loader = ModelLoader(config, pipeline, dtype, device, inherited)
         self._model = config.model  # with the path of the weights in use
         self._loaded: LoadedModel | None = None
+        self.balancer: ExpertBalancer | NoBalancer = NoBalancer()
         self._executor: StepExecutor | None = None
         self.stored: StoredBlocks = NoStoredBlocks()  # opened with the memory that blocks pass through
         self._awake = ALL_TAGS
@@ -156,6 +159,7 @@ class RankMemory:
         self._check_same_weights(loaded.digest)
         self._check_targets(loaded.adapters.layers)
         loaded.model.selfcheck()
+        self.balancer.agree()
         self._executor = StepExecutor(
             config=self._config,
             rank=self._pipeline.tensor.rank,
@@ -319,6 +323,7 @@ class RankMemory:
     def _keep(self, loaded: LoadedModel) -> None:
         """Keep loaded weights, and load what drafts for them."""
         self._loaded = loaded
+        self.balancer = self.loader.open_balancer(loaded, self._model)
         self.loader.load_drafts(
             loaded, self._model, self.rows, self.sampler, lambda: self.kv.cache.draft_layers
         )
@@ -330,6 +335,7 @@ class RankMemory:
             self._loaded.adapters.close()
         self.loader.standby.drop()
         self._loaded = None
+        self.balancer = NoBalancer()
 
     # Graphs
 

@@ -237,6 +237,7 @@ class ModelRunner:
             step = LaunchedStep(result) if batch is None else memory.executor.launch(batch, result)
             if len(plan.state_saves):
                 memory.kv.cache.copy_states(to_device(plan.state_saves, self.device, torch.int64))
+            memory.balancer.after_step()
             # None is expected.
             result.num_compilations = num_compilations() - self._num_compilations
             return step

@@ -169,3 +169,34 @@ def test_stages_that_cannot_be_are_refused(
     model_copy: Path, options: dict[str, Any], machine: Machine, problem: str
 ) -> None:
     assert any(problem in found for found in problems_of(model_copy, machine, **options))
+
+
+EXPERTS = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("options", "machine", "problem"),
+    [
+        ({"tensor_parallel_size": 2}, CPU, "is for whole experts; set enable_expert_parallel"),
+        ({**EXPERTS, "tensor_parallel_size": 1}, CPU, "is for several ranks"),
+        ({**EXPERTS, "all2all_backend": "deepep_low_latency"}, CPU, "deepep_low_latency is for GPUs"),
+        ({**EXPERTS, "enable_lora": True}, CPU, "does not support enable_lora"),
+        ({**EXPERTS, "fused_all_reduce": True, "device": "cuda"}, Machine(2, 4), "support fused_all_reduce"),
+        (
+            {**EXPERTS, "enable_eplb": True, "all2all_backend": "all_reduce"},
+            CPU,
+            "enable_eplb needs all2all_backend all_to_all, it is all_reduce",
+        ),
+        ({**EXPERTS, "enable_eplb": True, "standby_weights": True}, CPU, "does not support standby_weights"),
+        (
+            {**EXPERTS, "num_redundant_experts": 2, "all2all_backend": "all_reduce"},
+            CPU,
+            "num_redundant_experts is 2, but all2all_backend is all_reduce",
+        ),
+    ],
+)
+def test_tokens_that_cannot_travel_to_experts_are_refused(
+    model_copy: Path, options: dict[str, Any], machine: Machine, problem: str
+) -> None:
+    options = {"all2all_backend": "all_to_all", **options}
+    assert any(problem in found for found in problems_of(model_copy, machine, **options))

@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 # Options that mean in `vllm serve` what they mean here.
 SAME_NAMES = (
     "allowed_media_domains", "api_key", "block_size", "chat_template", "dtype", "enable_auto_tool_choice",
-    "enable_expert_parallel", "enable_lora",
+    "enable_eplb", "enable_expert_parallel", "enable_lora",
     "gpu_memory_utilization", "kv_cache_dtype", "language_model_only", "limit_mm_per_prompt",
     "lora_modules", "max_cpu_loras", "max_logprobs",
     "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "max_num_seqs",

@@ -60,6 +60,7 @@ class Decoder:
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.temperature: TemperatureTable | None = None
         self.stage, self.link = load.stage, load.link
+        self.owns_tokens = load.expert_exchange.owns_tokens
         own_layers = self.stage.part(spec.layers)
         mixers = [layer.mixer for layer in own_layers]
         for own in mixers:
@@ -130,6 +131,11 @@ class Decoder:
             for index, layer in enumerate(self.stage.part(spec.layers), self.stage.first)
         ]
 
+    @property
+    def mixtures(self) -> list[MixtureOfExperts]:
+        """Return the mixtures of experts whose experts may move."""
+        return [mlp for mlp in self._mixtures() if isinstance(mlp, MixtureOfExperts)]
+
     def _mixtures(self) -> list[WithExperts]:
         return [mlp for mlp in self._networks() if isinstance(mlp, WithExperts)]
 
@@ -168,6 +174,9 @@ class Decoder:
         if media is not None:
             hidden.index_copy_(0, media.index, media.rows)
             deep = media.deep
+        num_tokens = len(hidden)
+        if self.owns_tokens:
+            hidden = inputs.own(hidden)
         rotated = {key: table.at(inputs.own(positions)) for key, table in self.rotary.items()}
         fused = self.fused_decode
         if fused is not None and fused.supports(len(hidden), inputs):
@@ -183,7 +192,7 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             kv_cache = kv_caches[self.cached_by[index]]
             if aux is not None and index in aux.layers:
-                aux.states.append(layer.input_of(x, hidden))
+                aux.states.append(self._all_tokens(layer.input_of(x, hidden), inputs, num_tokens))
             if outputs is not None and index == last:
                 x, hidden = layer.forward_outputs(x, hidden, rotations, kv_cache, outputs)
             else:
@@ -191,9 +200,19 @@ class Decoder:
             if media is not None and index < len(deep):
                 hidden.index_add_(0, media.index, deep[index])
         if aux is not None and len(self.layers) in aux.layers:
-            aux.states.append(self.layers[-1].input_of(x, hidden))
+            aux.states.append(self._all_tokens(self.layers[-1].input_of(x, hidden), inputs, num_tokens))
         states = self.layers[-1].add(x, hidden, self.norm)
+        states = self._all_tokens(states, inputs, num_tokens)
         return states if self.stage.is_last else self._send(states)
+
+    def _all_tokens(self, states: Tensor, inputs: AttentionInputs, num_tokens: int) -> Tensor:
+        """Return the states of all tokens, of which each may have one owner: [N, E] -> [T, E]."""
+        if not self.owns_tokens:
+            return states
+        assert inputs.own_tokens is not None
+        y = states.new_zeros(num_tokens + 1, states.shape[1])  # padding goes behind all tokens
+        y.index_copy_(0, inputs.own_tokens.places, states)
+        return self.comm.all_reduce(y[:num_tokens])
 
     def _send(self, states: Tensor) -> Tensor:
         self.link.send_states(states)

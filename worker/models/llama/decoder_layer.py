@@ -102,7 +102,7 @@ class DecoderLayer:
             return MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
         assert layer.mlp is not None
         kind = Mlp if layer.mlp.names is None else UngatedMlp
-        return kind(load, spec, layer.mlp, f"{name}.{spec.names.mlp}")
+        return kind(load.for_dense_networks(), spec, layer.mlp, f"{name}.{spec.names.mlp}")
 
     def forward(
         self,

@@ -40,6 +40,7 @@ class MlaAttention:
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, sizes: MlaSpec, name: str) -> None:
         self.comm, self._batch_invariant = load.comm, load.batch_invariant
+        self._reads_own = load.expert_exchange.owns_tokens
         self.max_partial_tokens = 0 if load.peers is None else load.peers.max_tokens
         if load.dp_attention:
             load = load.for_own_tokens()
@@ -87,15 +88,17 @@ class MlaAttention:
     ) -> Tensor | PartialSum:
         """[T, E] -> [T, E]; writes the tokens' latents to the cache before attention reads them."""
         own = inputs.own_tokens
-        if own is None:
-            return self.output.forward_partial(self._attend_all(x, rotations, kv_cache, inputs))
         num_tokens = len(x.codes) if isinstance(x, Float8Tokens) else len(x)
+        if own is None or (self._reads_own and num_tokens):  # x has the tokens to attend for alone
+            return self.output.forward_partial(self._attend_all(x, rotations, kv_cache, inputs))
         # The results of padding go behind those of all tokens.
         y = self.norm.new_zeros(num_tokens + 1, self.hidden_size)
         if len(own.index):
             attended = self._attend_all(_select(x, own.index), rotations, kv_cache, inputs)
             y.index_copy_(0, own.places, self.output.forward(attended))
         y = y[:num_tokens]
+        if self._reads_own:
+            return y
         return PartialSum(y) if num_tokens <= self.max_partial_tokens else self.comm.all_reduce(y)
 
     def _attend_all(

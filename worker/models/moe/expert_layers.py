@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from ....kernels.activation import GatedActivation
 from ....kernels.moe import sort_choices
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.linear_weight import LinearWeight
+
+T = TypeVar("T")
 
 
 class ExpertsForward(Protocol):
@@ -30,7 +32,7 @@ class ExpertLayers:
     Attributes:
         gate_up, down: of each of this rank's X experts.
         activation: [T, 2 I] -> [T, I].
-        num_experts: of all ranks.
+        num_experts: of all ranks, each with its replicas.
         first_expert: index of this rank's first one.
         gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
         scaled_inputs: as in Experts.
@@ -63,6 +65,24 @@ class ExpertLayers:
                 tokens = own // top_k
                 y.index_add_(0, tokens, self._run_expert(index, x[tokens], factors[own]))
         return y
+
+    def with_experts(self, places: Sequence[int], others: ExpertLayers) -> ExpertLayers:
+        """Return these experts with others in some of their places."""
+
+        def mixed(own: Sequence[T], other: Sequence[T]) -> list[T]:
+            taken = dict(zip(places, other, strict=True))
+            return [taken.get(place, each) for place, each in enumerate(own)]
+
+        def biases(own: Tensor | None, other: Tensor | None) -> Tensor | None:
+            return None if own is None or other is None else torch.stack(mixed(list(own), list(other)))
+
+        return replace(
+            self,
+            gate_up=mixed(self.gate_up, others.gate_up),
+            down=mixed(self.down, others.down),
+            gate_up_bias=biases(self.gate_up_bias, others.gate_up_bias),
+            down_bias=biases(self.down_bias, others.down_bias),
+        )
 
     def _run_expert(self, index: int, x: Tensor, factors: Tensor) -> Tensor:
         if self.scaled_inputs:

@@ -7,8 +7,10 @@ gives the matrices of a stack names of their own, so that all layouts are read a
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ....proto.errors import ConfigError, ModelLoadError
@@ -90,15 +92,17 @@ def has_fused_projection(checkpoint: Checkpoint, name: str) -> bool:
     return any(checkpoint.has(f"{name}.gate_up_proj.{suffix}") for suffix in _STORED)
 
 
-def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: str) -> list[ExpertSlices]:
-    """Return this rank's slices of each of its experts, in the layout that the checkpoint has.
+def expert_slices(
+    load: LoadContext, experts: Experts, hidden_size: int, block: str, own_experts: Sequence[int]
+) -> list[ExpertSlices]:
+    """Return this rank's slices of each of some experts, in the layout that the checkpoint has.
 
     Raises:
         ConfigError: the experts are quantized as a stack.
         ModelLoadError: the checkpoint has the experts in no known layout.
     """
     inner, shard = experts.intermediate_size, load.expert_shard(experts.intermediate_size)
-    stack, own_experts = f"{block}.experts", load.own_experts(experts.count)
+    stack = f"{block}.experts"
     if experts.interleaved:
         return [_interleaved(load, experts, hidden_size, stack, index, shard) for index in own_experts]
     if load.checkpoint.has(f"{stack}.gate_up_proj") or load.checkpoint.has(f"{stack}.up_proj"):
@@ -122,15 +126,18 @@ def expert_slices(load: LoadContext, experts: Experts, hidden_size: int, block: 
 
 
 def read_expert_biases(
-    load: LoadContext, experts: Experts, hidden_size: int, block: str
+    load: LoadContext, experts: Experts, hidden_size: int, block: str, own_experts: Sequence[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """Read the biases of this rank's X interleaved experts: [X, 2 I], and [X, E] on the rank that adds it."""
+    """Read the biases of X interleaved experts: [X, 2 I], and [X, E] on the rank that adds it."""
     shard, stack = load.expert_shard(experts.intermediate_size), f"{block}.experts"
-    own, shape = load.own_experts(experts.count), (experts.count, 2 * experts.intermediate_size)
-    rows, columns = (own.start, len(own)), (2 * shard.start, 2 * len(shard))
-    stored = load.checkpoint.read(f"{stack}.gate_up_proj_bias", shape, rows, columns)
-    gate_up = Interleaving(columns[1], columns[1]).reorder(stored, dim=1)
-    down = load.checkpoint.read(f"{stack}.down_proj_bias", (experts.count, hidden_size), rows)
+    shape, columns = (experts.count, 2 * experts.intermediate_size), (2 * shard.start, 2 * len(shard))
+
+    def read(name: str, shape: tuple[int, int], *columns: tuple[int, int]) -> Tensor:
+        rows = [load.checkpoint.read(f"{stack}.{name}", shape, (index, 1), *columns) for index in own_experts]
+        return torch.cat(rows)
+
+    gate_up = Interleaving(columns[1], columns[1]).reorder(read("gate_up_proj_bias", shape, columns), dim=1)
+    down = read("down_proj_bias", (experts.count, hidden_size))
     # The ranks' results are added up.
     adds_down = load.expert_parallel or load.comm.rank == 0
     return gate_up.to(load.device, load.dtype), down.to(load.device, load.dtype) if adds_down else None
@@ -138,7 +145,7 @@ def read_expert_biases(
 
 def other_experts(load: LoadContext, experts: Experts) -> list[str]:
     """Return the names of tensors of the experts that only other ranks hold."""
-    own = load.own_experts(experts.count)
+    own = set(load.own_experts(experts.count))
     if len(own) == experts.count:
         return []
     found = ((name, _EXPERT_INDEX.search(name)) for name in load.checkpoint.names())
@@ -155,7 +162,7 @@ def _find_matrices(checkpoint: Checkpoint, stack: str) -> tuple[str, str, str]:
 
 
 def _alias_stack(
-    checkpoint: Checkpoint, experts: Experts, hidden_size: int, stack: str, own_experts: range
+    checkpoint: Checkpoint, experts: Experts, hidden_size: int, stack: str, own_experts: Sequence[int]
 ) -> None:
     """Name each expert's matrices of ``gate_up_proj``, [X, 2 I, E], and ``down_proj``, [X, E, I].
 

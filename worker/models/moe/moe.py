@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,6 +30,7 @@ from .expert_layout import (
     read_expert_biases,
 )
 from .expert_routing import ExpertRouter
+from .replicas import OneReplica, Replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,15 @@ class GroupedExperts:
     first_expert: int = 0
     scaled_inputs: bool = False
     adapters: ExpertAdapters | None = None
+
+    def take_experts(self, places: Sequence[int], others: GroupedExperts) -> None:
+        """Overwrite the experts of some places, in the memory that recorded steps read."""
+        index = list(places)
+        for own, other in ((self.gate_up, others.gate_up), (self.down, others.down)):
+            for name in ("codes", "scales", "zeros", "group_index", "bias"):
+                tensor, taken = getattr(own, name), getattr(other, name)
+                if tensor is not None and taken is not None:
+                    tensor[index] = taken
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """As ExpertLayers, but the host reads nothing from the device."""
@@ -202,8 +213,10 @@ class MixtureOfExperts(WithExperts):
         gate: str,
         name: str,
     ) -> None:
-        self.comm = load.comm
+        self.exchange, self.hidden_size = load.expert_exchange, hidden_size
+        self.spec, self.gate = experts, gate
         block, router = find_block(load.checkpoint, name)
+        self.block = block
         self.latents: tuple[LinearWeight, LinearWeight] | None = None
         if experts.latent_size:
             sizes = experts.latent_size, hidden_size
@@ -216,20 +229,53 @@ class MixtureOfExperts(WithExperts):
             load, experts, hidden_size, router, find_correction(load.checkpoint, block)
         )
         self.experts = read_experts(load, experts, experts.latent_size or hidden_size, gate, block)
+        self.replicas: Replicas | OneReplica = OneReplica()
+        if load.num_redundant_experts or load.balances_experts:
+            num_slots, own = experts.count + load.num_redundant_experts, load.own_slots(experts.count)
+            self.replicas = Replicas(
+                experts.count, num_slots, load.comm.rank, load.comm.size, own, load.device
+            )
         self.shared: SharedExperts | None = None
         if experts.shared_intermediate_size:
             name = find_shared(load.checkpoint, block)
-            self.shared = SharedExperts(load, experts, hidden_size, gate, name)
+            self.shared = SharedExperts(load.for_whole_networks(), experts, hidden_size, gate, name)
+
+    def read_more(self, load: LoadContext, own_experts: Sequence[int]) -> ExpertLayers:
+        """Read some experts of this layer, for slots of this rank."""
+        width = self.spec.latent_size or self.hidden_size
+        return read_expert_layers(load, self.spec, width, self.gate, self.block, own_experts)
+
+    def take_experts(self, places: Sequence[int], layers: ExpertLayers) -> None:
+        """Compute other experts in some of this rank's places from now on."""
+        experts = self.experts
+        if isinstance(experts, GroupedExperts):
+            grouped = group_experts(layers)
+            assert grouped is not None, "the experts are stored in other formats"
+            experts.take_experts(places, grouped)
+        elif isinstance(experts, PackedExperts):
+            packed = packed_experts(layers, experts.dtype)
+            assert packed is not None, "the experts are stored in other formats"
+            self.experts = experts.with_experts(places, packed)
+        elif isinstance(experts, ExpertLayers):
+            self.experts = experts.with_experts(places, dequantize_experts(layers))
+
+    @property
+    def reads_back(self) -> bool:
+        return self.exchange.reads_back or super().reads_back
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
-        inner = x if self.latents is None else self.latents[0].multiply(x)
-        part = self.experts.forward(inner, *self.router.choose(x))
+        own = self.exchange.select(x)
+        inner = own if self.latents is None else self.latents[0].multiply(own)
+        factors, expert_ids = self.router.choose(own)
+        flight = self.exchange.dispatch(inner, factors, self.replicas.choose(expert_ids))
+        shared = None if self.shared is None else self.shared.forward_partial(own)  # while tokens travel
+        part = flight.combine(self.experts.forward(*flight.wait()))
         if self.latents is not None:
             part = self.latents[1].multiply(part)  # linear, so the ranks' results may be added up after it
-        if self.shared is not None:
-            part += self.shared.forward_partial(x)
-        return self.comm.all_reduce(part)
+        if shared is not None:
+            part += shared
+        return self.exchange.gather(part, len(x))
 
 
 def read_experts(
@@ -241,21 +287,8 @@ def read_experts(
         gate: as for MixtureOfExperts.
         block: name of the mixture.
     """
-    slices = expert_slices(load, experts, hidden_size, block)
-    biases: tuple[Tensor | None, Tensor | None] = None, None
-    if experts.interleaved:
-        biases = read_expert_biases(load, experts, hidden_size, block)
-    # Experts with adapters are multiplied one by one, by ops that would dequantize each in every step.
-    keep_codes = not load.lora.num_slots
-    layers = ExpertLayers(
-        [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
-        [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],
-        GatedActivation(gate, experts.clamp),
-        experts.count,
-        load.own_experts(experts.count).start,
-        *biases,
-        scaled_inputs=experts.scaled_inputs,
-    )
+    slices = expert_slices(load, experts, hidden_size, block, load.own_experts(experts.count))
+    layers = read_expert_layers(load, experts, hidden_size, gate, block, load.own_experts(experts.count))
     adapters = load.expert_adapters(
         [expert.gate_up for expert in slices],
         [expert.down for expert in slices],
@@ -268,3 +301,24 @@ def read_experts(
             return grouped
     plain = packed_experts(layers, load.dtype) or dequantize_experts(layers)
     return plain if adapters is None else AdaptedExperts(plain, adapters, layers)
+
+
+def read_expert_layers(
+    load: LoadContext, experts: Experts, hidden_size: int, gate: str, block: str, own_experts: Sequence[int]
+) -> ExpertLayers:
+    """Read some experts as if they were in this rank's slots; the arguments are as for read_experts."""
+    slices = expert_slices(load, experts, hidden_size, block, own_experts)
+    biases: tuple[Tensor | None, Tensor | None] = None, None
+    if experts.interleaved:
+        biases = read_expert_biases(load, experts, hidden_size, block, own_experts)
+    # Experts with adapters are multiplied one by one, by ops that would dequantize each in every step.
+    keep_codes = not load.lora.num_slots
+    return ExpertLayers(
+        [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
+        [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],
+        GatedActivation(gate, experts.clamp),
+        experts.count + load.num_redundant_experts,
+        load.own_slots(experts.count).start,
+        *biases,
+        scaled_inputs=experts.scaled_inputs,
+    )

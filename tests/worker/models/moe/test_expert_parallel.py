@@ -63,6 +63,44 @@ def test_experts_of_ranks_give_tokens_of_transformers(
         reference.check_greedy(sequence.prompt, sequence.generated)
 
 
+# Kind, ranks, whether each rank attends for its own tokens, and overrides.
+TRAVELS: list[tuple[str, int, bool, dict[str, Any]]] = [
+    ("deepseek_v3", 2, True, {}),
+    ("deepseek_v3", 4, True, {}),
+    ("qwen3_moe", 2, False, {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    ("qwen3_moe", 4, False, {}),
+    ("gpt_oss", 4, False, {}),
+    ("deepseek_v3", 4, False, {}),
+    ("llama4_text", 2, False, {}),
+    ("glm4_moe", 2, False, {"attention_bias": True}),
+]
+
+
+@pytest.mark.parametrize("num_redundant", [0, 3])
+@pytest.mark.parametrize(("kind", "tp", "is_dp", "fields"), TRAVELS, ids=lambda value: str(value)[:20])
+def test_tokens_that_travel_to_experts_are_those_of_transformers(
+    kind: str,
+    tp: int,
+    is_dp: bool,
+    fields: dict[str, Any],
+    num_redundant: int,
+    make_model: Any,
+    make_engine: Any,
+) -> None:
+    folder = make_model(kind, seed=7, **fields)
+    engine = make_engine(
+        folder,
+        tp,
+        enable_expert_parallel=True,
+        all2all_backend="all_to_all",
+        enable_dp_attention=is_dp,
+        num_redundant_experts=num_redundant,
+    )
+    prompts = prompts_of([5, 23, 1], seed=1)
+    for prompt, generated in zip(prompts, engine.greedy(prompts, 8, chunk_len=16), strict=True):
+        Reference(folder).check_greedy(prompt, generated)
+
+
 SCHEMES = {
     # A part of 12 of the 48 numbers of an expert would begin inside a word of 8.
     "awq": Scheme("awq", group_len=16, ignored=r"mlp\.gate\.|lm_head|embed"),

@@ -1,0 +1,127 @@
+"""Tokens that travel to their experts: by DeepEP's calls, with experts that move meanwhile, and with failed ranks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fake_deep_ep
+import pytest
+import torch
+from reference import Reference, prompts_of
+
+from quire.proto.errors import ConfigError
+from quire.worker.rank.expert_balancer import ExpertBalancer
+
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def latents(make_model: Callable[..., Path]) -> tuple[Path, Reference]:
+    folder = make_model("deepseek_v3", seed=7)
+    return folder, Reference(folder)
+
+
+def check(engine: Any, reference: Reference, seed: int = 1) -> None:
+    """Compare the tokens of four sequences, prompts in chunks."""
+    prompts = prompts_of([5, 23, 1, 9], seed=seed)
+    for prompt, generated in zip(prompts, engine.greedy(prompts, MAX_TOKENS, chunk_len=16), strict=True):
+        reference.check_greedy(prompt, generated)
+
+
+@pytest.mark.parametrize("is_dp", [True, False], ids=["own tokens", "slices"])
+@pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_low_latency"])
+def test_deepep_carries_the_tokens(
+    backend: str,
+    is_dp: bool,
+    latents: tuple[Path, Reference],
+    make_engine: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
+    folder, reference = latents
+    engine = make_engine(
+        folder, 2, enable_expert_parallel=True, all2all_backend=backend, enable_dp_attention=is_dp,
+        max_num_batched_tokens=32,
+    )  # fmt: skip
+    check(engine, reference)
+    is_recordable = engine.runners[0].memory.loaded.model.supports_graphs
+    assert not is_recordable or backend == "deepep_low_latency"
+
+
+def test_deepep_that_is_absent_or_does_not_fit_is_refused(
+    latents: tuple[Path, Reference], make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"enable_expert_parallel": True, "all2all_backend": "deepep_low_latency"}
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    with pytest.raises(ConfigError, match=r"DeepEP cannot be imported.*set all2all_backend to all_to_all"):
+        make_engine(latents[0], 2, **settings)
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
+    with pytest.raises(ConfigError, match="2 ranks do not divide"):
+        make_engine(latents[0], 2, num_redundant_experts=1, **settings)
+
+
+@pytest.fixture(scope="module", params=[(2, True), (4, False)], ids=str)
+def moving(request: pytest.FixtureRequest, latents: tuple[Path, Reference], make_engine: Any) -> Any:
+    tp, is_dp = request.param
+    return make_engine(
+        latents[0], tp, enable_expert_parallel=True, all2all_backend="all_to_all", enable_dp_attention=is_dp,
+        enable_eplb=True, num_redundant_experts=3, eplb_step_interval=5,
+    )  # fmt: skip
+
+
+def balancers(engine: Any) -> list[ExpertBalancer]:
+    return [runner.memory.balancer for runner in engine.runners]
+
+
+def placements(engine: Any) -> list[list[tuple[int, ...]]]:
+    return [[each.placement for each in own._replicas] for own in balancers(engine)]
+
+
+def serve_until_moved(engine: Any, reference: Reference) -> None:
+    """Serve until the experts that a thread of each rank reads have moved."""
+    deadline = time.monotonic() + 60
+    while not balancers(engine)[0].num_moves:
+        check(engine, reference)
+        assert time.monotonic() < deadline, "no expert has moved in 60 s"
+
+
+def test_experts_move_while_sequences_run(moving: Any, latents: tuple[Path, Reference]) -> None:
+    """The ranks take the same placement between the same steps, and the tokens stay."""
+    first = placements(moving)[0]
+    serve_until_moved(moving, latents[1])
+    assert placements(moving)[0] != first
+    assert all(own == placements(moving)[0] for own in placements(moving))
+    check(moving, latents[1], seed=2)
+
+
+def test_replaced_rank_takes_the_placement_of_the_others(
+    moving: Any, latents: tuple[Path, Reference]
+) -> None:
+    """A rank that was loaded anew has the first placement, and reads what the others' says."""
+    serve_until_moved(moving, latents[1])
+    expected = placements(moving)[0]
+    memory = moving.runners[1].memory
+    with torch.inference_mode():
+        memory._keep(memory.loader.load(memory._model))
+    assert placements(moving)[1] != expected
+    moving.on_all(lambda own: own.reset(has_new_ranks=False), moving.runners)
+    assert all(own == expected for own in placements(moving))
+    check(moving, latents[1], seed=3)
+
+
+def test_experts_that_cannot_be_read_stay(
+    moving: Any, latents: tuple[Path, Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = placements(moving)
+    with torch.inference_mode():
+        for own in balancers(moving):
+            own._replicas[0].loads.zero_()
+            own._replicas[0].loads[before[0][0][0]] = 1e6  # the expert of the first slot is the busiest
+            monkeypatch.setattr(own, "_read", lambda orders: 1 / 0)
+    check(moving, latents[1])
+    check(moving, latents[1])
+    assert placements(moving) == before
