@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ...proto.config import ModelConfig
     from ...worker import WeightSize
     from ..config.capacity import Capacity, Workload
+    from .splits import Split
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _QUANTIZED_KV = ("int8", "fp8_e4m3")
@@ -45,6 +46,10 @@ _LoraModules = Annotated[
     str | None,
     typer.Option(help="Modules that adapters may change, separated by commas. Default: all."),
 ]
+_Nodes = Annotated[
+    int | None,
+    typer.Option(help="Show the splits over so many nodes of --gpus GPUs each.", min=1),
+]
 _Utilization = Annotated[
     float, typer.Option(help="Share of a GPU's memory that quire may use.", min=0.1, max=1.0)
 ]
@@ -57,6 +62,7 @@ def fit(
     revision: _Revision = None,
     quantization: _Quantization = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8_e4m3.")] = "auto",
+    nodes: _Nodes = None,
     enable_expert_parallel: _ExpertParallel = False,
     enable_dp_attention: _DpAttention = False,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
@@ -69,6 +75,8 @@ def fit(
     """Show which tensor-parallel sizes a model fits, and how many tokens its KV cache then holds.
 
     An estimate from config.json alone: no weights are downloaded, and no GPU is used.
+
+    With --nodes it shows the splits into pipeline stages, tensor-parallel ranks and whole experts instead.
 
     Example: `quire fit Qwen/Qwen3-8B --gpu h200 --gpus 8`
     """
@@ -89,6 +97,9 @@ def fit(
     kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
     slots = _Slots(max_loras, max_lora_rank, lora_target_modules)
+    if nodes is not None:
+        _show_splits(described, nodes, gpus, gpu, memory, workload)
+        return
     weights, found = _capacities(
         described, gpus, memory, workload, slots, enable_expert_parallel, enable_dp_attention
     )
@@ -105,6 +116,55 @@ def fit(
     console.print(_table(found, described.max_model_len, f"{gpus} x {gpu}", has_slots=max_loras > 0))
     if not any(each.num_kv_tokens for each in found):
         raise ConfigError(f"{described.name} does not fit on {gpus} x {gpu}")
+
+
+def _show_splits(
+    model: "ModelConfig", num_nodes: int, num_gpus: int, gpu: str, gpu_bytes: int, workload: "Workload"
+) -> None:
+    """Show the splits of a model over nodes, and the one to take. Raises ConfigError if none fits."""
+    from rich.console import Console
+
+    from ...proto.errors import ConfigError
+    from ...worker import make_meta_model, measure_weights
+    from ..simulation.step_time import find_device
+    from .splits import Nodes, best_split, find_splits
+
+    weights = measure_weights(model, make_meta_model(model), workload.dtype_bytes)
+    length = min(_TYPICAL_LEN, model.max_model_len)
+    splits = find_splits(
+        model, weights, Nodes(num_nodes, num_gpus), find_device(gpu), gpu_bytes, workload, length
+    )
+    console, title = Console(), f"{num_nodes} x {num_gpus} x {gpu}, sequences of {length:,} tokens"
+    console.print(
+        f"{model.name}: {_count(weights.num_parameters)} parameters, {_size(weights.num_bytes)} of weights"
+    )
+    console.print(_split_table(splits, title))
+    best = best_split(splits)
+    if best is None:
+        raise ConfigError(f"{model.name} does not fit on {num_nodes} x {num_gpus} x {gpu}; add nodes")
+    flags = [f"--tensor-parallel-size {best.tensor}"] if best.tensor > 1 else []
+    flags += [f"--pipeline-parallel-size {best.pipeline}"] if best.pipeline > 1 else []
+    flags += ["--enable-expert-parallel"] if best.whole_experts else []
+    console.print(f"The fewest GPUs: {' '.join(flags) or 'one GPU'}. Step times are assumed, not measured.")
+
+
+def _split_table(splits: "Sequence[Split]", title: str) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("stages", "tensor parallel", "experts", "weights per GPU", "KV tokens", "sequences", "step"):
+        table.add_column(name, justify="right")
+    for each in splits:
+        table.add_row(
+            str(each.pipeline),
+            f"{each.tensor}{' over nodes' if each.spans_nodes else ''}",
+            "whole" if each.whole_experts else "",
+            _size(each.capacity.weight_bytes),
+            f"{each.capacity.num_kv_tokens:,}" if each.fits else "does not fit",
+            f"{each.num_sequences:,}" if each.fits else "",
+            f"{1e3 * each.step_s:.1f} ms" if each.fits else "",
+        )
+    return table
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,14 +73,24 @@ def threads_per_rank(options: EngineOptions, device: str, machine: Machine) -> i
         sizes += f" in each of {options.pipeline_parallel_size} stages (pipeline_parallel_size)"
     if device == "cuda":
         if num_ranks > machine.num_gpus:
-            raise ConfigError(f"{sizes}, but this machine has {machine.num_gpus} CUDA GPUs")
+            fitting = _fitting_size(options, machine.num_gpus)
+            raise ConfigError(f"{sizes}, but this machine has {machine.num_gpus} CUDA GPUs{fitting}")
         return 1
     max_ranks = MAX_CPU_RANKS_PER_CORE * machine.num_cores
     if num_ranks > max_ranks:
         raise ConfigError(
-            f"{sizes}, but this machine has {machine.num_cores} CPU cores, which carry {max_ranks} ranks at most"
+            f"{sizes}, but this machine has {machine.num_cores} CPU cores, which carry {max_ranks} ranks at "
+            f"most{_fitting_size(options, max_ranks)}"
         )
     return max(1, machine.num_cores // num_ranks)
+
+
+def _fitting_size(options: EngineOptions, max_ranks: int) -> str:
+    """Return which size to lower, and to what, so that the ranks are so many at most; empty if none are possible."""
+    num_stages = options.pipeline_parallel_size
+    if max_ranks >= num_stages:
+        return f"; use tensor_parallel_size {max_ranks // num_stages} or less"
+    return f"; use pipeline_parallel_size {max_ranks} or less" if max_ranks else ""
 
 
 def resolve_dtype(dtype: str, checkpoint_dtype: str, device: str) -> str:

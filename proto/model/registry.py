@@ -410,7 +410,7 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int
     if spec.experts is not None and multiple is None and spec.experts.count < size:
         raise ConfigError(
             f"{model.name}: it has {spec.experts.count} experts, too few for one on each of {size} ranks; leave "
-            "enable_expert_parallel out, or use a smaller tensor_parallel_size"
+            f"enable_expert_parallel out, or use a tensor_parallel_size of {spec.experts.count} or less"
         )
     if spec.experts is not None and multiple is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple
@@ -430,10 +430,22 @@ def check_heads(name: str, num_heads: int, num_kv_heads: int, size: int) -> None
         )
     if num_heads % size:
         raise ConfigError(
-            f"{name}: tensor_parallel_size {size} does not divide its attention heads, {num_heads}"
+            f"{name}: tensor_parallel_size {size} does not divide its attention heads, {num_heads}; use "
+            f"{_nearest_sizes(num_heads, num_kv_heads, size)}"
         )
     if num_kv_heads % size and size % num_kv_heads:
         raise ConfigError(
             f"{name}: tensor_parallel_size {size} neither divides its KV heads, {num_kv_heads}, nor is "
-            "a multiple of them"
+            f"a multiple of them; use {_nearest_sizes(num_heads, num_kv_heads, size)}"
         )
+
+
+def _nearest_sizes(num_heads: int, num_kv_heads: int, size: int) -> str:
+    """Return the next smaller and the next larger number of ranks that get equal numbers of heads, in words."""
+    allowed = [
+        ranks
+        for ranks in range(1, num_heads + 1)
+        if num_heads % ranks == 0 and (num_kv_heads % ranks == 0 or ranks % num_kv_heads == 0)
+    ]
+    smaller, larger = [n for n in allowed if n < size][-1:], [n for n in allowed if n > size][:1]
+    return " or ".join(map(str, smaller + larger))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.worker.comm.shard import Shard, own_indices
+from quire.proto.model.parallel_split import own_indices
+from quire.worker.comm.shard import Shard
 
 
 @pytest.mark.parametrize(("full_len", "size"), [(8, 4), (10, 4), (3, 2), (5, 1)])
