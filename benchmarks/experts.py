@@ -180,7 +180,7 @@ def measure() -> dict[str, Figure]:
 def sent_bytes(runs: list[RankRun]) -> float:
     """Return the bytes that cross between ranks per token and layer with experts.
 
-    Of all-reduces they are counted: one after attention and one after the experts, each a reduce-scatter and a gather.
+    Of all-reduces they are counted: one after attention and one after experts, each a reduce-scatter and a gather.
     """
     measured = sum(run.sent_bytes for run in runs)
     if not measured:
@@ -190,7 +190,7 @@ def sent_bytes(runs: list[RankRun]) -> float:
 
 
 def loads_of(runs: list[RankRun]) -> dict[str, Figure]:
-    """Return the load of the busiest rank, with experts in order and where they have moved to, by the same choices."""
+    """Return the load of the busiest rank by the same choices: with experts in order, and where they have moved."""
     ratios: list[tuple[float, float]] = []
     for layer, placement in enumerate(runs[0].placements):
         loads = np.sum([run.loads[layer] for run in runs], axis=0).tolist()

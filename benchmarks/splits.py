@@ -74,10 +74,10 @@ def section() -> str:
     lines = [
         TITLE,
         "",
-        "The split with the fewest GPUs that holds a model and a sequence, of up to four nodes of eight, and the next",
-        f"larger one; and a decode step of up to {WORKLOAD['max_num_seqs']} sequences of {SEQ_LEN:,} tokens. Written by",
-        "`python -m benchmarks.splits`; `quire fit MODEL --gpu h200 --nodes 2` shows all splits of any model. The times",
-        "are assumed as in `quire simulate` without measured coefficients.",
+        "The split with the fewest GPUs that holds a model and a sequence, of up to four nodes of eight, and",
+        f"the next larger one; and a decode step of up to {WORKLOAD['max_num_seqs']} sequences of {SEQ_LEN:,}",
+        "tokens. Written by `python -m benchmarks.splits`; `quire fit MODEL --gpu h200 --nodes 2` shows all splits of",
+        "any model. Times are assumed as in `quire simulate` without measured coefficients.",
         "",
         "| model | GPU | stages x ranks | weights per GPU | KV tokens | sequences | step |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -85,8 +85,8 @@ def section() -> str:
     lines += [line for title in MODELS for gpu in GPUS for line in lines_of(title, gpu)]
     lines += [
         "",
-        "KV is divided by stages too: a rank has that of its stage's layers. Latents (DeepSeek V3, Kimi K2) are whole on",
-        "every rank of a stage, so stages are what divides them.",
+        "KV is divided by stages too: a rank has that of its stage's layers. Latents (DeepSeek V3, Kimi K2) are",
+        "whole on every rank of a stage, so stages are what divides them.",
     ]
     return "\n".join([*lines, "", ""])
 

@@ -1,4 +1,4 @@
-"""Candidate splits of a model over GPUs and nodes: memory, KV and the time of a step, from its configuration alone."""
+"""Candidate splits of a model over GPUs and nodes: their memory and the time of a step, from a configuration."""
 
 from __future__ import annotations
 
