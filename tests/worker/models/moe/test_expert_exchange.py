@@ -116,6 +116,7 @@ def test_replaced_rank_takes_the_placement_of_the_others(
 def test_experts_that_cannot_be_read_stay(
     moving: Any, latents: tuple[Path, Reference], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    moving.on_all(lambda own: own.reset(has_new_ranks=False), moving.runners)  # forgets what is being read
     before = placements(moving)
     with torch.inference_mode():
         for own in balancers(moving):
