@@ -18,6 +18,7 @@ from json.encoder import encode_basestring_ascii
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 from fastapi import Request
 from fastapi.routing import APIRoute
 from msgspec import UNSET, Struct
@@ -30,6 +31,9 @@ MAX_BYTES_IN_LOOP = 512 << 10
 MAX_REQUEST_ID_CHARS = 256
 # Values of a response, about; making and writing these takes 1 ms.
 MAX_VALUES_IN_LOOP = 2048
+# Characters of a string that is taken out of a body before it is parsed: 0.3 ms. Quotes that are looked at for them.
+_LONG_STRING = 64 << 10
+_MAX_QUOTES = 20_000
 # Values that are encoded by one call: 0.1 ms.
 _SLICE = 2048
 
@@ -161,7 +165,85 @@ class _BodyRequest(Request):
         body = await self.body()
         if len(body) <= MAX_BYTES_IN_LOOP:
             return await super().json()
-        return await in_thread(partial(json.loads, body, parse_int=_integer, parse_float=_fraction))
+        return await in_thread(partial(parse_large, body))
+
+
+def parse_large(body: bytes) -> Any:
+    """Return what a body's JSON stands for; long plain strings, such as images in base64, are not scanned by json.
+
+    The parser keeps the interpreter while it reads a string: 67 ms for 15 MB (AMD EPYC). Copying takes 1 ms.
+
+    Raises:
+        json.JSONDecodeError: it is no JSON.
+    """
+    pieces, strings, end = list[bytes](), dict[str, str](), 0
+    mark, places = f"{uuid.uuid4().hex}:", list[tuple[int, int]]()
+    for start, stop in _long_strings(body):
+        key = f"{mark}{len(strings)}"
+        strings[key] = str(memoryview(body)[start:stop], "ascii")
+        pieces += [body[end:start], key.encode()]
+        places.append((start, stop - start - len(key)))
+        end = stop
+    short = b"".join((*pieces, body[end:]))
+    try:
+        value = json.loads(short, parse_int=_integer, parse_float=_fraction)
+    except json.JSONDecodeError as error:
+        position = error.pos
+        for start, removed in places:
+            position += removed if position > start else 0
+        raise json.JSONDecodeError(error.msg, body.decode(errors="replace"), position) from None
+    return _with_strings(value, strings) if strings else value
+
+
+def _long_strings(body: bytes) -> Iterator[tuple[int, int]]:
+    """Yield start and end of long strings in JSON that stand for themselves; gives up after many short ones."""
+    start = -1  # of the string that is open
+    place = 0
+    for _ in range(_MAX_QUOTES):
+        place = body.find(b'"', place)
+        if place < 0:
+            return
+        if start < 0:
+            start = place + 1
+        elif not _is_escaped(body, start, place):
+            if place - start >= _LONG_STRING and _is_plain(body, start, place):
+                yield start, place
+            start = -1
+        place += 1
+
+
+def _is_escaped(body: bytes, start: int, place: int) -> bool:
+    """Return whether an odd number of backslashes is before a place within a string."""
+    count = 0
+    while place - count > start and body[place - count - 1] == ord("\\"):
+        count += 1
+    return count % 2 == 1
+
+
+def _is_plain(body: bytes, start: int, end: int) -> bool:
+    """Return whether a string has printable ASCII without escapes."""
+    if body.find(b"\\", start, end) >= 0:
+        return False
+    letters = np.frombuffer(body, np.uint8, end - start, start)
+    return bool(letters.min() >= ord(" ") and letters.max() < 127)
+
+
+def _with_strings(value: Any, strings: Mapping[str, str]) -> Any:
+    """Return a value of JSON, which is changed, with strings in the places of their keys."""
+    whole = [value]
+    open_values: list[Any] = [whole]
+    while open_values:
+        parent = open_values.pop()
+        if isinstance(parent, dict) and not strings.keys().isdisjoint(parent):
+            members = [(strings.get(name, name), member) for name, member in parent.items()]
+            parent.clear()
+            parent.update(members)
+        for place, member in list(parent.items() if isinstance(parent, dict) else enumerate(parent)):
+            if isinstance(member, dict | list):
+                open_values.append(member)
+            elif isinstance(member, str) and member in strings:
+                parent[place] = strings[member]
+    return whole[0]
 
 
 # Functions of Python, at each of which the parser's thread gives up the interpreter if the event loop wants it.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +15,22 @@ from hypothesis import strategies as st
 from loop_stall import shortest_stall
 
 from quire.cluster.gateway.http import json_bodies
-from quire.cluster.gateway.http.json_bodies import JsonItems, ResponseHead, TextTemplate, encode, json_bytes
+from quire.cluster.gateway.http.json_bodies import (
+    JsonItems,
+    ResponseHead,
+    TextTemplate,
+    encode,
+    in_thread,
+    json_bytes,
+    parse_large,
+)
+from quire.cluster.text.media.image_source import from_base64
 
 # In rounds of 100,000. Written in the event loop, the response takes more than 90.
 MAX_STALL = 30.0
+
+# The body and its image take more than 30 when one call reads each.
+MAX_IMAGE_STALL = 16.0
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
@@ -90,3 +105,42 @@ def test_large_response_does_not_stall_the_event_loop(num_values: int) -> None:
     responses: list[bytes | memoryview] = []
     assert asyncio.run(shortest_stall(respond, MAX_STALL)) <= MAX_STALL
     assert json.loads(bytes(responses[0])) == body()
+
+
+def outcome(parse: Callable[[bytes], Any], body: bytes) -> Any:
+    """Return what a parser returns, or the text of its error."""
+    try:
+        return parse(body)
+    except UnicodeDecodeError:
+        return "no text"
+    except json.JSONDecodeError as error:
+        return str(error)
+
+
+@settings(max_examples=100)
+@given(JSON, st.booleans(), st.integers(0, 60))
+@example({'a quote \\" and': ["abc", {"abcd": "e\n"}]}, True, 0)
+def test_large_bodies_are_parsed_as_json_does(value: Any, is_ascii: bool, cut: int) -> None:
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    body = body[:-cut] if cut and cut % 3 == 0 else body
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_bodies, "_LONG_STRING", 3)
+        assert outcome(parse_large, body) == outcome(json.loads, body)
+
+
+@pytest.mark.parametrize("text", ["a" * 70000 + "\t", "a" * 70000 + "\u00e9", "\\" + "a" * 70000])
+def test_long_strings_that_json_changes_or_refuses_are_left_to_it(text: str) -> None:
+    body = f'["{text}"]'.encode()
+    assert outcome(parse_large, body) == outcome(json.loads, body)
+
+
+def test_images_in_bodies_do_not_stall_the_loop() -> None:
+    text = base64.b64encode(os.urandom(12_000_000)).decode()
+    body = json.dumps({"messages": [{"content": [{"type": "image_url", "url": text}]}]}).encode()
+
+    def read() -> None:
+        (message,) = parse_large(body)["messages"]
+        assert from_base64(message["content"][0]["url"])[:3] == base64.b64decode(text[:4])
+
+    stall = asyncio.run(shortest_stall(lambda: in_thread(read), MAX_IMAGE_STALL))
+    assert stall <= MAX_IMAGE_STALL
