@@ -716,18 +716,20 @@ class Replica(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., ready: _Optional[bool] = ..., problem: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., kv: _Optional[_Union[KvUse, _Mapping]] = ..., queue: _Optional[_Union[Queue, _Mapping]] = ..., num_steps: _Optional[int] = ..., uptime_s: _Optional[float] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., version: _Optional[str] = ..., node_ids: _Optional[_Iterable[str]] = ..., mean_plan_wait_s: _Optional[float] = ..., silence_s: _Optional[float] = ..., num_computed_tokens: _Optional[int] = ..., busy_s: _Optional[float] = ..., queued_tokens: _Optional[int] = ..., oldest_wait_s: _Optional[float] = ..., tokens_per_s: _Optional[float] = ..., num_compilations: _Optional[int] = ..., activity: _Optional[str] = ..., activity_s: _Optional[float] = ..., num_recoveries: _Optional[int] = ..., weights_version: _Optional[str] = ..., paused: _Optional[bool] = ..., sleep_level: _Optional[int] = ..., role: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ...) -> None: ...
 
 class Rank(_message.Message):
-    __slots__ = ("rank", "pid", "node", "device", "stage")
+    __slots__ = ("rank", "pid", "node", "device", "stage", "times")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     STAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     node: str
     device: str
     stage: str
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ...) -> None: ...
+    times: str
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., node: _Optional[str] = ..., device: _Optional[str] = ..., stage: _Optional[str] = ..., times: _Optional[str] = ...) -> None: ...
 
 class KvUse(_message.Message):
     __slots__ = ("block_size", "num_blocks", "num_used_blocks", "num_cached_blocks", "peak_used_blocks", "num_used_tokens", "mean_kv_fragmentation", "prefix_query_tokens", "prefix_hit_tokens", "num_host_blocks", "num_used_host_blocks", "num_cached_host_blocks", "num_swapped_blocks", "num_fenced_blocks", "fullest_kv_use", "num_state_slots", "num_used_state_slots", "num_snapshots", "num_saved_snapshots", "num_kv_leases", "num_kv_offers", "num_kv_pulls", "num_kv_pulled_tokens", "num_kv_pulled_bytes", "num_kv_failures", "num_disk_blocks", "num_shared_blocks", "disk_bytes", "shared_bytes", "num_read_blocks", "num_written_blocks", "num_corrupt_blocks", "num_failed_reads", "num_late_reads", "stored_hit_tokens", "read_blocks_per_s", "num_kv_recomputed_tokens", "kv_pull_bytes_per_s", "kv_token_bytes")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+from .codec import sent_if_set
 from .lora import LoraReference
 
 # Stage of a rank that compiles a kernel variant: its step takes longer than steps before it.
@@ -42,13 +43,19 @@ class ReplicaRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """A rank's process and the stage it is in."""
+    """A rank's process and the stage it is in.
+
+    Attributes:
+        times: of its recent steps, in words: what it computes, and each kind of collective and transfer; and that it
+            is slow, if it is. Empty for a single rank.
+    """
 
     rank: int
     pid: int
     node: str
     device: str
     stage: str
+    times: str = sent_if_set("")
 
 
 @dataclass(frozen=True)

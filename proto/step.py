@@ -382,6 +382,10 @@ class FailedRow:
     reason: str
 
 
+# Kinds of collectives of the ranks of a stage, in StepResult.stage_times.
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all")
+
+
 @dataclass(slots=True)
 class StepResult:
     """A rank's reply to a step. Rank 0's carries the tokens; other ranks sample the same tokens and only confirm.
@@ -394,8 +398,9 @@ class StepResult:
         num_drafted: [rows that sampled] int32, drafted tokens of each row that were computed, of which all but one of
             its tokens were accepted; empty if there are none.
         prompt_logprobs: log-probabilities of the prompt tokens scored in the step.
-        stage_times: seconds by stage (``apply``, ``forward``, ``sample``); ``await``, for other pipeline stages; and
-            ``wait``, from the previous reply until the arrival of this step's plan.
+        stage_times: seconds by stage (``apply``, ``forward``, ``sample``); parts of these in each kind of collective
+            (COLLECTIVES); ``await``, for other pipeline stages; and ``wait``, from the
+            previous reply until the arrival of this step's plan.
         num_compilations: kernel variants that the rank compiled, or loaded from disk, since it was ready.
         lora_reports: adapters that the rank has read, or failed to read, since its previous result.
         pooled: vectors of the pooled rows whose last token was computed in the step.

@@ -140,9 +140,9 @@ def _describe(replica: ReplicaInfo) -> list[RenderableType]:
     )
     if not replica.num_steps and not replica.ranks:  # the replica did not answer
         return [title]
-    ranks = Table("rank", "pid", "node", "device", "stage", title="Ranks", title_justify="left")
+    ranks = Table("rank", "pid", "node", "device", "stage", "times", title="Ranks", title_justify="left")
     for rank in replica.ranks:
-        ranks.add_row(str(rank.rank), str(rank.pid), rank.node, rank.device, rank.stage)
+        ranks.add_row(str(rank.rank), str(rank.pid), rank.node, rank.device, rank.stage, rank.times)
     figures = Table.grid(padding=(0, 2))
     for name, value in _figures(replica):
         figures.add_row(Text(name, "dim"), value)

@@ -312,7 +312,7 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
     assert isinstance(received, TokenBatch)
     assert received.finished == (finish,)
     status = decode(
-        with_values(STATUS, lambda values: [*values[:5], [[*rank, 1] for rank in values[5]], *values[6:]])
+        with_values(STATUS, lambda values: [*values[:5], [[*rank, "", 1] for rank in values[5]], *values[6:]])
     )
     assert status == STATUS
 

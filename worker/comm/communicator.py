@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -10,6 +12,8 @@ from torch import Tensor
 
 # Rows that each rank (first index) sends to each rank (second index) in an all-to-all.
 RowCounts = Sequence[Sequence[int]]
+
+ALL_TO_ALL = "all-to-all"
 
 
 def nothing() -> None:
@@ -113,6 +117,17 @@ class SingleRank:
         drop_recordings()
 
 
+class _TimedArrival:
+    """Rows of an all-to-all, the wait for which is timed."""
+
+    def __init__(self, arrival: Arrival, timed: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._arrival, self._timed = arrival, timed
+
+    def wait(self) -> Tensor:
+        with self._timed(ALL_TO_ALL):
+            return self._arrival.wait()
+
+
 GroupT = TypeVar("GroupT", bound=Communicator)
 
 
@@ -126,6 +141,20 @@ class ReplaceableGroup(Generic[GroupT]):
     def __init__(self, group: GroupT) -> None:
         self.rank, self.size = group.rank, group.size
         self.group = group
+        self._seconds: dict[str, float] = {}
+
+    def take_seconds(self) -> dict[str, float]:
+        """Return the seconds of each kind of collective since the last call; on a GPU those to launch them."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
+        began_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[kind] = self._seconds.get(kind, 0.0) + time.perf_counter() - began_at
 
     def replace(self, group: GroupT) -> None:
         """Leave the present group; use `group`, in which this rank has the same number."""
@@ -134,13 +163,16 @@ class ReplaceableGroup(Generic[GroupT]):
         self.group = group
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self.group.all_reduce(tensor)
+        with self._timed("all-reduce"):
+            return self.group.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        return self.group.all_gather(tensor)
+        with self._timed("all-gather"):
+            return self.group.all_gather(tensor)
 
     def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
-        return self.group.all_to_all(rows, counts)
+        with self._timed(ALL_TO_ALL):
+            return _TimedArrival(self.group.all_to_all(rows, counts), self._timed)
 
     def barrier(self) -> None:
         self.group.barrier()

@@ -192,6 +192,10 @@ class Pipeline:
         """Return the groups of a rank whose tensor-parallel group is the whole replica."""
         return Pipeline(WHOLE_MODEL, comm.rank, comm, comm)
 
+    def take_collective_s(self) -> dict[str, float]:
+        """Return the seconds of each kind of the stage's collectives since the last call; none of a single rank."""
+        return self.tensor.take_seconds() if isinstance(self.tensor, ReplaceableGroup) else {}
+
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         """Leave the groups, as Communicator.close does."""
         self.link.close()

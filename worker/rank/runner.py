@@ -238,6 +238,7 @@ class ModelRunner:
             if len(plan.state_saves):
                 memory.kv.cache.copy_states(to_device(plan.state_saves, self.device, torch.int64))
             memory.balancer.after_step()
+            result.stage_times.update(self._pipeline.take_collective_s())
             # None is expected.
             result.num_compilations = num_compilations() - self._num_compilations
             return step

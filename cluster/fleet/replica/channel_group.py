@@ -7,6 +7,7 @@ its own, so that no frame of an earlier life can arrive.
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,8 +22,9 @@ from ray.exceptions import RayError
 from ....proto.errors import RankFailed, ReplicaUnavailable
 from ....proto.kv_transfer import KvReport
 from ....proto.lora import LoraReport
+from ....proto.model.parallel_split import ParallelSplit
 from ....proto.replica_status import RankStatus
-from ....proto.step import EncoderInput, StepFailure, StepPlan, StepResult, decode_reply
+from ....proto.step import COLLECTIVES, EncoderInput, StepFailure, StepPlan, StepResult, decode_reply
 from ....proto.stored_kv import StoredReport
 from ....proto.transport.channel import ChannelAddress, StepSender
 from ....scheduler import KvTiers, Rebuilt
@@ -37,6 +39,9 @@ _ROOT_CAUSE_WAIT_S = 0.3
 _UNCHANGED = Rebuilt(has_new_ranks=False, kept=KvTiers.ALL)
 # Weight of the latest step in the mean of recent ones.
 _RECENT = 0.05
+# A rank is slow that computes so many times as long as its peers, over so many steps.
+SLOW = 3.0
+_STEPS_TO_JUDGE = 20
 # Begin of the reason in a rank's report that a collective failed: another rank is the cause.
 _COLLECTIVE_FAILED = "ConnectionError"
 # Spare processes start once no step was computed for this long,
@@ -145,20 +150,64 @@ class ChannelWorkerGroup:
 
 
 class StageTimes:
-    """Recent times of a rank's steps: what it computed, and how long it waited for other pipeline stages."""
+    """Recent times of a rank's steps: its own work, its collectives, and how long it waited for other stages.
+
+    Attributes:
+        compute_s: per step, without collectives: a rank that waits for a slow one does so in a collective.
+        num_steps: that were noted.
+    """
 
     def __init__(self) -> None:
         self.compute_s = self.await_s = 0.0
+        self.collective_s: dict[str, float] = {}
+        self.num_steps = 0
 
     def note(self, stage_times: Mapping[str, float]) -> None:
         """Note a step, by its StepResult.stage_times."""
-        compute_s = sum(stage_times.get(name, 0.0) for name in ("apply", "forward", "sample"))
-        share = _RECENT if self.compute_s else 1.0
-        self.compute_s += share * (compute_s - self.compute_s)
+        stages_s = sum(stage_times.get(name, 0.0) for name in ("apply", "forward", "sample"))
+        own = {kind: stage_times[kind] for kind in COLLECTIVES if kind in stage_times}
+        share = _RECENT if self.num_steps else 1.0
+        self.num_steps += 1
+        self.compute_s += share * (stages_s - sum(own.values()) - self.compute_s)
         self.await_s += share * (stage_times.get("await", 0.0) - self.await_s)
+        for kind in {*own, *self.collective_s}:
+            before = self.collective_s.get(kind, 0.0)
+            self.collective_s[kind] = before + share * (own.get(kind, 0.0) - before)
 
     def __str__(self) -> str:
         return f"computes {1e3 * self.compute_s:.1f} ms per step, awaits others {1e3 * self.await_s:.1f} ms"
+
+    def describe(self, slowness: float) -> str:
+        """Return the times in words; empty before the first step.
+
+        Args:
+            slowness: as find_slow returns it; 0 if the rank is not slow.
+        """
+        if not self.num_steps:
+            return ""
+        parts = [f"computes {1e3 * self.compute_s:.1f} ms per step"]
+        parts += [f"{kind} {1e3 * self.collective_s[kind]:.1f} ms" for kind in sorted(self.collective_s)]
+        parts += [f"transfers {1e3 * self.await_s:.1f} ms"] if self.await_s else []
+        parts += [f"{slowness:.1f} times as long as its peers"] if slowness else []
+        return ", ".join(parts)
+
+
+def find_slow(times: Sequence[StageTimes], split: ParallelSplit) -> dict[int, float]:
+    """Return the ranks that compute SLOW times as long as their peers or longer.
+
+    Peers share a stage; with one rank per stage they are the other stages, which have as much work.
+
+    Returns:
+        rank |-> its time as a multiple of its peers' median.
+    """
+    slow: dict[int, float] = {}
+    for rank, own in enumerate(times):
+        stage = split.ranks_of(split.place_of(rank).stage) if split.tensor > 1 else range(len(times))
+        peers = [times[other].compute_s for other in stage if other != rank and times[other].num_steps]
+        usual_s = statistics.median(peers) if peers else 0.0
+        if own.num_steps >= _STEPS_TO_JUDGE and usual_s and own.compute_s >= SLOW * usual_s:
+            slow[rank] = own.compute_s / usual_s
+    return slow
 
 
 class _Epoch:
@@ -181,6 +230,7 @@ class _Epoch:
         self._results: deque[StepResult] = deque()  # with the tokens, not gathered yet
         self._gathered_step = 0
         self._times = [StageTimes() for _ in self._ranks]  # of steps, by rank
+        self._named_slow: set[int] = set()  # ranks that the log has named
         self._lora_reports: list[LoraReport] = []  # of other ranks, not gathered yet
         self._kv_reports: list[KvReport] = []
         self._stored_reports: list[StoredReport] = []  # of other ranks, not gathered yet
@@ -285,10 +335,19 @@ class _Epoch:
                 raise RankFailed(rank, reason, self._step_in_flight, self._stage_of_step)
 
     def statuses(self) -> tuple[RankStatus, ...]:
+        slow = find_slow(self._times, self._split) if len(self._ranks) > 1 else {}
+        for rank in slow.keys() - self._named_slow:
+            _log.warning(
+                "rank %d is slow%s: %s", rank, self._on_node(rank), self._times[rank].describe(slow[rank])
+            )
+        self._named_slow = set(slow)
         return tuple(
-            replace(each.status, stage=self._stage_of(each, step_id))
-            for each, step_id in zip(self._ranks, self._replied_steps, strict=True)
+            replace(each.status, stage=self._stage_of(each, step_id), times=self._times_of(number, slow))
+            for number, (each, step_id) in enumerate(zip(self._ranks, self._replied_steps, strict=True))
         )
+
+    def _times_of(self, rank: int, slow: Mapping[int, float]) -> str:
+        return self._times[rank].describe(slow.get(rank, 0.0)) if len(self._ranks) > 1 else ""
 
     def _stage_of(self, rank: Rank, replied_step: int) -> str:
         stage = "idle" if replied_step >= self._broadcast_step else "step"
