@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_models import SCHEMES, write_quantized
 from ranked_driver import RankedDriver
 from vision_models import (
     IMAGE_TOKEN,
@@ -103,6 +105,7 @@ def run(
     num_blocks: int = 128,
     num_tokens: int = NUM_TOKENS,
     config: EngineConfig | None = None,
+    reference: VisionReference | None = None,
 ) -> RankedDriver:
     """Run prompts together, and compare the outputs with transformers."""
     config = engine.config if config is None else config
@@ -118,7 +121,7 @@ def run(
     driver.empty_ranks()
     for handle, prompt in enumerate(prompts):
         assert len(driver.outputs[handle]) == num_tokens, driver.finishes[handle]
-        model.reference.check_greedy(prompt, driver.outputs[handle])
+        (reference or model.reference).check_greedy(prompt, driver.outputs[handle])
     return driver
 
 
@@ -237,3 +240,23 @@ def test_outputs_of_one_prompt_share_its_images(kind: str, model_of: Any, make_e
     for handle in range(3):
         assert len(driver.outputs[handle]) == NUM_TOKENS
         model.reference.check_greedy(prompt, driver.outputs[handle])
+
+
+@pytest.mark.parametrize("scheme", ["packed", "awq"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3"])
+def test_quantized_checkpoints_keep_the_encoder(
+    kind: str, scheme: str, model_of: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    """As published: the text model alone is quantized."""
+    model = model_of(kind)
+    ignored = "visual|vision_tower|multi_modal_projector"
+    quantized, twin = write_quantized(model.folder, tmp_path, replace(SCHEMES[scheme], ignored=ignored))
+    config = json.loads((quantized / "config.json").read_text())
+    stored, modules = config["quantization_config"], ignored.split("|")
+    if "ignore" in stored:
+        stored["ignore"] += [f"re:.*{module}.*" for module in modules]
+    else:
+        stored["modules_to_not_convert"] = modules
+    (quantized / "config.json").write_text(json.dumps(config))
+    engine = make_engine(quantized, max_model_len=1024, num_blocks=256)
+    run(model, engine, model.prompts, reference=VisionReference(twin))
