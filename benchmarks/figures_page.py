@@ -208,6 +208,27 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Prompts with images",
+        "images",
+        "A random Qwen2.5-VL of 15 million parameters behind HTTP, with JPEG files of one megapixel in data URLs, on "
+        "two cores that were busy with other work. Gaps are those of four streams of text, beside prompts of 1,238 "
+        "tokens: text, or an image of four megapixels that is shrunk to one. The encoder of an image is one part of "
+        "a step.",
+        chosen(
+            images__first_token_ms__text="first token, new text of as many tokens",
+            images__first_token_ms__cold="first token, a new image",
+            images__first_token_ms__encoded="first token, its encoder output is held",
+            images__first_token_ms__prefix="first token, its prefix is cached",
+            images__first_token__encoder_percent="share that a held encoder output saves",
+            images__per_s="images in turn by four clients",
+            images__memory_mb__outputs="encoder outputs on each rank",
+            images__memory_mb__tensors="tensors in the scheduler",
+            images__gap_ms__alone__p99="gap between tokens, p99, alone",
+            images__gap_ms__beside_text__p99="gap, p99, beside text",
+            images__gap_ms__beside_images__p99="gap, p99, beside images",
+        ),
+    ),
+    Section(
         "Answers of the bundled vision model",
         "vision_model",
         "Share of 300 held-out questions of each kind that `demo-vision` answers as drawn, word for word: greedy, in "

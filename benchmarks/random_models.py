@@ -7,10 +7,12 @@ import string
 from pathlib import Path
 from typing import Any
 
+from quire.cluster.config.engine_options import DEMO_VISION_PATH
+
 TOKENIZER_LEN = 32000
 
 COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}
-# s: a Llama of 60 million parameters; m: the shape of Qwen2.5-0.5B.
+# s: a Llama of 60 million parameters; m: the shape of Qwen2.5-0.5B; see also `make_vision_model`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "s": (
         "Llama",
@@ -53,6 +55,51 @@ def make_model(folder: Path, kind: str) -> None:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * std)
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
+
+
+def make_vision_model(folder: Path) -> None:
+    """Write a Qwen2.5-VL of 15 million parameters, 3 of them in its encoder, in float32, with all that serves images.
+
+    As in the published models a patch has 14 by 14 pixels, and one token stands for 28 by 28: an image of 1024 by
+    1024 is 1,369 tokens.
+    """
+    import transformers
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tokenizer = make_tokenizer()
+    names = (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|vision_start|>",
+        "<|vision_end|>",
+        "<|image_pad|>",
+        "<|video_pad|>",
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(list(names)), strict=True))
+    tokenizer.chat_template = (DEMO_VISION_PATH / "chat_template.jinja").read_text()
+    text = {
+        "vocab_size": TOKENIZER_LEN + 64, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16384,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+        "bos_token_id": None, "eos_token_id": ids["<|im_end|>"], "tie_word_embeddings": True,
+    }  # fmt: skip
+    vision = {
+        "depth": 4, "hidden_size": 256, "intermediate_size": 768, "num_heads": 4, "out_hidden_size": 256,
+        "fullatt_block_indexes": [3],
+    }  # fmt: skip
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=True,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil().save_pretrained(folder)
 
 
 def make_tokenizer() -> Any:

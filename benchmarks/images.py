@@ -1,0 +1,250 @@
+"""Prompts with images over HTTP: their rate, the time to their first token, and what they cost other streams.
+
+    python -m benchmarks.images --json benchmarks/results/images.json [--minutes 8]
+
+A server of a small random Qwen2.5-VL (`random_models.make_vision_model`) gets chats with JPEG files in data URLs. The
+time to the first token is that of a call for one token, with an image of one megapixel: `cold` is a new image;
+`encoded` is the same image behind another text, so that its embeddings are there and its blocks are not; `prefix`
+is the same beginning with another question, so that its blocks are there; the share of the encoder follows from
+`cold` and `encoded`. Each time the image is decoded and
+processed. `text` is a new prompt of as many tokens without an image.
+
+A gap is the time between two chunks of a stream of text. NUM_STREAMS streams run alone, then beside prompts of text,
+then beside files of four megapixels, which the image processor shrinks to one; a prompt of text has as many tokens as
+such an image, and one comes after the other.
+The three alternate, since other processes share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import itertools
+import random
+import re
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from PIL import Image
+
+from benchmarks.common import Figure, make_parser, median, report
+from benchmarks.random_models import make_vision_model
+from quire.cluster.cli.demo.server import ServerProcess
+
+START_TIMEOUT_S, CALL_TIMEOUT_S = 300.0, 600.0
+ONE_MEGAPIXEL, FOUR_MEGAPIXELS = (1024, 1024), (2048, 2048)
+NUM_FIRST_TOKENS = 8
+NUM_AT_ONCE, NUM_RATE_IMAGES = 4, 16
+NUM_STREAMS, STREAM_TOKENS, NUM_ROUNDS = 4, 300, 3
+MAX_MODEL_LEN = 8192
+OPTIONS = "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"
+
+Part = dict[str, Any]
+
+
+def text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def image_part(size: tuple[int, int], seed: int) -> Part:
+    """Return an image of smooth noise, which no other seed has, as a JPEG file in a data URL."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (size[1] // 32, size[0] // 32, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
+    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def words(rng: random.Random, count: int) -> str:
+    """Return about `count` tokens of text."""
+    return " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=3)) for _ in range(count // 2))
+
+
+class Caller:
+    """Calls of one server's chat endpoint."""
+
+    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
+        self._client, self._model = client, model
+
+    def _body(self, parts: list[Part], max_tokens: int) -> dict[str, Any]:
+        messages = [{"role": "user", "content": parts}]
+        settings = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        return {"model": self._model, "messages": messages, **settings}
+
+    async def call(self, parts: list[Part]) -> tuple[float, int]:
+        """Return the seconds of a call for one token, and the tokens of its prompt."""
+        started = time.perf_counter()
+        response = await self._client.post("/v1/chat/completions", json=self._body(parts, 1))
+        elapsed = time.perf_counter() - started
+        response.raise_for_status()
+        return elapsed, int(response.json()["usage"]["prompt_tokens"])
+
+    async def gaps(self, text: str) -> list[float]:
+        """Return the seconds between the chunks of a stream of STREAM_TOKENS tokens."""
+        body = self._body([text_part(text)], STREAM_TOKENS) | {"stream": True}
+        arrivals = []
+        async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    arrivals.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(arrivals)]
+
+
+async def measure_first_tokens(caller: Caller) -> dict[str, Figure]:
+    """Return the times to the first token of prompts with an image of one megapixel."""
+    rng = random.Random(1)
+    times: dict[str, list[float]] = {"text": [], "cold": [], "encoded": [], "prefix": []}
+    num_tokens = 0
+    for seed in range(NUM_FIRST_TOKENS):
+        image = image_part(ONE_MEGAPIXEL, seed)
+        first, other = words(rng, 8), words(rng, 8)
+        for way, beginning in (("cold", first), ("encoded", other), ("prefix", other)):
+            elapsed, num_tokens = await caller.call([text_part(beginning), image, text_part(words(rng, 16))])
+            times[way].append(elapsed)
+        elapsed, _ = await caller.call([text_part(words(rng, num_tokens))])
+        times["text"].append(elapsed)
+    notes = {
+        "text": f"a new prompt of text, about {num_tokens} tokens",
+        "cold": f"a new image of 1 megapixel, {num_tokens} tokens",
+        "encoded": "the same image behind another text",
+        "prefix": "the same beginning with another question",
+    }
+    figures = {
+        f"images.first_token_ms.{way}": Figure(1e3 * median(found), "ms", notes[way])
+        for way, found in times.items()
+    }
+    saved = 1 - median(times["encoded"]) / median(times["cold"])
+    note = "of the time to a first token with a new image: its tensors' way to the rank, and the encoder"
+    return figures | {"images.first_token.encoder_percent": Figure(100 * saved, "%", note)}
+
+
+async def measure_rate(caller: Caller) -> dict[str, Figure]:
+    """Return the images per second of NUM_AT_ONCE clients, each of which sends one after the other."""
+    seeds = iter(range(1000, 1000 + NUM_RATE_IMAGES))
+
+    async def client() -> None:
+        for seed in seeds:
+            await caller.call([image_part(ONE_MEGAPIXEL, seed), text_part("a question")])
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(NUM_AT_ONCE)))
+    rate = NUM_RATE_IMAGES / (time.perf_counter() - started)
+    note = f"1 megapixel each, one new token, {NUM_AT_ONCE} clients"
+    return {"images.per_s": Figure(rate, "images/s", note)}
+
+
+async def measure_caches(client: httpx.AsyncClient) -> dict[str, Figure]:
+    """Return the memory of what a server keeps of images, by its metrics."""
+    response = await client.get("/metrics")
+    response.raise_for_status()
+    names = {
+        "outputs": 'quire_encoder_cache_bytes{.*state="held"',
+        "room": 'quire_encoder_cache_bytes{.*state="free"',
+        "tensors": "quire_image_tensor_bytes{",
+    }
+    notes = {
+        "outputs": "encoder outputs on each rank, after the calls above",
+        "room": "for more of them",
+        "tensors": "tensors in the scheduler, after the calls above",
+    }
+    figures = {}
+    for name, pattern in names.items():
+        found = re.search(rf"^{pattern}[^}}]*}} (\S+)$", response.text, re.MULTILINE)
+        if found is None:
+            raise RuntimeError(f"the server has no metric {pattern}")
+        figures[f"images.memory_mb.{name}"] = Figure(float(found[1]) / 1e6, "MB", notes[name])
+    return figures
+
+
+async def measure_gaps(caller: Caller, deadline: float) -> dict[str, Figure]:
+    """Return quantiles of the gaps of streams of text alone, beside long prompts and beside large images."""
+    rng, seeds = random.Random(2), itertools.count(5000)
+    image = image_part(FOUR_MEGAPIXELS, next(seeds))
+    _, num_tokens = await caller.call([image])
+    ways: dict[str, Callable[[], list[Part]] | None] = {
+        "alone": None,
+        "beside_text": lambda: [text_part(words(rng, num_tokens))],
+        "beside_images": lambda: [image_part(FOUR_MEGAPIXELS, next(seeds))],
+    }
+    gaps: dict[str, list[float]] = {way: [] for way in ways}
+    arrived = dict.fromkeys(ways, 0)
+    for _ in range(NUM_ROUNDS):
+        for way, other in ways.items():
+            if time.monotonic() < deadline or not gaps[way]:
+                found, count = await _round(caller, other, rng)
+                gaps[way] += found
+                arrived[way] += count
+    figures = {}
+    for way, found in gaps.items():
+        note = f"{NUM_STREAMS} streams, {arrived[way]} other prompts of {num_tokens} tokens each"
+        for name, share in (("p50", 50), ("p99", 99), ("max", 100)):
+            value = 1e3 * float(np.percentile(found, share))
+            figures[f"images.gap_ms.{way}.{name}"] = Figure(value, "ms", note)
+    return figures
+
+
+async def _round(
+    caller: Caller, other: Callable[[], list[Part]] | None, rng: random.Random
+) -> tuple[list[float], int]:
+    """Return the gaps of NUM_STREAMS streams, and the number of other prompts that were answered meanwhile."""
+    count = 0
+
+    async def others(make: Callable[[], list[Part]]) -> None:
+        nonlocal count
+        while True:
+            await caller.call(make())
+            count += 1
+
+    beside = asyncio.create_task(others(other)) if other is not None else None
+    streams: list[Awaitable[list[float]]] = [caller.gaps(words(rng, 16)) for _ in range(NUM_STREAMS)]
+    try:
+        found = await asyncio.gather(*streams)
+    finally:
+        if beside is not None:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+    return [gap for own in found for gap in own], count
+
+
+async def measure(url: str, model: str, minutes: float) -> dict[str, Figure]:
+    """Measure a server that is ready."""
+    deadline = time.monotonic() + 60 * minutes
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=CALL_TIMEOUT_S, limits=limits) as client:
+        caller = Caller(client, model)
+        await caller.call([image_part((256, 256), 999), text_part("warm up")])
+        figures = await measure_first_tokens(caller)
+        figures |= await measure_rate(caller)
+        figures |= await measure_caches(client)
+        return figures | await measure_gaps(caller, deadline)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="after which no other round of gaps begins"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    with tempfile.TemporaryDirectory(prefix="quire-images-") as name:
+        folder = Path(name)
+        make_vision_model(folder)
+        with ServerProcess(str(folder), *OPTIONS, "--served-model-name", "vision") as server:
+            server.wait_ready(START_TIMEOUT_S)
+            figures = asyncio.run(measure(server.http_url, "vision", arguments.minutes))
+    report(figures, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
