@@ -87,7 +87,14 @@ class PackedExperts:
                 bias[list(places)] = other
         activation, scaled_inputs = self._settings
         return PackedExperts(
-            gate_up, down, activation, *biases, self.first, scaled_inputs=scaled_inputs, dtype=self.dtype
+            gate_up,
+            down,
+            activation,
+            biases[0],
+            biases[1],
+            self.first,
+            scaled_inputs=scaled_inputs,
+            dtype=self.dtype,
         )
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:

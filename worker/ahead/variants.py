@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from ...proto.config import EngineConfig
-from ..comm.communicator import nothing
+from ..comm.communicator import Arrival, Arrived, RowCounts, nothing
 from ..rank.runner import ModelRunner
 from .absent_gpu import install
 
@@ -75,6 +75,9 @@ class _AbsentGroup:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.stack([tensor] * self.size)
+
+    def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
+        return Arrived(rows.new_empty((sum(own[self.rank] for own in counts), *rows.shape[1:])))
 
     def barrier(self) -> None:
         pass
