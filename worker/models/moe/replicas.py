@@ -41,7 +41,8 @@ class Replicas:
 
     def choose(self, expert_ids: Tensor) -> Tensor:
         """Return the slots of chosen experts, [N, K], and count them. The replicas of an expert take turns."""
-        self.loads += torch.bincount(expert_ids.flatten(), minlength=len(self.loads))
+        chosen = expert_ids.flatten()
+        self.loads.scatter_add_(0, chosen, self.loads.new_ones(len(chosen)))  # the host reads nothing
         turns = torch.arange(self._rank, self._rank + len(expert_ids), device=expert_ids.device).unsqueeze(1)
         return self._slots[expert_ids, turns % self._counts[expert_ids]]
 

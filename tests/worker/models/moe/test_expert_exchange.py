@@ -64,6 +64,14 @@ def test_deepep_that_is_absent_or_does_not_fit_is_refused(
         make_engine(latents[0], 2, num_redundant_experts=1, **settings)
 
 
+def test_tokens_travel_within_each_pipeline_stage(make_model: Any, make_engine: Any) -> None:
+    folder = make_model("qwen3_moe", seed=7, num_hidden_layers=4)
+    engine = make_engine(
+        folder, 2, pp=2, enable_expert_parallel=True, all2all_backend="all_to_all", num_redundant_experts=1
+    )  # fmt: skip
+    check(engine, Reference(folder))
+
+
 @pytest.fixture(scope="module", params=[(2, True), (4, False)], ids=str)
 def moving(request: pytest.FixtureRequest, latents: tuple[Path, Reference], make_engine: Any) -> Any:
     tp, is_dp = request.param
