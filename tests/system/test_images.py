@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +16,14 @@ from deadlines import READY_TIMEOUT_S
 from example_programs import RunExample
 from PIL import Image, ImageDraw
 
+from quire import Client
 from quire.cluster.cli.demo.server import ServerProcess
 
 pytestmark = pytest.mark.cluster
 
 MODEL = "demo-vision"
+# Longer than it takes to kill a rank after the first of them.
+NUM_LONG_TOKENS = 300
 QUESTION = "Describe the picture."
 TRUTH = "The picture shows a red circle on a white background."
 OTHER_TRUTH = "The picture shows a yellow square on a black background."
@@ -107,6 +112,38 @@ def test_anthropic_messages_describe_the_picture(vision_server: ServerProcess, c
             model=MODEL, max_tokens=40, messages=[{"role": "user", "content": content}]
         )
     assert [block.text for block in answer.content if block.type == "text"] == [TRUTH]
+
+
+def test_a_killed_rank_changes_no_token_about_a_picture(
+    vision_server: ServerProcess, client: openai.OpenAI, circle: str, square: str
+) -> None:
+    """The images are encoded again by the new rank, without another upload by the client."""
+    content: Any = [part(circle), part(square), {"type": "text", "text": QUESTION}]
+
+    def stream() -> Iterator[str]:
+        chunks = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=NUM_LONG_TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        for chunk in chunks:
+            if chunk.choices and (text := chunk.choices[0].delta.content):
+                yield text
+
+    expected = "".join(stream())
+    with Client(vision_server.address) as admin:
+        (replica,) = admin.status()
+        texts = stream()
+        received = next(texts)
+        os.kill(replica.ranks[1].pid, signal.SIGKILL)
+        received += "".join(texts)
+        (recovered,) = admin.status()
+    assert received == expected
+    assert recovered.num_recoveries == replica.num_recoveries + 1
+    assert recovered.ranks[1].pid != replica.ranks[1].pid
 
 
 def test_example_describes_its_pictures(run_example: RunExample, vision_server: ServerProcess) -> None:
