@@ -197,7 +197,11 @@ _CHOSEN_TEXT = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }
-_GLM_TEXT = {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"}
+_GLM_TEXT = {
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm_ocr_text": "Glm4ForCausalLM",
+}
 # Architecture that also reads images or sound |-> model type of its text model |-> architecture of that, which is
 # served alone.
 TEXT_MODELS = {
@@ -205,6 +209,7 @@ TEXT_MODELS = {
     "Glm4vForConditionalGeneration": _GLM_TEXT,
     "Glm4vMoeForConditionalGeneration": _GLM_TEXT,
     "Glm46VForConditionalGeneration": _GLM_TEXT,
+    "GlmOcrForConditionalGeneration": _GLM_TEXT,
     "LlavaForConditionalGeneration": _CHOSEN_TEXT,
     "LlavaNextForConditionalGeneration": _CHOSEN_TEXT,
     "LlavaOnevisionForConditionalGeneration": _CHOSEN_TEXT,
@@ -229,6 +234,7 @@ TEXT_FIELDS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": {"model_type": "qwen2"},
     "qwen3_vl_text": {"model_type": "qwen3"},
     "glm4v_text": {"model_type": "glm4", "attention_bias": True},
+    "glm_ocr_text": {"model_type": "glm4", "attention_bias": False},
     "glm4v_moe_text": {"model_type": "glm4_moe"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -78,39 +79,57 @@ def _read_qwen3_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
 
 
 def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    """Return the encoder of GLM-4V or, without learned positions and with norms of heads, of GLM-OCR."""
     vision, (size, inner) = hf["vision_config"], _sizes(hf)
+    is_ocr, bias = vision["model_type"] == "glm_ocr_vision", bool(vision["attention_bias"])
     merged, side = int(vision["out_hidden_size"]), int(vision["spatial_merge_size"])
     if merged != int(hf["text_config"]["hidden_size"]):
         raise ValueError(f"its out_hidden_size is {merged}, not the hidden size of the text model")
-    num_places = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
-    layer = (4 * size + 3 * bool(vision["attention_bias"]) + 2 + 3 * merged) * size
-    merger = (size * side**2 + 1 + merged + 2 + 3 * inner) * merged
+    layer_inner, merger_inner = (inner, merged * int(vision["in_channels"])) if is_ocr else (merged, inner)
+    layer = (4 * size + 3 * bias + 2 + 3 * layer_inner) * size
+    places = 0
+    if is_ocr:
+        layer += 2 * (size // int(vision["num_heads"])) + bias * (size + 2 * layer_inner + size)
+    else:
+        places = ((int(vision["image_size"]) // int(vision["patch_size"])) ** 2 + 1) * size
+    merger = (size * side**2 + 1 + merged + 2 + 3 * merger_inner) * merged
     patches = (_patch_len(vision) + 1) * size
-    num_parameters = patches + (num_places + 2) * size + int(vision["depth"]) * layer + merger
-    return _qwen_spec("glm4v", hf, num_parameters)
+    spec = _qwen_spec("glm4v", hf, patches + places + size + int(vision["depth"]) * layer + merger)
+    settings = {"is_ocr": is_ocr, "layer_inner": layer_inner, "merger_inner": merger_inner}
+    return replace(spec, hf=dict(vision) | settings)
 
 
 def _read_mistral3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    return _pixtral_spec(hf, int(hf["spatial_merge_size"]), bool(hf["multimodal_projector_bias"]))
+
+
+def _pixtral_spec(hf: Mapping[str, Any], merge_size: int, bias: bool) -> VisionSpec:
+    """Return the encoder of Pixtral.
+
+    Args:
+        merge_size: rows and columns of patches that a layer merges; 0 for no such layer.
+    """
     vision, (size, inner) = hf["vision_config"], _sizes(hf)
     if vision["model_type"] != "pixtral" or hf.get("vision_feature_layer", -1) != -1:
         raise ValueError(
             f"an encoder of type {vision['model_type']!r:.100} and its layer {hf.get('vision_feature_layer')!r:.100} "
             "are not supported, only the last layer of a pixtral"
         )
-    embedding_size, merge_size = int(hf["text_config"]["hidden_size"]), int(hf["spatial_merge_size"])
-    bias = bool(hf["multimodal_projector_bias"])
+    embedding_size = int(hf["text_config"]["hidden_size"])
     layer = 4 * size * size + 3 * size * inner + 2 * size
-    projector = size * merge_size**2 * size + size + (size + embedding_size + 2 * bias) * embedding_size
+    projector = (size + embedding_size + 2 * bias) * embedding_size
+    merger = size * merge_size**2 * size + size if merge_size else 0
     patch_len = int(vision["num_channels"]) * int(vision["patch_size"]) ** 2
     return VisionSpec(
         "pixtral",
-        image_token_id=int(hf["image_token_id"] if "image_token_id" in hf else hf["image_token_index"]),
+        image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
-        merge_size=merge_size,
-        num_parameters=(patch_len + 1) * size + int(vision["num_hidden_layers"]) * layer + projector,
+        merge_size=merge_size or 1,
+        num_parameters=(patch_len + 1) * size + int(vision["num_hidden_layers"]) * layer + projector + merger,
         hf=dict(vision)
         | {
-            "projector_norm_eps": hf["text_config"]["rms_norm_eps"],
+            "has_merger": merge_size > 0,
+            "projector_norm_eps": hf["text_config"].get("rms_norm_eps"),
             "projector_bias": bias,
             "projector_hidden_act": hf["projector_hidden_act"],
         },
@@ -191,6 +210,9 @@ def _projector(hf: Mapping[str, Any], vision: Mapping[str, Any], bias: bool) -> 
 
 
 def _read_llava(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    """Return the encoder of LLaVA, or that of Pixtral, whose models have the same name."""
+    if hf["vision_config"]["model_type"] == "pixtral":
+        return _pixtral_spec(hf, 0, bool(hf["multimodal_projector_bias"]))
     return _llava_spec("llava", hf, {})
 
 
@@ -299,6 +321,7 @@ VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
     "Glm4vForConditionalGeneration": _read_glm4v,
     "Glm4vMoeForConditionalGeneration": _read_glm4v,
     "Glm46VForConditionalGeneration": _read_glm4v,
+    "GlmOcrForConditionalGeneration": _read_glm4v,
     "LlavaForConditionalGeneration": _read_llava,
     "LlavaNextForConditionalGeneration": _read_llava_next,
     "LlavaOnevisionForConditionalGeneration": _read_llava_next,

@@ -273,14 +273,28 @@ def _mistral3(rng: random.Random) -> Any:
             "num_hidden_layers": 2, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16,
             "max_position_embeddings": 1024, "sliding_window": None,
         },
-        vision_config={
-            "model_type": "pixtral", "hidden_size": rng.choice((32, 64)), "intermediate_size": 48,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "image_size": 64,
-            "hidden_act": rng.choice(("gelu", "silu")),
-        },
-        image_token_id=IMAGE_TOKEN, spatial_merge_size=2, vision_feature_layer=-1,
+        vision_config=_pixtral_vision(rng), image_token_id=IMAGE_TOKEN, spatial_merge_size=2, vision_feature_layer=-1,
         multimodal_projector_bias=rng.choice((True, False)),
     )  # fmt: skip
+
+
+def _pixtral(rng: random.Random) -> Any:
+    from transformers import LlavaConfig
+
+    text = _chosen_text(rng, "mistral")
+    return LlavaConfig(
+        text_config=text, vision_config=_pixtral_vision(rng), image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-1, vision_feature_select_strategy="full", image_seq_length=1,
+        multimodal_projector_bias=rng.choice((True, False)), tie_word_embeddings=text["tie_word_embeddings"],
+    )  # fmt: skip
+
+
+def _pixtral_vision(rng: random.Random) -> dict[str, Any]:
+    return {
+        "model_type": "pixtral", "hidden_size": rng.choice((32, 64)), "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4, "image_size": 64,
+        "hidden_act": rng.choice(("gelu", "silu")),
+    }  # fmt: skip
 
 
 def _pixtral_processor(config: Any) -> Any:
@@ -337,11 +351,11 @@ def _llava(name: str, *encoders: str, **settings: Any) -> Callable[[random.Rando
     return make
 
 
-def _glm4v(name: str, *, has_experts: bool) -> Callable[[random.Random], Any]:
+def _glm4v(name: str, text_type: str) -> Callable[[random.Random], Any]:
     def make(rng: random.Random) -> Any:
         import transformers
 
-        text = _chosen_text(rng, "glm4v_moe_text" if has_experts else "glm4v_text")
+        text = _chosen_text(rng, text_type)
         side = rng.choice((1, 2))
         text |= {
             "head_dim": 16, "num_hidden_layers": 3,
@@ -350,7 +364,7 @@ def _glm4v(name: str, *, has_experts: bool) -> Callable[[random.Random], Any]:
                 "mrope_section": [side, 2 - side // 2, 2 - side + side // 2],
             },
         }  # fmt: skip
-        if has_experts:
+        if text_type == "glm4v_moe_text":
             text |= {
                 "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1,
                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
@@ -492,16 +506,23 @@ VISION_KINDS = {
     ),
     "glm4v": VisionKind(
         "Glm4vForConditionalGeneration",
-        _glm4v("Glm4vConfig", has_experts=False),
+        _glm4v("Glm4vConfig", "glm4v_text"),
         _glm4v_processor,
         _expand_grid,
     ),
     "glm4v_moe": VisionKind(
         "Glm4vMoeForConditionalGeneration",
-        _glm4v("Glm4vMoeConfig", has_experts=True),
+        _glm4v("Glm4vMoeConfig", "glm4v_moe_text"),
         _glm4v_processor,
         _expand_grid,
     ),
+    "glm_ocr": VisionKind(
+        "GlmOcrForConditionalGeneration",
+        _glm4v("GlmOcrConfig", "glm_ocr_text"),
+        _glm4v_processor,
+        _expand_grid,
+    ),
+    "pixtral": VisionKind("LlavaForConditionalGeneration", _pixtral, _pixtral_processor),
     "llava_next": VisionKind(
         "LlavaNextForConditionalGeneration",
         _llava("LlavaNextConfig", "clip_vision_model", **_TILES),

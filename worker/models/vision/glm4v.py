@@ -1,4 +1,4 @@
-"""Encoder of GLM-4V, 4.5V and 4.6V (2025): learned positions between those of a grid, and merged patches."""
+"""Encoder of GLM-4V to 4.6V (2025), with learned positions between those of a grid, and of GLM-OCR without them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _LAYER = LayerForm(
     ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down_proj",
     norm="rms",
-    output_bias=False,
-    mlp_bias=False,
+    head_norms=("attn.q_norm", "attn.k_norm"),
 )
 
 
@@ -49,19 +48,29 @@ class Glm4vEncoder:
         patch = (int(hf["in_channels"]), int(hf["temporal_patch_size"]), *[int(hf["patch_size"])] * 2)
         self._patches = load.replicated(f"{name}.patch_embed.proj.weight", size, *patch).flatten(1)
         self._patch_bias = load.replicated(f"{name}.patch_embed.proj.bias", size)
-        self._first_norm = load.norm(f"{name}.post_conv_layernorm", size)
-        side = int(hf["image_size"]) // int(hf["patch_size"])
-        places = load.replicated(f"{name}.embeddings.position_embedding.weight", side * side, size)
-        self._places = places.float().view(1, side, side, size).permute(0, 3, 1, 2)
+        self._places: Tensor | None = None
+        is_ocr, bias = bool(hf["is_ocr"]), bool(hf["attention_bias"])
+        if not is_ocr:
+            self._first_norm = load.norm(f"{name}.post_conv_layernorm", size)
+            side = int(hf["image_size"]) // int(hf["patch_size"])
+            places = load.replicated(f"{name}.embeddings.position_embedding.weight", side * side, size)
+            self._places = places.float().view(1, side, side, size).permute(0, 3, 1, 2)
         form = replace(
-            _LAYER, eps=self._eps, activation=hf["hidden_act"], qkv_bias=bool(hf["attention_bias"])
+            _LAYER,
+            eps=self._eps,
+            activation=hf["hidden_act"],
+            qkv_bias=bias,
+            output_bias=bias and is_ocr,
+            mlp_bias=bias and is_ocr,
+            head_norms=_LAYER.head_norms if is_ocr else (),
+            head_norm_len=self._head_dim,
         )
         self._layers = [
-            EncoderLayer(load, f"{name}.blocks.{index}", form, size, merged, num_heads)
+            EncoderLayer(load, f"{name}.blocks.{index}", form, size, int(hf["layer_inner"]), num_heads)
             for index in range(int(hf["depth"]))
         ]
         self._last_norm = load.norm(f"{name}.post_layernorm", size)
-        merger, inner = f"{name}.merger", int(hf["intermediate_size"])
+        merger, inner = f"{name}.merger", int(hf["merger_inner"])
         squares = merged, size, self._merge_size, self._merge_size
         # Of a square's patches as one input, patch after patch.
         self._merge = load.replicated(f"{name}.downsample.weight", *squares).permute(0, 2, 3, 1).flatten(1)
@@ -80,8 +89,10 @@ class Glm4vEncoder:
         angles = grid_angles(rows, columns, self._merge_size, self._head_dim, self._theta).repeat(frames, 1)
         angles = angles.to(patches.device)
         rotation = partial(rotate, cos=angles.cos(), sin=angles.sin())
-        x = rms_norm(F.linear(patches, self._patches, self._patch_bias), self._first_norm, self._eps)
-        x = x + self._positions(rows, columns).to(x.dtype).repeat(frames, 1)
+        x = F.linear(patches, self._patches, self._patch_bias)
+        if self._places is not None:
+            places = self._positions(self._places, rows, columns).to(x.dtype)
+            x = rms_norm(x, self._first_norm, self._eps) + places.repeat(frames, 1)
         for layer in self._layers:
             x = layer.forward(x, [(frames, rows * columns)], rotation)
         x = rms_norm(x, self._last_norm, self._eps).view(-1, self._merge.shape[1])
@@ -89,15 +100,13 @@ class Glm4vEncoder:
         gate, up = self._gate_up.forward(F.gelu(self._merger_norm.apply(x))).chunk(2, dim=1)
         return self._down.forward(self._activation(gate) * up)
 
-    def _positions(self, rows: int, columns: int) -> Tensor:
+    def _positions(self, table: Tensor, rows: int, columns: int) -> Tensor:
         """Return the learned positions of patches, [rows * columns, E], between those of the table's grid."""
         order = block_order(rows, columns, self._merge_size)
         across, down = (
             (places + 0.5) / length * 2 - 1
             for places, length in ((order % columns, columns), (order // columns, rows))
         )
-        points = torch.stack((across, down), dim=1)[None, :, None].to(self._places.device)
-        found = F.grid_sample(
-            self._places, points, mode="bicubic", padding_mode="border", align_corners=False
-        )
+        points = torch.stack((across, down), dim=1)[None, :, None].to(table.device)
+        found = F.grid_sample(table, points, mode="bicubic", padding_mode="border", align_corners=False)
         return found[0, :, :, 0].t()

@@ -1,4 +1,4 @@
-"""Encoder of Pixtral (Agrawal et al., 2024) with the projector of Mistral Small 3.1: one embedding for each block."""
+"""Encoder of Pixtral (Agrawal et al., 2024), also with the projector of Mistral Small 3.1, which merges patches."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
+from ..layers import ColumnParallelLinear
 from ..load_context import LoadContext
 from .parts import ACTIVATIONS, EncoderLayer, LayerForm, read_linear, rotate
 
@@ -58,9 +59,13 @@ class PixtralEncoder:
             )
             for index in range(int(hf["num_hidden_layers"]))
         ]
-        self._last_norm, self._eps = load.norm(f"{projector}.norm", size), float(hf["projector_norm_eps"])
-        merged, bias = size * self._merge_size**2, bool(hf["projector_bias"])
-        self._merge = read_linear(load, [f"{projector}.patch_merger.merging_layer"], merged, size, bias=False)
+        self._merge: ColumnParallelLinear | None = None
+        if hf["has_merger"]:
+            self._last_norm = load.norm(f"{projector}.norm", size)
+            self._eps, merged = float(hf["projector_norm_eps"]), size * self._merge_size**2
+            merger = f"{projector}.patch_merger.merging_layer"
+            self._merge = read_linear(load, [merger], merged, size, bias=False)
+        bias = bool(hf["projector_bias"])
         self._inner = read_linear(load, [f"{projector}.linear_1"], size, spec.embedding_size, bias=bias)
         self._output = read_linear(
             load, [f"{projector}.linear_2"], spec.embedding_size, spec.embedding_size, bias=bias
@@ -85,8 +90,9 @@ class PixtralEncoder:
         x = rms_norm(x.flatten(1).t().contiguous(), self._norm, _NORM_EPS)
         for layer in self._layers:
             x = layer.forward(x, [(1, len(x))], rotation)
-        x = rms_norm(x, self._last_norm, self._eps)
-        side, size = self._merge_size, x.shape[1]
-        blocks = x.view(rows // side, side, columns // side, side, size).permute(0, 2, 4, 1, 3)
-        merged = self._merge.forward(blocks.reshape(-1, size * side * side))
-        return self._output.forward(self._activation(self._inner.forward(merged)))
+        if self._merge is not None:
+            x = rms_norm(x, self._last_norm, self._eps)
+            side, size = self._merge_size, x.shape[1]
+            blocks = x.view(rows // side, side, columns // side, side, size).permute(0, 2, 4, 1, 3)
+            x = self._merge.forward(blocks.reshape(-1, size * side * side))
+        return self._output.forward(self._activation(self._inner.forward(x)))
