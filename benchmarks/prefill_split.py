@@ -10,7 +10,9 @@ Figures:
 
 - ``split.<load>.<way>.<figure>``: of `equal` replicas and of `roles`, under each load;
 - ``split.<load>.loss``: the mean time of requests with roles over that with the same replicas and no prompt split,
-  less 1: below 0 the split pays, and above 0 the cost model was wrong.
+  less 1: below 0 the split pays, and above 0 the cost model was wrong;
+- ``split.borderline.loss.worst`` and ``.best``: the same of loads at which a split pays more or less: prompts of 500,
+  2,000 and 8,000 tokens at three rates.
 
 The loads: ``chat`` is short prompts and long outputs; ``documents`` adds prompts of 12,000 tokens; ``idle`` is a few
 of these, one at a time; ``conversation`` is the first requests of Mooncake's trace of that name.
@@ -67,7 +69,36 @@ def main() -> None:
         for name, make_trace in LOADS.items():
             figures |= compare(engine, name, partial(make_trace, arguments.requests))
             print(f"{name} done", flush=True)
+        figures |= borderline(engine, arguments.requests // 4)
     report(figures, arguments.json)
+
+
+def borderline(engine: SimulatedEngine, num_requests: int) -> dict[str, Figure]:
+    """Return the greatest and the least loss over loads with one length of prompts each."""
+    losses = {}
+    for prompt_len in (500, 2000, 8000):
+        for tokens_per_s in (2000.0, 10_000.0, 40_000.0):
+            arrivals = np.cumsum(
+                np.random.default_rng(1).exponential(prompt_len / tokens_per_s, num_requests)
+            )
+            trace = [TracedRequest(n, float(at), prompt_len, 200) for n, at in enumerate(arrivals)]
+            loss, run = loss_of(engine, trace)
+            losses[f"{prompt_len} tokens, {tokens_per_s:.0f} prompt tokens/s, {run.cost.num_split} split"] = (
+                loss
+            )
+    worst, best = max(losses, key=losses.__getitem__), min(losses, key=losses.__getitem__)
+    return {
+        "split.borderline.loss.worst": Figure(100 * losses[worst], "%", worst),
+        "split.borderline.loss.best": Figure(100 * losses[best], "%", best),
+    }
+
+
+def loss_of(engine: SimulatedEngine, trace: list[TracedRequest]) -> tuple[float, Run]:
+    """Return the loss by the split, and the run with it."""
+    replicas = NUM_REPLICAS - NUM_PREFILL
+    split = serve(engine, trace, replicas, PrefillRole(NUM_PREFILL, KV_BYTES_PER_S))
+    alone = serve(engine, trace, replicas, PrefillRole(NUM_PREFILL, KV_BYTES_PER_S, splits=False))
+    return split.summary.e2e.summary()["mean"] / alone.summary.e2e.summary()["mean"] - 1, split
 
 
 def compare(

@@ -327,6 +327,8 @@ class ReplicaPool:
             or not own.kv_token_bytes
         ):
             return None
+        if own.num_waiting >= self.max_waiting:
+            return None  # its queue is full, for sequences that come with a token as well: let it refuse the request
         estimate = estimate_split(
             PromptAt.of(own, member.num_sent_tokens, self._num_uncached(member, request, hashes)),
             PromptAt.of(other, helper.num_sent_tokens, self._num_uncached(helper, request, hashes)),

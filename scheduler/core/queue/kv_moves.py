@@ -28,8 +28,10 @@ SLOWEST_BYTES_PER_S = 50e6
 REPORT_SLACK_S = 2.0
 # Until a pull has been measured: what a busy host copies.
 FIRST_BYTES_PER_S = 500e6
-# A lower rate is doubled after this time without a pull: otherwise one slow read would prevent all others.
+# The rate is doubled after this time without a pull, up to that: otherwise one slow read, or a first rate that is far
+# too low for the network, would prevent all reads. A read that takes longer than expected corrects it at once.
 RETRY_S = 10.0
+MOST_BYTES_PER_S = 100e9
 
 
 class NoKvMoves:
@@ -94,9 +96,11 @@ class KvMoves:
             int, Pull
         ] = {}  # seq_id |-> the pull whose blocks it waits for, or is to start with
         self._parked: dict[int, float] = {}  # seq_id of one that waits |-> since when
+        # seq_id |-> sequences that wait for its pull, which brings their blocks too: outputs of one prompt.
+        self._followers: dict[int, list[Sequence]] = {}
         self._ready: list[Sequence] = []
         self.kv_pull_bytes_per_s = FIRST_BYTES_PER_S
-        self._measured_at = -math.inf  # or doubled
+        self._rated_at = -math.inf
         self.num_kv_pulls = self.num_kv_pulled_tokens = self.num_kv_pulled_bytes = 0
         self.num_kv_recomputed_tokens = 0
         self._failures: Counter[KvFailure] = Counter()
@@ -177,6 +181,11 @@ class KvMoves:
         offer, sequence.kv = sequence.kv, None
         if offer is None or not self._fits(sequence, offer):
             return False
+        if (leader := self._leader_of(offer)) is not None:
+            sequence.kv = offer
+            self._followers.setdefault(leader.seq_id, []).append(sequence)
+            self._parked[sequence.seq_id] = now
+            return True
         lacking, cached = self._blocks.find_lacking(sequence, offer.num_blocks)
         wanted = [
             (group, index, int(offer.block_ids[group * offer.num_blocks + index])) for group, index in lacking
@@ -196,6 +205,14 @@ class KvMoves:
         self._pull_of[sequence.seq_id] = pull
         self._parked[sequence.seq_id] = now
         return True
+
+    def _leader_of(self, offer: KvOffer) -> Sequence | None:
+        """Return a sequence whose pull reads the same blocks."""
+        for pull in self._pull_of.values():
+            sequence = pull.sequence
+            if sequence is not None and pull.reading and offer.digest in sequence.block_digests:
+                return sequence
+        return None
 
     def _fits(self, sequence: Sequence, offer: KvOffer) -> bool:
         """Return whether the blocks are those of the sequence's tokens, by layout, weights and digest."""
@@ -239,11 +256,14 @@ class KvMoves:
         pull = self._pull_of.pop(sequence.seq_id, None)
         if pull is not None:
             self._blocks.pulls.cancel(pull)
+        self._ready += self._followers.pop(sequence.seq_id, [])
 
     def discard(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
         self._ready = [each for each in self._ready if each is not sequence]
         self._parked.pop(sequence.seq_id, None)
+        for followers in self._followers.values():
+            followers[:] = [each for each in followers if each is not sequence]
         self.on_start(sequence)
 
     def on_reports(self, reports: Iterable[KvReport], now: float, fence_step: int | None) -> None:
@@ -291,9 +311,9 @@ class KvMoves:
             self._failures[KvFailure(pull.problem.partition(":")[0])] += 1
             self._count_recomputed(pull, pull.failed)
         if pull.seconds > 0 and pull.num_bytes > 0:
-            weight = 0.5 if math.isfinite(self._measured_at) else 1.0  # the first rate was assumed
-            self.kv_pull_bytes_per_s += weight * (pull.num_bytes / pull.seconds - self.kv_pull_bytes_per_s)
-            self._measured_at = now
+            rate = pull.num_bytes / pull.seconds
+            self.kv_pull_bytes_per_s = min(rate, 0.5 * (rate + self.kv_pull_bytes_per_s))
+            self._rated_at = now
 
     def _count_recomputed(self, pull: Pull, places: Iterable[int]) -> None:
         """Count the tokens of blocks that are computed instead."""
@@ -303,9 +323,9 @@ class KvMoves:
     def expire(self, now: float, fence_step: int | None) -> None:
         """End leases and pulls whose deadline has passed."""
         self._blocks.leases.expire(now, fence_step)
-        if self.kv_pull_bytes_per_s < FIRST_BYTES_PER_S and now - self._measured_at >= RETRY_S:
-            self.kv_pull_bytes_per_s = min(2 * self.kv_pull_bytes_per_s, FIRST_BYTES_PER_S)
-            self._measured_at = now
+        if now - self._rated_at >= RETRY_S:
+            self.kv_pull_bytes_per_s = min(2 * self.kv_pull_bytes_per_s, MOST_BYTES_PER_S)
+            self._rated_at = now
         for pull in self._blocks.pulls:
             if pull.sequence is not None and pull.reading and now >= pull.deadline:
                 self._failures[KvFailure.TIMEOUT] += 1
@@ -319,6 +339,8 @@ class KvMoves:
         """End all leases and pulls: the ranks have forgotten them, or the KV is void. No step is in flight."""
         self._blocks.leases.forget()
         waiting = [each for each in self._blocks.pulls.forget() if each.seq_id in self._parked]
+        waiting += [each for followers in self._followers.values() for each in followers]
+        self._followers.clear()
         self._ready += [each for each in waiting if each not in self._ready]
         self._pull_of.clear()
         self._serving.clear()

@@ -143,11 +143,38 @@ def test_all_outputs_of_a_prompt_leave_and_continue() -> None:
             generated=source.outputs[handle], kv=source.moved[handle].kv,
         )  # fmt: skip
     target.step()
-    for pull_id in (1, 2, 3):
-        peer_of(target).read(pull_id)
+    assert list(peer_of(target).pulls) == [1], "each output reads the blocks of the prompt"
+    peer_of(target).read(1)
     target.run()
     for handle in (1, 2, 3):
         assert source.outputs[handle] + target.outputs[handle] == alone.outputs[handle]
+    source.step()
+    assert source.scheduler.kv_moves.num_kv_leases == 0, "leases of blocks that nobody reads stay"
+
+
+def test_outputs_of_a_prompt_go_on_when_the_one_that_reads_is_aborted() -> None:
+    _, source, target = pair()
+    source.add(1, PROMPT, max_tokens=12, prefill_only=True, n=2, temperature=1.0, seed=5)
+    alone = Driver(small_config())
+    alone.add(1, PROMPT, max_tokens=12, n=2, temperature=1.0, seed=5)
+    alone.run()
+    while len(source.moved) < 2:
+        source.step()
+    source.step()
+    for handle in (1, 2):
+        target.outputs[handle] = []
+        target.add(
+            handle, PROMPT, max_tokens=12, temperature=1.0, seed=5 + handle - 1,
+            generated=source.outputs[handle], kv=source.moved[handle].kv,
+        )  # fmt: skip
+    target.step()
+    target.abort(1)
+    for _ in range(3):
+        target.step()
+        for pull_id in list(peer_of(target).pulls):
+            peer_of(target).read(pull_id)
+    target.run()
+    assert source.outputs[2] + target.outputs[2] == alone.outputs[2]
 
 
 def test_prefill_only_sequence_may_end_with_its_first_token() -> None:

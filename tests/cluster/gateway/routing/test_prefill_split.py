@@ -185,6 +185,17 @@ def test_prompt_is_computed_apart_and_continued_from_its_blocks(
     run(launcher, scenario)
 
 
+def test_full_queue_of_the_decode_replica_bounds_what_is_split(launcher: FakeLauncher) -> None:
+    async def scenario(pool: Pool) -> None:
+        other = await pool.occupy()
+        pool.pool.max_waiting = 0
+        await pool.run(43)
+        assert pool.pool.collect_demand().num_prefill_tokens == 0
+        await other
+
+    run(launcher, scenario)
+
+
 def test_short_output_and_idle_fleet_need_one_replica(launcher: FakeLauncher) -> None:
     async def scenario(pool: Pool) -> None:
         await pool.run(43)
