@@ -4,7 +4,8 @@
 
 Each load is in a process of its own. transformers loads the formats that need no library besides it. Before them, the
 parts of one rank of 2 and of 8 are read from matrices in the page cache, beside reads of the whole file by as many
-threads; the rate of a column slice counts its own bytes, of which a run of some hundred lies in each row.
+threads. The rate of a column slice counts its own bytes, of which a run of some hundred lies in each row; beside it
+stands that of the part of the file that these runs span, which is what a disk would have to deliver.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ def measure_slices(folder: Path, repeats: int) -> dict[str, Figure]:
 
                 read = functools.partial(read_slices, checkpoint, names, shape, dim, out)
                 name = f"loading.slices.{kind}.{('rows', 'columns')[dim]}_of_{num_ranks}"
-                figures[name] = Figure(best_rate(read, repeats), "GB/s")
+                rate = best_rate(read, repeats)
+                figures[name] = Figure(rate, "GB/s")
+                if dim == 1:
+                    figures[f"{name}.spanned"] = Figure(rate * num_ranks, "GB/s", "of the file")
     return figures
 
 

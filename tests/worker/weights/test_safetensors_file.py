@@ -69,8 +69,6 @@ def test_scattered_runs_equal_torch_slice(
 ) -> None:
     """Out of windows of the file, which are mapped or, where that is not possible, read."""
     monkeypatch.setattr(safetensors_file, "WINDOW_BYTES", window_bytes)
-    monkeypatch.setattr(safetensors_file, "MIN_PARALLEL_BYTES", 1)
-    monkeypatch.setattr(device_writer, "BUFFER_BYTES", 128)
     if not is_mapped:
         monkeypatch.setattr(safetensors_file, "_POPULATE_READ", -1)
     save_file(tensors, tmp_path / "x.safetensors")
