@@ -40,6 +40,10 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
         library_state as library_state,
     )
     from .rank.runner import ModelRunner as ModelRunner
+    from .rank.start_compilation import (
+        compile_at_start as compile_at_start,
+        with_few_blocks as with_few_blocks,
+    )
     from .rank.start_log import StartRecord as StartRecord
     from .rank.step_executor import LaunchedStep as LaunchedStep
     from .structured.compilation import GrammarLibrary as GrammarLibrary
@@ -63,6 +67,7 @@ else:
             ".rank.device": "compute_device cuda_device_count on_device",
             ".rank.ops_state": "LibraryState cache_directory library_state",
             ".rank.runner": "ModelRunner",
+            ".rank.start_compilation": "compile_at_start with_few_blocks",
             ".rank.start_log": "StartRecord",
             ".rank.step_executor": "LaunchedStep",
             ".structured.compilation": "GrammarLibrary",

@@ -103,6 +103,7 @@ def engine_of_gpu(options: EngineOptions, memory: int) -> "EngineConfig":
         ConfigError: the GPUs or the model do not allow an option.
         ModelLoadError: the directory is not a model that can be served.
     """
+    from ...worker import with_few_blocks
     from ..config.machine import Machine
     from ..config.resolve import resolve
 
@@ -112,6 +113,4 @@ def engine_of_gpu(options: EngineOptions, memory: int) -> "EngineConfig":
         )
     size = options.num_ranks
     config = resolve(replace(options, device="cuda"), Machine(len(os.sched_getaffinity(0)), size, memory))
-    limits, num_groups = config.scheduler, sum(config.cache_layout.splits)
-    num_blocks = limits.max_num_batched_tokens // config.cache.block_size + 2 * limits.max_num_seqs + 64
-    return config.with_num_blocks(num_blocks * num_groups * config.parallel.num_kv_partitions)
+    return with_few_blocks(config)

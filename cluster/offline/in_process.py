@@ -31,7 +31,7 @@ from ...proto.stream import (
     media_uploads,
 )
 from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
-from ...worker import LaunchedStep, ModelRunner, SingleRank, compute_device, on_device
+from ...worker import LaunchedStep, ModelRunner, SingleRank, compile_at_start, compute_device, on_device
 from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
 from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle
@@ -134,9 +134,12 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
     """
     stopwatch = Stopwatch()
     device = compute_device(config.parallel.device)
+    compilation = compile_at_start(config, device)
     with LoadingBar(1) as bar:
         runner = ModelRunner(config, SingleRank(), partial(bar.update, 0), device=device)
     stopwatch.lap("weights")
+    compilation.wait()
+    stopwatch.lap("compile")
     config = config.with_num_blocks(runner.num_blocks_that_fit())
     stopwatch.lap("profile")
     assert config.cache.num_kv_blocks is not None

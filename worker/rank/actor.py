@@ -125,7 +125,8 @@ class LoadReport:
     """Report of a rank that has loaded its weights.
 
     Attributes:
-        seconds: by stage: ``import``, ``join``, ``weights``.
+        seconds: by stage: ``import``, ``join``, ``weights``, and ``compile``, for kernels that are compiled beside
+            these and not ready yet.
     """
 
     status: RankStatus
@@ -170,10 +171,11 @@ class WorkerActor:
             import torch
 
             from ..comm import pipeline, replica_groups, torch_distributed
-            from . import runner
+            from . import runner, start_compilation
         gc.freeze()  # a full collection of all modules takes 0.1 s; models come later and can be freed
         self._create_store, self._groups_class = torch_distributed.create_store, replica_groups.ReplicaGroups
         self._make_runner, self._single_rank = make_runner or runner.ModelRunner, pipeline.SINGLE_RANK
+        self._compile_at_start = start_compilation.compile_at_start
         kind = config.parallel.device
         self._device = compute_device(kind, None if kind == "cpu" else _assigned_gpu())
         # Ray sets OMP_NUM_THREADS to 1, or, if the process had imported torch before, to nothing.
@@ -218,6 +220,7 @@ class WorkerActor:
         with self._start_log.recording(), on_device(self._device):
             with self._timed("join"):
                 own = self._single_rank if store is None else self._join(*store)
+            compilation = self._compile_at_start(self._config, self._device)
             with self._timed("weights"):
                 self._runner = self._make_runner(
                     self._config,
@@ -227,6 +230,8 @@ class WorkerActor:
                     inherited=inherited,
                     pipeline=own,
                 )
+            with self._timed("compile"):
+                compilation.wait()
         return LoadReport(self.status(), dict(self._seconds))
 
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
@@ -291,7 +296,7 @@ class WorkerActor:
         On a GPU a step is run, whose collectives wait for all ranks: call it when every rank has loaded. Ranks load
         at different speeds, and NCCL's watchdog ends a rank that waits too long.
         """
-        with self._start_log.recording(), on_device(self._device):
+        with self._start_log.recording(), on_device(self._device), self._timed("profile"):
             return self._loaded.num_blocks_that_fit()
 
     def bytes_read(self) -> tuple[int, int]:
@@ -300,10 +305,18 @@ class WorkerActor:
 
     def allocate(self, num_blocks: int) -> float:
         """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
-        with self._start_log.recording(), on_device(self._device):
+        with self._start_log.recording(), on_device(self._device), self._timed("allocate"):
             rate = self._loaded.allocate_cache(num_blocks)
         self._is_loaded = True
         return rate
+
+    def start_seconds(self) -> dict[str, float]:
+        """Return the seconds of this rank's start by stage.
+
+        They are those of LoadReport, ``profile`` and ``allocate``, and of the latter the parts that take long on a
+        GPU: ``graphs`` and ``warm up``.
+        """
+        return self._seconds | self._loaded.prepare_seconds
 
     def take_start_log(self) -> tuple[StartRecord, ...]:
         """Return what this rank has logged while it loaded, profiled and allocated; empty from the second call on."""

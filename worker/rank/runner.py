@@ -62,6 +62,7 @@ class ModelRunner:
     Attributes:
         device: of the weights and the KV cache.
         memory: the weights, the KV cache and the rows.
+        prepare_seconds: of the last preparation on a GPU: to record ``graphs``, and to ``warm up``.
 
     Raises:
         ConfigError: the model or its tensor_parallel_size is not supported, the weights do not fit into memory, or
@@ -95,6 +96,7 @@ class ModelRunner:
         self._kv: KvService | NoKvService = NoKvService()
         self._is_closed = False
         self._num_compilations = 0  # when the rank was ready
+        self.prepare_seconds: dict[str, float] = {}
 
     @property
     def stage(self) -> str:
@@ -322,20 +324,24 @@ class ModelRunner:
 
         The ranks' collectives meet here.
         """
+        started = time.perf_counter()
         if not self.memory.prepare():
             return
+        if self.device.type != "cpu":
+            self.prepare_seconds = {"graphs": time.perf_counter() - started}
         if self.device.type != "cpu" and warms_up:
-            self._warm_up()
+            self.prepare_seconds["warm up"] = self._warm_up()
             log_attention(self.memory.attention)
         self._num_compilations = num_compilations()
 
-    def _warm_up(self) -> None:
-        """Launch every kernel variant, so that Triton compiles none while requests run."""
+    def _warm_up(self) -> float:
+        """Launch every kernel variant, so that Triton compiles none while requests run; return the seconds."""
         started, before = time.perf_counter(), num_compilations()
         for plan in warm_up_plans(self._config, self.memory.kv.cache.num_blocks):
             self.launch(plan).result()
         seconds = time.perf_counter() - started
         _log.info("compiled or loaded %d kernel variants in %.2f s", num_compilations() - before, seconds)
+        return seconds
 
     def _failure(self, plan: StepPlan, reason: str) -> RankFailed:
         return step_failed(self._pipeline.rank, reason, plan.step_id, self.stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -80,6 +80,7 @@ def launch_replica(
         launch.log_ranks()
         endpoint = launch.connect(config, reports)
         stopwatch.lap("connect")
+        launch.log_seconds(stopwatch.laps)
         launch.report(LaunchStage.STARTED, f"{stopwatch}; slowest rank: {_slowest_seconds(reports)}")
         record = launch.record(config, endpoint, version)
         return Replica(record, config, launch.scheduler, launch.starter, target)
@@ -184,6 +185,12 @@ class _Launch:
         calls = self._call_workers("take_start_log")
         log_start(self._replica_id, await_all(calls, PROCESS_TIMEOUT_S, "passing on its log"))
 
+    def log_seconds(self, stages: Mapping[str, float]) -> None:
+        """Log the seconds of the start by stage, with those of the slowest rank in each of a rank's stages."""
+        calls = self._call_workers("start_seconds")
+        ranks = await_all(calls, PROCESS_TIMEOUT_S, "passing on the seconds of its start")
+        _log.info("%s: seconds to start\n%s", self._replica_id, start_table(stages, ranks))
+
     def connect(self, config: EngineConfig, reports: Sequence[LoadReport]) -> str:
         """Connect the scheduler to the ranks and start it; return its endpoint for gateways."""
         host = self._scheduler_host
@@ -236,6 +243,33 @@ class _Launch:
     def _call_workers(self, method: str, *arguments: Any) -> dict[str, ObjectRef]:
         workers = enumerate(self._workers)
         return {f"rank {rank}": getattr(worker, method).remote(*arguments) for rank, worker in workers}
+
+
+# stage of a launch |-> the stages of a rank within it.
+_RANK_STAGES = {
+    "processes": ("import",),
+    "load": ("join", "weights", "compile"),
+    "allocate": ("graphs", "warm up"),
+}
+
+
+def start_table(stages: Mapping[str, float], ranks: Sequence[Mapping[str, float]]) -> str:
+    """Return a line for each stage of a launch, and one for each stage of the ranks within it.
+
+    Args:
+        stages: stage |-> seconds, in order.
+        ranks: the same of each rank; a rank may lack stages.
+    """
+    lines = [f"{'stage':<12}{'seconds':>9}  slowest rank"]
+    for stage, seconds in stages.items():
+        lines.append(f"{stage:<12}{seconds:>9.2f}")
+        for part in _RANK_STAGES.get(stage, ()):
+            of_ranks = [(own[part], rank) for rank, own in enumerate(ranks) if part in own]
+            if of_ranks:
+                slowest_s, rank = max(of_ranks)
+                lines.append(f"  {part:<10}{slowest_s:>9.2f}  {rank}")
+    lines.append(f"{'total':<12}{sum(stages.values()):>9.2f}")
+    return "\n".join(lines)
 
 
 def _slowest_seconds(reports: Sequence[LoadReport]) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.worker.weights import device_writer, safetensors_file
+from quire.worker.weights import safetensors_file
 from quire.worker.weights.safetensors_file import SafetensorsFile
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.float8_e4m3fn]

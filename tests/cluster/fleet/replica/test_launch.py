@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,9 @@ class Launch:
         return config
 
     def log_ranks(self) -> None: ...
+
+    def log_seconds(self, stages: Mapping[str, float]) -> None:
+        assert list(stages)[-1] == "connect"
 
     def connect(self, config: EngineConfig, reports: list[LoadReport]) -> str:
         assert reports == self._reports

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.cluster.fleet.replica.launch import log_start
+from quire.cluster.fleet.replica.launch import log_start, start_table
 from quire.worker.rank.start_log import StartRecord
 
 NAME = "quire.of_a_test"
@@ -39,4 +39,20 @@ def test_each_record_is_logged_once_with_its_ranks(logged: list[tuple[int, str]]
         (logging.INFO, f"replica-1: {OF_ALL.message}"),
         (logging.WARNING, f"replica-1, ranks 0, 2: {OF_SOME.message}"),
         (logging.INFO, f"replica-1, rank 1: {OF_ONE.message}"),
+    ]
+
+
+def test_start_table_has_the_slowest_rank_of_each_stage() -> None:
+    ranks = [{"import": 1.5, "weights": 3.0}, {"import": 1.0, "weights": 7.25, "graphs": 0.5}]
+    stages = {"place": 0.25, "processes": 2.0, "load": 8.0, "allocate": 1.0}
+    assert start_table(stages, ranks).splitlines() == [
+        "stage         seconds  slowest rank",
+        "place            0.25",
+        "processes        2.00",
+        "  import         1.50  0",
+        "load             8.00",
+        "  weights        7.25  1",
+        "allocate         1.00",
+        "  graphs         0.50  1",
+        "total           11.25",
     ]
