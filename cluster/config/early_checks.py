@@ -120,6 +120,7 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
     backends = {
         "attention_backend": options.attention_backend,
         "linear_backend": options.linear_backend,
+        "moe_backend": options.moe_backend,
     }
     libraries = {name: value for name, value in backends.items() if value not in ("auto", "triton")}
     is_pipeline = options.pipeline_parallel_size > 1

@@ -162,6 +162,13 @@ class ParallelOptions:
         "installed and fits. A named library must be installed and fit (not yet run on a GPU).",
         check=one_of("auto", "triton", "deep_gemm"),
     )
+    moe_backend: str = execution_option(
+        "triton",
+        help="Experts in float8 with a scale per block, on a GPU: triton is quire's own kernels; deep_gemm is "
+        "DeepGEMM's grouped products for steps with many tokens per expert, with activations in float8; auto is "
+        "deep_gemm if it is installed and fits. A named library must be installed and fit (not yet run on a GPU).",
+        check=one_of("auto", "triton", "deep_gemm"),
+    )
     logits_processors: str | None = execution_option(
         None,
         help="Custom logits processors that requests may ask for: names of entry points in the group "

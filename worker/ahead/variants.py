@@ -105,9 +105,10 @@ def record_variants(config: EngineConfig, ranks: list[int], capability: int, gpu
         ModelLoadError: the model's files cannot be read.
     """
     # Kernels of other libraries are compiled by these.
-    config = replace(
-        config, parallel=replace(config.parallel, attention_backend="triton", linear_backend="triton")
+    parallel = replace(
+        config.parallel, attention_backend="triton", linear_backend="triton", moe_backend="triton"
     )
+    config = replace(config, parallel=parallel)
     variants = note_variants(capability)
     install(capability, gpu_bytes)
     size = config.parallel.tensor_parallel_size

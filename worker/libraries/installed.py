@@ -75,7 +75,7 @@ FLASH_ATTENTION = Library(
 DEEP_GEMM = Library(
     "deep_gemm",
     "DeepGEMM",
-    "linear layers in float8 with a scale per block",
+    "linear layers and experts in float8 with a scale per block",
     ("deep_gemm",),
     ("deep_gemm", "deep-gemm"),
     (9, 0),

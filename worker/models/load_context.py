@@ -17,6 +17,7 @@ from ..comm.communicator import Communicator, SingleRank
 from ..comm.expert_exchange import ExpertExchange, SumOfRanks
 from ..comm.pipeline import NO_LINK, StageLink
 from ..comm.shard import Shard
+from ..libraries.experts_backend import OWN_EXPERTS, ExpertsBackend
 from ..libraries.linear_backend import OWN_LINEAR, LinearBackend, convert_linear
 from ..lora.embedding_adapters import EmbeddingAdapters
 from ..lora.expert_adapters import ExpertAdapters
@@ -43,6 +44,7 @@ class LoadContext:
         of_own_tokens: layers compute only the tokens that this rank attends for.
         peers: memory for sums that are fused with the following norm; None if there are none.
         linear_backend: what multiplies by the weights of linear layers.
+        experts_backend: what multiplies by the experts of mixtures.
         stage: the layers of this rank.
         link: to the ranks of other stages.
         all2all_backend, num_redundant_experts: as in ParallelConfig.
@@ -65,6 +67,7 @@ class LoadContext:
     of_own_tokens: bool = False
     peers: Peers | None = None
     linear_backend: LinearBackend = OWN_LINEAR
+    experts_backend: ExpertsBackend = OWN_EXPERTS
     stage: Stage = WHOLE_MODEL
     link: StageLink = NO_LINK
     all2all_backend: str = ALL_REDUCE

@@ -16,6 +16,7 @@ from ...proto.model.quantization import read_quantization
 from ..attention import AttentionInputs, LayerCache, with_states
 from ..comm.pipeline import Pipeline
 from ..graphs.graphs import GraphInputs, GraphLimits
+from ..libraries.experts_backend import OWN_EXPERTS, choose_experts, log_experts
 from ..libraries.linear_backend import OWN_LINEAR, choose_linear, log_linear
 from ..lora.adapters import RankAdapters
 from ..lora.layers import NO_LORA, LoraLayers
@@ -127,7 +128,7 @@ class ModelLoader:
         inherited: Sequence[SegmentAddress] = (),
     ) -> None:
         self._config, self._pipeline, self._dtype, self._device = config, pipeline, dtype, device
-        self._linear = choose_linear(config, device)
+        self._linear, self._experts = choose_linear(config, device), choose_experts(config, device)
         self.standby = StandbyWeights(inherited, is_on=config.parallel.standby_weights)
 
     def load(self, model: ModelConfig, on_progress: ProgressCallback | None = None) -> LoadedModel:
@@ -148,6 +149,8 @@ class ModelLoader:
             digest = load.checkpoint.digest()
         if self._linear is not OWN_LINEAR:
             log_linear(self._linear)
+        if self._experts is not OWN_EXPERTS:
+            log_experts(self._experts)
         if adapters.layers.num_slots:
             if self._pipeline.stage.count == 1:  # other stages may have what this one lacks
                 adapters.layers.check_targets()
@@ -243,6 +246,7 @@ class ModelLoader:
                 dp_attention=config.parallel.enable_dp_attention,
                 batch_invariant=config.parallel.batch_invariant,
                 linear_backend=self._linear,
+                experts_backend=self._experts,
                 stage=pipeline.stage,
                 link=pipeline.link,
             )

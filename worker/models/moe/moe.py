@@ -14,6 +14,7 @@ from ....kernels.linear import linear, pack
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from ....kernels.packed_experts import PackedExperts, supports
 from ....proto.model.experts import Experts
+from ...libraries.experts_backend import OWN_EXPERTS, ExpertsBackend, LibraryExperts
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.expert_weights import stack_experts
 from ...weights.linear_weight import LinearWeight, any_packed_weight, without_codes
@@ -39,6 +40,7 @@ class GroupedExperts:
 
     Attributes:
         adapters: None without adapters.
+        library: computes the steps that suit it; None if there is no library, or it does not support the experts.
     """
 
     gate_up: ExpertWeights
@@ -48,6 +50,7 @@ class GroupedExperts:
     first_expert: int = 0
     scaled_inputs: bool = False
     adapters: ExpertAdapters | None = None
+    library: LibraryExperts | None = None
 
     def take_experts(self, places: Sequence[int], others: GroupedExperts) -> None:
         """Overwrite the experts of some places, in the memory that recorded steps read."""
@@ -62,6 +65,8 @@ class GroupedExperts:
         """As ExpertLayers, but the host reads nothing from the device."""
         own = range(self.first_expert, self.first_expert + len(self.down.codes))
         choices = sort_choices(expert_ids, self.num_experts, own)
+        if self.library is not None and self.library.suits(expert_ids.numel()):
+            return self.library.forward(x, choices, factors, self.activation)
         gate_up = scatter_linear(x, self.gate_up, choices)
         adapters = None
         if self.adapters is not None and self.adapters.token_slots is not None:
@@ -80,12 +85,15 @@ class GroupedExperts:
         return terms.view(*factors.shape, -1).sum(dim=1)
 
 
-def group_experts(layers: ExpertLayers, adapters: ExpertAdapters | None = None) -> GroupedExperts | None:
+def group_experts(
+    layers: ExpertLayers, adapters: ExpertAdapters | None = None, backend: ExpertsBackend = OWN_EXPERTS
+) -> GroupedExperts | None:
     """Return the layers for a GPU. Returns None if the experts are stored in different formats."""
     gate_up = stack_experts(layers.gate_up, layers.gate_up_bias)
     down = stack_experts(layers.down, layers.down_bias)
     if gate_up is None or down is None:
         return None
+    is_plain = adapters is None and not layers.scaled_inputs
     return GroupedExperts(
         gate_up,
         down,
@@ -94,6 +102,7 @@ def group_experts(layers: ExpertLayers, adapters: ExpertAdapters | None = None) 
         layers.first_expert,
         layers.scaled_inputs,
         adapters,
+        backend.convert(gate_up, down) if is_plain else None,
     )
 
 
@@ -296,7 +305,9 @@ def read_experts(
         experts.count,
     )
     if has_kernels(load.empty(0)):
-        grouped = group_experts(layers, adapters)
+        # Experts that move overwrite weights and scales, of which a library may keep others.
+        backend = OWN_EXPERTS if load.balances_experts else load.experts_backend
+        grouped = group_experts(layers, adapters, backend)
         if grouped is not None:
             return grouped
     plain = packed_experts(layers, load.dtype) or dequantize_experts(layers)
