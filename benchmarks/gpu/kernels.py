@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ EXPERT_SWEEP = {
     16: ((16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (16, 128, 64, 4, 4), (16, 64, 256, 4, 3)),
     4096: ((128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4), (64, 256, 64, 8, 3)),
 }  # fmt: skip
+# Of the sweep: rows and lengths of decodes, and the length of a prompt.
+DECODES, PREFILL_LEN = ((64, 1024), (1, 65536)), 8192
 # A case with fresh inputs needs about this long.
 CASE_S = 3.0
 
@@ -39,7 +42,8 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
             if record.begins(case.name, CASE_S):
                 with record.case(case.name):
                     measure(record, case, copy, matmul, sizes)
-        sweep(record, sizes)
+        if sizes.device == "cuda":
+            sweep(record, sizes, DECODES, PREFILL_LEN)
 
 
 def measure(record: Record, case: OpCase, copy: float, matmul: float, sizes: Sizes) -> None:
@@ -68,20 +72,21 @@ def time_op(make: MakeOp, num_bytes: int, sizes: Sizes) -> float:
     return seconds
 
 
-def sweep(record: Record, sizes: Sizes) -> None:
-    """Time attention with each of a few tiles, the cases that decide the tables of kernels.gpu.tile_configs."""
-    if sizes.device != "cuda":
-        return
-    decodes = [ops.decode_case(sizes, rows, length, None) for rows, length in ((64, 1024), (1, 65536))]
-    decodes.append(ops.decode_case(sizes, 64, 1024, FLOAT8))
-    prefills = [ops.prefill_case(sizes, 8192, stored) for stored in (None, FLOAT8)]
+def sweep(record: Record, sizes: Sizes, decode_shapes: Sequence[tuple[int, int]], prefill_len: int) -> None:
+    """Time attention with each of a few tiles, the cases that decide the tables of kernels.gpu.tile_configs.
+
+    Args:
+        decode_shapes: rows and length; the first one is measured with a quantized cache too.
+    """
+    decodes = [ops.decode_case(sizes, rows, length, None) for rows, length in decode_shapes]
+    decodes.append(ops.decode_case(sizes, *decode_shapes[0], FLOAT8))
+    prefills = [ops.prefill_case(sizes, prefill_len, stored) for stored in (None, FLOAT8)]
     for case in decodes:
         _try_tiles(record, case, "DECODE_TILES", DECODE_SWEEP, sizes)
     for case in prefills:
         _try_tiles(record, case, "LARGE_PREFILL_TILES", PREFILL_SWEEP, sizes)
     for tokens, tiles in EXPERT_SWEEP.items():
-        layers, _ = ops.expert_cases(sizes, tokens)
-        _try_expert_tiles(record, layers, tiles, sizes)
+        _try_expert_tiles(record, next(ops.expert_cases(sizes, tokens)), tiles, sizes)
 
 
 def _try_expert_tiles(

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.adapter_ops import adapter_cases
+from benchmarks.gpu.block_float8_ops import block_float8_cases
 from benchmarks.gpu.latent_ops import latent_cases
 from benchmarks.gpu.libraries import attention_peers, decode_inputs, prefill_inputs
 from benchmarks.gpu.op_case import (
@@ -56,6 +57,7 @@ def cases(sizes: Sizes) -> Iterator[OpCase]:
     yield from quantized_layers(sizes)
     for tokens in (16, 4096) if sizes.device == "cuda" else (4,):
         yield from expert_cases(sizes, tokens)
+        yield from block_float8_cases(sizes, tokens)
     yield from latent_cases(sizes)
     yield from state_cases(sizes)
     yield from adapter_cases(sizes)

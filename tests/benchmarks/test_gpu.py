@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 import triton_device  # noqa: F401  (before Triton)
+from fake_deep_gemm import FakeDeepGemm
 from kernel_references import find_reference
 from launched_kernels import ops_with_kernels
 from torch import Tensor
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import again, ops, smoke, table
+from benchmarks.gpu import again, block_float8_ops, kernels, ops, smoke, table
 from benchmarks.gpu.device_time import summarize
 from benchmarks.gpu.record import Record, read_figure, read_results, read_stage
 from benchmarks.gpu.sizes import CPU, LLAMA_8B
@@ -121,6 +122,36 @@ def test_smoke_runs_every_op_that_has_a_kernel(monkeypatch: pytest.MonkeyPatch) 
         for case in ops.cases(SMALLEST):
             case.make(0)()
     assert launched == ops_with_kernels() - {"all_reduce_add_rms_norm"}
+
+
+def test_sweep_of_tiles_runs_on_a_cpu(tmp_path: Path) -> None:
+    """Its ops compute on the CPU, whatever the tile."""
+    pytest.importorskip("triton")
+    record = Record(tmp_path, "kernels", time.monotonic() + 3600, "CPU")
+    with torch.inference_mode():
+        kernels.sweep(record, SMALLEST, ((1, 24), (2, 24)), 24)
+    assert record.problems == []
+    swept = [name for name in record.figures if ".sweep." in name]
+    num_tiles = 3 * len(kernels.DECODE_SWEEP) + 2 * len(kernels.PREFILL_SWEEP)
+    assert len(swept) == num_tiles + sum(map(len, kernels.EXPERT_SWEEP.values()))
+
+
+def test_products_by_deep_gemm_equal_those_of_quire(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDeepGemm()
+    monkeypatch.setitem(sys.modules, "deep_gemm", fake)
+    monkeypatch.setattr(block_float8_ops, "has_deep_gemm", lambda sizes: True)
+    bfloat16 = replace(SMALLEST, dtype="bfloat16")
+    with torch.inference_mode():
+        for case in block_float8_ops.block_float8_cases(bfloat16, 4):
+            results = []
+            for make in (case.make, case.peers["deep_gemm"]):
+                torch.manual_seed(0)
+                results.append(make(0)())
+            own, peer = results
+            assert isinstance(own, Tensor)
+            # Tokens, and inner activations of experts, in float8 have 4 significant bits.
+            assert float((own - peer).float().norm()) < 0.08 * float(own.float().norm())
+    assert fake.num_calls == 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

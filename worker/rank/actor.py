@@ -316,7 +316,8 @@ class WorkerActor:
         They are those of LoadReport, ``profile`` and ``allocate``, and of the latter the parts that take long on a
         GPU: ``graphs`` and ``warm up``.
         """
-        return self._seconds | self._loaded.prepare_seconds
+        # What `make_runner` makes need not have them.
+        return self._seconds | getattr(self._loaded, "prepare_seconds", {})
 
     def take_start_log(self) -> tuple[StartRecord, ...]:
         """Return what this rank has logged while it loaded, profiled and allocated; empty from the second call on."""
