@@ -149,6 +149,7 @@ def test_products_by_deep_gemm_equal_those_of_quire(monkeypatch: pytest.MonkeyPa
                 results.append(make(0)())
             own, peer = results
             assert isinstance(own, Tensor)
+            assert isinstance(peer, Tensor)
             # Tokens, and inner activations of experts, in float8 have 4 significant bits.
             assert float((own - peer).float().norm()) < 0.08 * float(own.float().norm())
     assert fake.num_calls == 3
