@@ -267,6 +267,8 @@ class MixtureOfExperts(WithExperts):
             self.experts = experts.with_experts(places, packed)
         elif isinstance(experts, ExpertLayers):
             self.experts = experts.with_experts(places, dequantize_experts(layers))
+        else:
+            raise AssertionError("experts with adapters do not move")
 
     @property
     def reads_back(self) -> bool:

@@ -13,7 +13,10 @@ import pytest
 import torch
 from reference import Reference, prompts_of
 
+from quire.kernels.activation import GatedActivation
+from quire.kernels.moe import ExpertWeights
 from quire.proto.errors import ConfigError
+from quire.worker.models.moe.moe import GroupedExperts
 from quire.worker.rank.expert_balancer import ExpertBalancer
 
 MAX_TOKENS = 24
@@ -119,6 +122,26 @@ def test_replaced_rank_takes_the_placement_of_the_others(
     moving.on_all(lambda own: own.reset(has_new_ranks=False), moving.runners)
     assert all(own == expected for own in placements(moving))
     check(moving, latents[1], seed=3)
+
+
+def test_experts_of_a_gpu_are_overwritten_where_recorded_steps_read_them() -> None:
+    """In the memory that they had."""
+
+    def experts(*seeds: int) -> GroupedExperts:
+        weights = [
+            [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+            for shape in ((16, 12), (12, 8))
+        ]
+        gate_up, down = (ExpertWeights(torch.stack(each)) for each in weights)
+        return GroupedExperts(gate_up, down, GatedActivation("silu", None), 3)
+
+    own, x = experts(0, 1, 2), torch.randn(5, 12)
+    factors, expert_ids = torch.rand(5, 2), torch.randint(3, (5, 2))
+    address = own.down.codes.data_ptr()
+    own.take_experts([2, 0], experts(7, 8))
+    assert own.down.codes.data_ptr() == address
+    expected = experts(8, 1, 7).forward(x, factors, expert_ids)
+    assert torch.equal(own.forward(x, factors, expert_ids), expected)
 
 
 def test_experts_that_cannot_be_read_stay(
