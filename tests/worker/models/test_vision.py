@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -14,6 +15,7 @@ import pytest
 import torch
 from quantized_models import SCHEMES, write_quantized
 from ranked_driver import RankedDriver
+from safetensors.torch import load_file, save_file
 from vision_models import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
@@ -26,6 +28,7 @@ from vision_models import (
 )
 
 from quire.proto.config import EngineConfig
+from quire.proto.engine_command import Action, EngineCommand
 from quire.proto.media import MediaTensors
 from quire.proto.model.vision import read_vision
 
@@ -260,3 +263,37 @@ def test_quantized_checkpoints_keep_the_encoder(
     (quantized / "config.json").write_text(json.dumps(config))
     engine = make_engine(quantized, max_model_len=1024, num_blocks=256)
     run(model, engine, model.prompts, reference=VisionReference(twin))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])
+def test_images_are_encoded_again_by_new_weights(
+    kind: str, model_of: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    model, second = model_of(kind), tmp_path / "second"
+    shutil.copytree(model.folder, second)
+    torch.manual_seed(1)
+    tensors = load_file(second / "model.safetensors")
+    changed = {name: each + 0.05 * torch.randn_like(each) for name, each in tensors.items()}
+    save_file(changed, second / "model.safetensors", metadata={"format": "pt"})
+    engine = make_engine(model.folder, 2, max_model_len=1024, num_blocks=256)
+    config = engine.config.with_num_blocks(256)
+    driver = RankedDriver(config, engine.step, engine.take_media)
+    prompts = model.prompts[1:3]
+    for handle, prompt in enumerate(prompts):
+        driver.images.update(prompt.tensors)
+        driver.add(handle, prompt.token_ids, media=prompt.media, **SAMPLING | {"max_tokens": 12})
+    while min(len(driver.outputs[handle]) for handle in range(2)) < 4:
+        driver.step(depth=2)
+    command = EngineCommand(Action.UPDATE_WEIGHTS, path=str(second), version="v")
+    driver.scheduler.control.order(command, (b"", 1))
+    while driver.scheduler.num_in_flight:
+        driver.apply_result()
+    lens = [len(driver.outputs[handle]) for handle in range(2)]
+    driver.run(depth=2)
+    reference = VisionReference(second)
+    for handle, (prompt, length) in enumerate(zip(prompts, lens, strict=True)):
+        before, after = driver.outputs[handle][:length], driver.outputs[handle][length:]
+        model.reference.check_greedy(prompt, before)
+        assert after
+        reference.check_greedy(replace(prompt, token_ids=prompt.token_ids + before), after)
+    assert len(driver.asked) == len({item.digest for prompt in prompts for item in prompt.media})
