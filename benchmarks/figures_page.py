@@ -455,10 +455,13 @@ SECTIONS = (
         chosen(
             kv_tiers__2000__computed="prompt of 2,000 tokens, computed",
             kv_tiers__2000__read__page_cache="2,000 tokens, read from the page cache",
+            kv_tiers__2000__read__tmpfs="2,000 tokens, read from /dev/shm",
             kv_tiers__2000__read__disk="2,000 tokens, read from the disk",
             kv_tiers__8000__computed="prompt of 8,000 tokens, computed",
             kv_tiers__8000__read__page_cache="8,000 tokens, read from the page cache",
+            kv_tiers__8000__read__tmpfs="8,000 tokens, read from /dev/shm",
             kv_tiers__8000__read__disk="8,000 tokens, read from the disk",
+            kv_tiers__8000__rate__tmpfs="8,000 tokens from /dev/shm, rate",
             kv_tiers__8000__rate__disk="8,000 tokens from the disk, rate",
             kv_tiers__8000__rate__disk__plain="8,000 tokens from the disk, rate of plain reads",
         ),

@@ -3,13 +3,15 @@
     python -m benchmarks.kv_tiers --json benchmarks/results/kv_tiers.json
 
 The model is random, of 60 million parameters, on a CPU; each figure is of an engine of its own in this process. The
-files are read once from the system's page cache and once after they were dropped from it, beside plain reads of them.
+files are read once from the system's page cache and once after they were dropped from it, beside plain reads of them,
+and once from a file system in memory, as a pool of host memory that outlives servers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterable
@@ -53,11 +55,17 @@ def measure(model: Path, place: Path, num_tokens: int) -> dict[str, Figure]:
     cold_plain = plain_rate(files)
     drop_from_page_cache(files)
     cold_s, cold_rate = time_to_first_token(model, place, num_tokens)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        shutil.copytree(place, memory, dirs_exist_ok=True)
+        shutil.copy(place.parent / "key", Path(memory) / "key")
+        tmpfs_s, tmpfs_rate = time_to_first_token(model, Path(memory), num_tokens, Path(memory) / "key")
     size = sum(path.stat().st_size for path in files)
     return {
         f"{name}.computed": Figure(computed_s, "s"),
         f"{name}.read.page_cache": Figure(warm_s, "s", f"{size / 2**20:.0f} MiB of KV"),
         f"{name}.read.disk": Figure(cold_s, "s", "files dropped from the page cache"),
+        f"{name}.read.tmpfs": Figure(tmpfs_s, "s", "files in /dev/shm"),
+        f"{name}.rate.tmpfs": Figure(tmpfs_rate, "MB/s", "verified, into host blocks"),
         f"{name}.rate.page_cache": Figure(warm_rate, "MB/s", "verified, into host blocks"),
         f"{name}.rate.page_cache.plain": Figure(warm_plain, "MB/s", "plain reads"),
         f"{name}.rate.disk": Figure(cold_rate, "MB/s", "verified, into host blocks"),
@@ -65,13 +73,15 @@ def measure(model: Path, place: Path, num_tokens: int) -> dict[str, Figure]:
     }
 
 
-def time_to_first_token(model: Path, place: Path, num_tokens: int) -> tuple[float, float]:
+def time_to_first_token(
+    model: Path, place: Path, num_tokens: int, key: Path | None = None
+) -> tuple[float, float]:
     """Return the seconds until the first token in a new engine, and MB/s of its reads; 0 without any."""
     prompt = [5 + (31 * index) % 20_011 for index in range(num_tokens)]
     params = SamplingParams(temperature=0.0, max_tokens=1)
     llm = LLM(
         str(model), device="cpu", dtype="float32", max_model_len=MAX_LEN, kv_cache_memory=1 << 30, max_num_seqs=4,
-        kv_disk=f"{place}:4GiB", kv_key=str(place.parent / "key"),
+        kv_disk=f"{place}:4GiB", kv_key=str(key or place.parent / "key"),
     )  # fmt: skip
     with llm:
         llm.generate([prompt[-40:]], params)  # warms what the first prompt of a process pays for

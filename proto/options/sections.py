@@ -18,6 +18,7 @@ from .values import (
     MAX_IMAGES,
     NAMES,
     NUM_BYTES,
+    PLACE_SIZE,
     amounts,
     at_least,
     between,
@@ -292,10 +293,10 @@ class CacheOptions:
     )
     kv_shared: str | None = _kv_option(
         None,
-        help="As --kv-disk, in a directory that several servers of one user share, on any file system. The bound is "
-        "for all of them together.",
+        help="As --kv-disk, in a directory that several servers of one user share, on any file system, or in a "
+        "bucket of an object store (s3://BUCKET/PREFIX, with boto3). The bound is for all of them together.",
         metavar="DIR:SIZE",
-        kind=DIRECTORY_SIZE,
+        kind=PLACE_SIZE,
     )
     kv_key: str | None = _kv_option(
         None,

@@ -190,17 +190,32 @@ def parse_num_bytes(text: str) -> int:
 
 
 def parse_directory_size(text: str) -> tuple[str, int]:
-    """Parse ``DIR:SIZE``, for example ``/var/cache/kv:200GB``: an absolute path and bytes. Raises ConfigError."""
+    """Parse ``DIR:SIZE``, for example ``/var/cache/kv:200GB``: an absolute path, or the URL of a bucket, and bytes.
+
+    Raises:
+        ConfigError: it has another form.
+    """
     directory, _, size = text.rpartition(":")
     if not directory:
         raise ConfigError(f"directory is {text!r}, must be DIR:SIZE, like /var/cache/kv:200GB")
     num_bytes = parse_num_bytes(size)
     if num_bytes < MIN_DIRECTORY_BYTES:
         raise ConfigError(f"size of {directory} is {size}, must be at least {MIN_DIRECTORY_BYTES >> 20}MiB")
+    if directory.startswith(BUCKET_SCHEME):
+        if not _BUCKET.fullmatch(directory):
+            raise ConfigError(f"bucket is {directory!r}, must be s3://BUCKET or s3://BUCKET/PREFIX")
+        return directory.rstrip("/"), num_bytes
     return str(Path(directory).expanduser().absolute()), num_bytes
 
 
 def _read_directory_size(value: Any) -> str:
+    path, num_bytes = parse_directory_size(_read_text(value))
+    if path.startswith(BUCKET_SCHEME):
+        raise ConfigError(f"directory is {path}, must be a directory of this host; kv_shared may be a bucket")
+    return f"{path}:{num_bytes}"
+
+
+def _read_place_size(value: Any) -> str:
     path, num_bytes = parse_directory_size(_read_text(value))
     return f"{path}:{num_bytes}"
 
@@ -212,8 +227,13 @@ def _read_file_name(value: Any) -> str:
 
 # A directory for a cache, and the most bytes that it may hold.
 DIRECTORY_SIZE = ValueKind("DIR:SIZE, like /var/cache/kv:200GB", _read_directory_size)
+# A directory or a bucket of an object store, likewise.
+PLACE_SIZE = ValueKind("DIR:SIZE, like /mnt/kv:2TB, or s3://BUCKET/PREFIX:SIZE", _read_place_size)
 # A path that the configuration carries to other processes as text.
 FILE_NAME = ValueKind("the path of a file", _read_file_name)
+# Begin of the URL of a bucket. Names of buckets have 3 to 63 characters; a prefix has no empty part.
+BUCKET_SCHEME = "s3://"
+_BUCKET = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w.=@+-]+)*/?")
 # Room for a few files of blocks.
 MIN_DIRECTORY_BYTES = 64 << 20
 

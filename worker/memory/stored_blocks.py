@@ -287,7 +287,7 @@ def open_stored_blocks(
     layout = layout_of(config, rank, _version_of(config, weights_digest)).fingerprint
     key = read_key(Path(config.cache.kv_key) if config.cache.kv_key else _default_key_path())
     directories = [
-        None if place is None else KvDirectory(Path(place[0]), place[1], layout, memory.block_bytes, key)
+        None if place is None else KvDirectory.open(*place, layout, memory.block_bytes, key)
         for place in config.kv_directories
     ]
     return StoredBlocks(rank, directories, memory)

@@ -45,6 +45,7 @@ from quire.proto.options.values import (
     NUM_BYTES,
     NUMBER,
     PATH,
+    PLACE_SIZE,
     TEXT,
     OneOf,
     bearer_token,
@@ -94,6 +95,8 @@ def sample(option: Option) -> tuple[Any, str]:
         return 3 << 20, "3MiB"
     if option.kind is DIRECTORY_SIZE:
         return "/var/cache/kv:64000000000", "/var/cache/kv:64GB"
+    if option.kind is PLACE_SIZE:
+        return "s3://kv-blocks/of/llama:64000000000", "s3://kv-blocks/of/llama/:64GB"
     if option.kind is FILE_NAME:
         return "/etc/quire/kv.key", "/etc/quire/kv.key"
     if option.check is bearer_token:

@@ -167,3 +167,24 @@ def test_directory_of_another_version_is_refused(model_dir: Path, stored: tuple[
     (place / "quire-kv" / "version").write_text("9\n")
     with pytest.raises(ConfigError, match="version '9', must be 2"):
         open_llm(model_dir, place)
+
+
+def test_another_engine_finds_prefixes_in_a_bucket(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boto3, server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    store = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    store.start()
+    host, port = store.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://{host}:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    try:
+        boto3.client("s3").create_bucket(Bucket="kv-offline")
+        with open_llm(model_dir, tmp_path, kv_shared="s3://kv-offline/of/tests:64MiB") as llm:
+            output, _ = run(llm)
+        with open_llm(model_dir, tmp_path, kv_shared="s3://kv-offline/of/tests:64MiB") as llm:
+            assert run(llm) == (output, NUM_CACHED)
+    finally:
+        store.stop()

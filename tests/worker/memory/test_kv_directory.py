@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from quire.worker.memory import kv_directory
+from quire.worker.memory.block_files import NoRoom
 from quire.worker.memory.kv_directory import KvDirectory
 
 BLOCK_BYTES = 8192
@@ -26,7 +27,7 @@ def make_blocks(count: int, seed: int = 0) -> dict[bytes, memoryview]:
 
 
 def open_directory(path: Path, max_bytes: int = 1 << 30, key: bytes = KEY) -> KvDirectory:
-    directory = KvDirectory(path, max_bytes, LAYOUT, BLOCK_BYTES, key)
+    directory = KvDirectory.open(str(path), max_bytes, LAYOUT, BLOCK_BYTES, key)
     directory.scan()
     return directory
 
@@ -118,7 +119,7 @@ def test_files_of_two_servers_stay_within_the_bound(tmp_path: Path) -> None:
         for number in range(12):
             try:
                 directory.write(list(make_blocks(num_blocks, 100 * seed + number).items()))
-            except kv_directory.NoRoom:
+            except NoRoom:
                 continue  # the other one has reserved what is left
 
     watcher = threading.Thread(target=watch)
