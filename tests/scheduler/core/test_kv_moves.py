@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from driver import GATEWAY, Driver
 from fake_kv_peer import FakeKvNetwork, FakeKvPeer
-from fakes import VOCAB_SIZE, oracle, random_prompt, small_config
+from fakes import IMAGE_TOKEN, VOCAB_SIZE, images_of, oracle, random_prompt, see, small_config
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,17 +22,20 @@ from hypothesis.stateful import (
 )
 
 from quire.proto.kv_transfer import KvFailure, KvReport, KvReportKind
+from quire.proto.lora import LoraReference
+from quire.proto.media import MediaItem
 from quire.proto.stream import FinishReason
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.kv.leases import LEASE_S, Leases
 from quire.scheduler.kv.pulls import Pull, Pulls
 
 PROMPT = random_prompt(13)
+IMAGE = b"i" * 16
 
 
 def make_replica(network: FakeKvNetwork, name: str, weights: str = "w", **config: Any) -> Driver:
     """Return a replica whose ranks serve their blocks; a first token has proved it."""
-    driver = Driver(small_config(kv_transfer=True, **config))
+    driver = Driver(small_config(kv_transfer=True, **config), images=images_of([IMAGE]))
     driver.group.kv_peer = FakeKvPeer(network, name, lambda: driver.group.kv, weights)
     driver.add(10_000, [2, 3], max_tokens=1)
     driver.run()
@@ -184,6 +187,51 @@ def test_prefill_only_sequence_may_end_with_its_first_token() -> None:
     assert source.outputs[1] == oracle(PROMPT, 1)
     assert not source.moved
     assert source.scheduler.kv_moves.num_kv_leases == 0
+
+
+def test_sequence_with_an_image_brings_its_blocks() -> None:
+    _, source, target = pair(encoder_cache_rows=30, eos=())
+    items = (MediaItem(IMAGE, 3, 6, 6, num_bytes=16),)
+    prompt = [5] * 3 + [IMAGE_TOKEN] * 6 + [6] * 4
+    settings: dict[str, Any] = {"media": items, "max_tokens": 20}
+    assert source.add(1, prompt, GATEWAY, **settings) is None
+    while len(source.outputs[1]) < 6:
+        source.step()
+    hand_off(source, 1)
+    source.step()
+    target.outputs[1] = []
+    moved = source.moved[1].kv
+    assert moved is not None
+    target.add(1, prompt, GATEWAY, generated=source.outputs[1], kv=moved, **settings)
+    target.step()
+    peer_of(target).read(1)
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(see(prompt, items), 20, ())
+    assert target.scheduler.kv_moves.num_kv_pulled_tokens == 4 * moved.num_blocks
+
+
+def test_sequence_with_an_adapter_brings_its_blocks() -> None:
+    _, source, target = pair(enable_lora=True)
+    adapter = LoraReference("poet", "/adapters/poet", "1")
+    source.add(1, PROMPT, max_tokens=20, lora=adapter)
+    while len(source.outputs[1]) < 6:
+        source.step()
+    hand_off(source, 1)
+    source.step()
+    target.outputs[1] = []
+    moved = source.moved[1].kv
+    assert moved is not None
+    for handle, lora in ((1, adapter), (2, LoraReference("poet", "/adapters/poet", "2"))):
+        target.outputs[handle] = []
+        target.add(handle, PROMPT, max_tokens=20, lora=lora, generated=source.outputs[1], kv=moved)
+    for _ in range(5):  # the adapter is loaded first
+        target.step()
+    peer_of(target).read(1)
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    assert target.scheduler.kv_moves.num_kv_pulled_tokens == 4 * moved.num_blocks, (
+        "or the other version had them"
+    )
 
 
 def test_lease_that_nobody_renews_ends() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import Driver
-from fakes import oracle, random_prompt, small_config
+from fakes import IMAGE_TOKEN, images_of, oracle, random_prompt, see, small_config
 
 from quire.proto.errors import ConfigError
+from quire.proto.media import MediaItem
 from quire.proto.stored_kv import StoredReport, block_key
 from quire.scheduler.kv.cache_events import BlocksStored, CacheKey
 from quire.scheduler.kv.stored_tier import StoredTier
@@ -58,6 +59,30 @@ def test_prefix_is_found_after_a_restart(layer_windows: tuple[int, ...]) -> None
     store_and_restart(driver)
     assert run(driver, 1) == NUM_CACHED
     assert driver.scheduler.blocks.stored.num_hit_tokens > 0
+
+
+def test_blocks_with_images_are_found_for_the_same_image() -> None:
+    first, second = b"1" * 16, b"2" * 16
+    settings: dict[str, Any] = {
+        "num_blocks": 64,
+        "num_host_blocks": 40,
+        "kv_disk": "/nowhere:64MiB",
+        "eos": (),
+    }
+    driver = Driver(small_config(**settings, encoder_cache_rows=30), images=images_of([first, second]))
+    prompt = [5] * 6 + [IMAGE_TOKEN] * 8 + [6] * 19
+
+    def cached_tokens(handle: int, image: bytes) -> int:
+        items = (MediaItem(image, 6, 8, 8, num_bytes=16),)
+        assert driver.add(handle, prompt, b"gateway", media=items, max_tokens=4) is None
+        driver.run()
+        assert driver.outputs[handle] == oracle(see(prompt, items), 4, ())
+        return driver.finishes[handle].num_cached_tokens
+
+    assert cached_tokens(0, first) == 0
+    store_and_restart(driver)
+    assert cached_tokens(1, second) == 4  # up to the image
+    assert cached_tokens(2, first) == NUM_CACHED
 
 
 def test_blocks_are_written_in_idle_time_only() -> None:
