@@ -44,9 +44,10 @@ class BucketFiles:
             import boto3
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError, ClientError
+            from urllib3.exceptions import HTTPError  # of a connection that ends while a body is read
         except ImportError as error:
             raise ConfigError(f"{place} needs boto3: pip install 'quire[s3]' ({error})") from error
-        self._errors: tuple[type[Exception], ...] = (BotoCoreError, ClientError)
+        self._errors: tuple[type[Exception], ...] = (BotoCoreError, ClientError, HTTPError)
         self._bucket, _, prefix = place.removeprefix(BUCKET_SCHEME).partition("/")
         self._root = f"{prefix.rstrip('/')}/{FOLDER}/".lstrip("/")
         self._own = f"{self._root}{layout}/"
@@ -140,11 +141,9 @@ class BucketFiles:
     @contextmanager
     def _as_os_errors(self) -> Iterator[None]:
         """Raise the store's errors as OSError, as the errors of a file system."""
-        from urllib3.exceptions import HTTPError  # of a connection that ends while a body is read
-
         try:
             yield
-        except (*self._errors, HTTPError) as error:
+        except self._errors as error:
             number = errno.ENOENT if _code(error) in _MISSING else errno.EIO
             raise OSError(number, f"{self.name}: {error}") from error
 

@@ -316,7 +316,7 @@ class KvDirectory:
         head += b"".join(map(_ENTRY.pack, keys, tags))
         head += self._tag_of_list(head)
         data_start = _data_start(len(blocks))
-        parts = [head.ljust(data_start, b"\0"), *(content for _, content in blocks)]
+        parts: list[bytes | memoryview] = [head.ljust(data_start, b"\0"), *(content for _, content in blocks)]
         for deleted in self._store.write(name, parts):
             changes.removed += self._forget(deleted)
         return _File(keys, tags, data_start)

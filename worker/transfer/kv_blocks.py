@@ -95,10 +95,13 @@ class KvBlocks:
     @property
     def memory(self) -> OwnMemory | None:
         """Where the blocks are, for `pieces` of a reader. Returns None if they are not in this process's memory."""
-        if self._stream is not None:
+        layers = [layer for layers in self._groups for layer in layers]
+        if self._stream is not None or not all(
+            part.is_contiguous() for each in layers for part in each.parts
+        ):
             return None
         if self._memory is None:
-            rows = [row for layers in self._groups for layer in layers for row in self._places(layer)]
+            rows = [row for layer in layers for row in self._places(layer)]
             self._memory = OwnMemory(np.array(rows, np.int64).ravel())
         return self._memory
 
@@ -141,7 +144,6 @@ class KvBlocks:
     def _places(layer: _Layer) -> Iterator[tuple[int, ...]]:
         """Yield where each part of a layer is: address, first head, heads, blocks, and its sub-block."""
         for part in layer.parts:
-            assert part.is_contiguous()
             yield part.data_ptr(), layer.first_head, part.shape[2], part.shape[0], layer.split, layer.place
 
     def mark_written(self) -> None:
