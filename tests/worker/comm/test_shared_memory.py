@@ -226,6 +226,10 @@ def test_killed_rank_is_named_before_deadline() -> None:
         ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: rank 1 has ended"
     ):
         comm.all_reduce(torch.ones(4))
+    with pytest.raises(ConnectionError, match="of rank 0 with the others of 2 failed: rank 1 has ended"):
+        comm.all_to_all(torch.ones(4, 2), [[2, 2], [0, 0]]).wait()
     comm.close()
     comm.close()
+    with pytest.raises(ConnectionError, match="rank 0 has left the group"):
+        comm.all_to_all(torch.ones(4, 2), [[2, 2], [0, 0]])
     del store
