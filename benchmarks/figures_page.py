@@ -481,6 +481,24 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Prefill and decode apart",
+        "prefill_split_server",
+        "Four clients stream short prompts while prompts of 1,500 tokens arrive, on two replicas of one thread of "
+        "the 60M-parameter shape: two equal ones, or one for prompts and one for the rest. The machine was busy.",
+        chosen(
+            split_server__equal__gap__p50="equal replicas: time between tokens, median",
+            split_server__roles__gap__p50="two roles: the same",
+            split_server__equal__gap__p99="equal replicas: time between tokens, 99 %",
+            split_server__roles__gap__p99="two roles: the same",
+            split_server__equal__gap__p999="equal replicas: time between tokens, 99.9 %",
+            split_server__roles__gap__p999="two roles: the same",
+            split_server__equal__long__first_token="equal replicas: first token of long prompts",
+            split_server__roles__long__first_token="two roles: the same",
+            split_server__equal__tokens="equal replicas: tokens of the four clients",
+            split_server__roles__tokens="two roles: the same",
+        ),
+    ),
+    Section(
         "Prefill and decode apart, simulated",
         "prefill_split",
         "Llama-3.1-8B on four H100s, steps of assumed times: four equal replicas, or one for prompts and three for "

@@ -4,7 +4,7 @@
 
 The address is that of a Ray cluster on this machine, with at least 8 CPUs. A random model of 60 million parameters,
 one thread per replica. Four clients stream short prompts one after the other, while another one sends prompts of
-1,500 tokens, each once, half a second after the end of the last. The gaps are those of the four clients, as they see
+1,500 tokens, each once, three seconds after the end of the last. The gaps are those of the four clients, as they see
 them. The load comes from this process, on the same two cores as the servers.
 
 Figures, of `equal` and of `roles`: ``split_server.<way>.gap.p50``, ``.p99`` and ``.p999``; ``.gap.longest``;
@@ -31,7 +31,7 @@ from quire import Client, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
 
 NUM_STREAMS, NUM_OUTPUT_TOKENS = 4, 150
-LONG_PROMPT_LEN, LONG_INTERVAL_S = 1500, 0.5
+LONG_PROMPT_LEN, LONG_INTERVAL_S = 1500, 3.0
 WARM_UP_S = 10.0
 READY_TIMEOUT_S = 300.0
 COMMON = "--num-kv-blocks", "2000", "--max-num-batched-tokens", "512", "--max-model-len", "2048"
