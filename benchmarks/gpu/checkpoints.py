@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,37 @@ SHARD_BYTES = 4 << 30
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], shapes: Shapes, dtype: str, device: str) -> int:
+# Name, shape and device |-> a tensor of a format of its own; None for one of the model's dtype.
+MakeWeight = Callable[[str, tuple[int, ...], str], Tensor | None]
+
+
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    shapes: Shapes,
+    dtype: str,
+    device: str,
+    make: MakeWeight = lambda name, shape, device: None,
+) -> int:
     """Write a model unless it is there; return the bytes of its weights."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
-        weight_map, total = _write_shards(folder, shapes, getattr(torch, dtype), device)
+        weight_map, total = _write_shards(folder, shapes, getattr(torch, dtype), device, make)
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
     return int(json.loads(index.read_text())["metadata"]["total_size"])
 
 
 def _write_shards(
-    folder: Path, shapes: Shapes, dtype: torch.dtype, device: str
+    folder: Path, shapes: Shapes, dtype: torch.dtype, device: str, make: MakeWeight
 ) -> tuple[dict[str, str], int]:
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     total, num_shards = 0, 0
     for name, shape in shapes:
-        tensor = random_weight(name, shape, dtype, device)
+        special = make(name, shape, device)
+        tensor = random_weight(name, shape, dtype, device) if special is None else special
         if shard and sum(each.nbytes for each in shard.values()) + tensor.nbytes > SHARD_BYTES:
             save_file(shard, folder / f"model-{num_shards:05}.safetensors")
             shard, num_shards = {}, num_shards + 1

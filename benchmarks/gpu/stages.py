@@ -44,6 +44,7 @@ STAGES = (
     Stage("variants", 130),
     Stage("adapters", 60),
     Stage("latents", 60),
+    Stage("slices", 150),
     Stage("drafts", 80),
     Stage("embeddings", 40),
     Stage("checks", 140),
@@ -52,7 +53,7 @@ STAGES = (
 PARTS = {
     "right": ("environment", "tokens", "smoke", "again", "checks"),
     "speed": ("environment", "engine", "reference", "variants", "latents"),
-    "kernels": ("environment", "kernels", "collectives", "adapters", "drafts", "embeddings"),
+    "kernels": ("environment", "kernels", "slices", "collectives", "adapters", "drafts", "embeddings"),
 }
 PART_S = 540.0
 
