@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
     )
     from .rank.runner import ModelRunner as ModelRunner
     from .rank.start_compilation import (
+        NO_COMPILATION as NO_COMPILATION,
         compile_at_start as compile_at_start,
         with_few_blocks as with_few_blocks,
     )
@@ -67,7 +68,7 @@ else:
             ".rank.device": "compute_device cuda_device_count on_device",
             ".rank.ops_state": "LibraryState cache_directory library_state",
             ".rank.runner": "ModelRunner",
-            ".rank.start_compilation": "compile_at_start with_few_blocks",
+            ".rank.start_compilation": "NO_COMPILATION compile_at_start with_few_blocks",
             ".rank.start_log": "StartRecord",
             ".rank.step_executor": "LaunchedStep",
             ".structured.compilation": "GrammarLibrary",

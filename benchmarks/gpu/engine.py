@@ -32,7 +32,8 @@ def run(record: Record, folder: Path, work: Path, sizes: Sizes) -> None:
     model = work / MODEL
     with record.case("write model"):
         record.add("engine.weights", write_llama(model, sizes.model, sizes.dtype, sizes.device), "bytes")
-    with record.case("graphs"), serving(record, model, sizes, "graphs") as server:
+    first = serving(record, model, sizes, "graphs", compiles_ahead=True)
+    with record.case("graphs"), first as server:
         measure_memory(record, server, sizes)
         measure_decodes(record, server, folder, sizes, "graphs", sizes.decodes)
         if record.begins("prefill", 10):

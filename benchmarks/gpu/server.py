@@ -30,6 +30,8 @@ class Server:
     """One engine.
 
     Args:
+        compiles_ahead: on a GPU, compile kernels beside the reading of weights, which costs some seconds where they
+            are in Triton's cache.
         options: engine options, beside the model.
 
     Attributes:
@@ -39,10 +41,10 @@ class Server:
         load_s: seconds from the start to ready.
     """
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, *, compiles_ahead: bool = False, **options: Any) -> None:
         started = time.perf_counter()
         config = resolve(EngineOptions(str(folder), skip_tokenizer_init=True, **options), Machine.this())
-        self.config, self.group = load_in_process(config)
+        self.config, self.group = load_in_process(config, compiles_ahead=compiles_ahead)
         self.load_s = time.perf_counter() - started
         self.scheduler = Scheduler(self.config)
         self._mailbox = InMemoryMailbox()

@@ -31,7 +31,15 @@ from ...proto.stream import (
     media_uploads,
 )
 from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
-from ...worker import LaunchedStep, ModelRunner, SingleRank, compile_at_start, compute_device, on_device
+from ...worker import (
+    NO_COMPILATION,
+    LaunchedStep,
+    ModelRunner,
+    SingleRank,
+    compile_at_start,
+    compute_device,
+    on_device,
+)
 from ..fleet.replica.loading_bar import LoadingBar
 from ..os_utils.stopwatch import Stopwatch
 from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle
@@ -123,10 +131,15 @@ class InProcessGroup:
             self._runner.close()
 
 
-def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]:
+def load_in_process(
+    config: EngineConfig, *, compiles_ahead: bool = True
+) -> tuple[EngineConfig, InProcessGroup]:
     """Load the model and allocate its KV cache; return the config with the number of blocks resolved, and the rank.
 
     A GPU is the current one of the calling thread.
+
+    Args:
+        compiles_ahead: on a GPU, compile kernels beside the reading of weights.
 
     Raises:
         ModelLoadError: the model directory cannot be read.
@@ -134,7 +147,7 @@ def load_in_process(config: EngineConfig) -> tuple[EngineConfig, InProcessGroup]
     """
     stopwatch = Stopwatch()
     device = compute_device(config.parallel.device)
-    compilation = compile_at_start(config, device)
+    compilation = compile_at_start(config, device) if compiles_ahead else NO_COMPILATION
     with LoadingBar(1) as bar:
         runner = ModelRunner(config, SingleRank(), partial(bar.update, 0), device=device)
     stopwatch.lap("weights")

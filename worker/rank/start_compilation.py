@@ -49,6 +49,9 @@ class NoCompilation:
         pass
 
 
+NO_COMPILATION = NoCompilation()
+
+
 @dataclass(frozen=True, slots=True)
 class CompileRequest:
     """Order to the process that compiles.
@@ -121,7 +124,7 @@ def compile_at_start(config: EngineConfig, device: torch.device) -> Compilation:
     """Begin to compile the variants of an engine's ranks on a GPU; on other devices do nothing."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" or is_interpreted or importlib.util.find_spec("triton") is None:
-        return NoCompilation()
+        return NO_COMPILATION
     # The fused kernels need the memory of other GPUs, and compile while the ranks warm up.
     config = replace(config, parallel=replace(config.parallel, fused_all_reduce=False))
     major, minor = torch.cuda.get_device_capability(device)
