@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -144,6 +148,33 @@ def test_a_killed_rank_changes_no_token_about_a_picture(
     assert received == expected
     assert recovered.num_recoveries == replica.num_recoveries + 1
     assert recovered.ranks[1].pid != replica.ranks[1].pid
+
+
+def test_batches_of_requests_have_pictures(
+    vision_server: ServerProcess, circle: str, square: str, tmp_path: Path
+) -> None:
+    requests = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": MODEL,
+                "max_tokens": 40,
+                "messages": [{"role": "user", "content": [part(image), {"type": "text", "text": QUESTION}]}],
+            },
+        }
+        for name, image in (("circle", circle), ("square", square))
+    ]
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(each) + "\n" for each in requests))
+    command = [sys.executable, "-m", "quire", "run-batch", str(source), str(out)]
+    subprocess.run([*command, "--url", vision_server.http_url], check=True, timeout=READY_TIMEOUT_S)
+    answers = {entry["custom_id"]: entry for entry in map(json.loads, out.read_text().splitlines())}
+    found = {
+        name: entry["response"]["body"]["choices"][0]["message"]["content"] for name, entry in answers.items()
+    }
+    assert found == {"circle": TRUTH, "square": OTHER_TRUTH}
 
 
 def test_example_describes_its_pictures(run_example: RunExample, vision_server: ServerProcess) -> None:
