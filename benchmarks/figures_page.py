@@ -183,6 +183,25 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Experts on four ranks",
+        "experts",
+        "A decode step of 32 rows of a small random DeepSeek-V3: 32 experts of which 4 are chosen, data-parallel "
+        "attention, four processes on two cores that had other work meanwhile, so that the times differ by chance. "
+        "Sent bytes are those between ranks per token and layer; those of all-reduces are computed. The routers "
+        "prefer some experts: the load of the busiest rank, as a multiple of the mean, is that of the same choices "
+        "with experts in order and where they have moved to.",
+        chosen(
+            all_reduce__sent_bytes="all-reduce (bytes)",
+            all_to_all__sent_bytes="all-to-all (bytes)",
+            balanced__sent_bytes="with moving experts (bytes)",
+            all_reduce__step_ms="all-reduce (ms)",
+            all_to_all__step_ms="all-to-all (ms)",
+            balanced__step_ms="with moving experts (ms)",
+            balanced__busiest_before="busiest rank before",
+            balanced__busiest_after="and after",
+        ),
+    ),
+    Section(
         "LoRA adapters",
         "lora",
         "A decode step of 64 rows of the 60M-parameter shape, float32, with adapters of rank 8 of every projection.",
