@@ -184,7 +184,9 @@ def two_threads() -> Iterator[None]:
 def _build_model(folder: Path, kind: str, seed: int, overrides: dict[str, Any]) -> Path:
     import torch
     import transformers
+    from model_kinds import register_text_models
 
+    register_text_models()
     tokenizer = _train_tokenizer()
     overrides = dict(overrides)
     how_to_save = overrides.pop("checkpoint", {})
@@ -260,6 +262,43 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     | {"indexer_types": ["full", "shared", "full", "shared"]},
     "glm4_moe_lite": _LATENT
     | {"q_lora_rank": 40, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
+    "mistral4": _LATENT
+    | {
+        "q_lora_rank": 40,
+        "topk_group": 3,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 500.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "minicpm3": {name: value for name, value in _LATENT.items() if "expert" not in name}
+    | {"q_lora_rank": 40, "scale_emb": 6, "scale_depth": 1.4, "dim_model_base": 128},
+    "axk1": _LATENT | {"q_lora_rank": 40, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "axk2": _LATENT
+    | {
+        "q_lora_rank": 40,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "topk_group": 3,
+        "gated_norm_rank": 6,
+    }
+    | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24},
+    "gemma4_unified_text": {
+        "num_hidden_layers": 6,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "sliding_window": 11,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "final_logit_softcapping": 5.0,
+    },
     "granite": {
         "embedding_multiplier": 6.0,
         "residual_multiplier": 0.5,

@@ -28,6 +28,7 @@ class Experts:
         group_score: score of a group: that of its best expert, ``max``, or the sum of its best two, ``top2``.
         correction_bias: a stored bias per expert is added to the scores that experts are selected by, but not to
             their weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
+        may_lack_correction: checkpoints without that bias are read, too.
         scale: multiplies the weights of a token's experts.
         shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
         shared_bias: the projections of that network have biases.
@@ -51,6 +52,7 @@ class Experts:
     num_top_groups: int = 1
     group_score: str = "max"
     correction_bias: bool = False
+    may_lack_correction: bool = False
     scale: float = 1.0
     shared_intermediate_size: int = 0
     shared_bias: bool = False
@@ -170,6 +172,11 @@ def _corrected_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     )
 
 
+def _grouped_softmax_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing of Mistral 4: softmax scores, and groups by their two best experts."""
+    return replace(_corrected_sigmoid_routing(experts, hf), score="softmax", correction_bias=False)
+
+
 def _gpt_oss_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     """Routing and experts of gpt-oss: biases everywhere, and a clamped activation."""
     clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])
@@ -201,6 +208,10 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
     "group_limited": _group_limited_routing,
     "corrected_sigmoid": _corrected_sigmoid_routing,
+    "grouped_softmax": _grouped_softmax_routing,
+    "optionally_corrected_sigmoid": lambda experts, hf: replace(
+        _corrected_sigmoid_routing(experts, hf), may_lack_correction=True
+    ),
     "biased_sigmoid": lambda experts, hf: replace(
         _corrected_sigmoid_routing(experts, hf), correction_bias=bool(hf.get("use_expert_bias"))
     ),

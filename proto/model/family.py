@@ -48,6 +48,7 @@ class Family:
         change_layers: returns the layers with what only this family reads from its (adapted) configuration.
         read_variant: returns DecoderSpec.variant of an adapted configuration.
         unused_prefixes: names of tensors of published checkpoints that are not read begin with one of these.
+        read_unused: returns further ones of an adapted configuration.
 
     The other fields are those of the specs.
     """
@@ -72,3 +73,4 @@ class Family:
     change_layers: Callable[[ModelConfig, Sequence[LayerSpec]], Sequence[LayerSpec]] | None = None
     read_variant: Callable[[dict[str, Any]], object] | None = None
     unused_prefixes: tuple[str, ...] = ()
+    read_unused: Callable[[dict[str, Any]], tuple[str, ...]] | None = None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from ..errors import ConfigError
-from .attention import FULL
+from .attention import FULL, QueryTemperature
 from .config_fields import required
 from .rope import yarn_scale
 
@@ -48,7 +48,11 @@ class MlaSpec:
         scale: multiplies the products of queries and keys.
         indexer: of sparse attention; None for attention to all tokens.
         rope: key of the rotary embedding in DecoderSpec.ropes.
-        has_gate: the sigmoid of a number per head, stored as ``g_proj``, multiplies its result.
+        gate: sigmoids multiply the results: of a projected number per ``head``, which are stored as ``g_proj``, or of
+            as many as values have, which are stored behind each head's ``query``; None for no gate.
+        joins_latents: queries are computed from their latent after the norm and before it, together.
+        latent_scale: multiplies the normalized latents of keys and values.
+        temperature: of the queries; None for none.
         has_indexer: the layer has one; otherwise it attends to the tokens that the last layer with one has selected.
     """
 
@@ -63,7 +67,10 @@ class MlaSpec:
     rope: str = FULL
     indexer: IndexerSpec | None = None
     has_indexer: bool = False
-    has_gate: bool = False
+    gate: str | None = None
+    joins_latents: bool = False
+    latent_scale: float = 1.0
+    temperature: QueryTemperature | None = None
 
     @property
     def qk_dim(self) -> int:

@@ -58,7 +58,9 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         else read_experts(model, family.experts, has_bias=bool(hf.get(fields.mlp_bias))),
         tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
         head_bias=fields.head_bias is not None and bool(hf.get(fields.head_bias)),
-        draft_prefixes=mtp_prefixes(model) + family.unused_prefixes,
+        draft_prefixes=mtp_prefixes(model)
+        + family.unused_prefixes
+        + (() if family.read_unused is None else family.read_unused(hf)),
         names=family.names,
         variant=None if family.read_variant is None else family.read_variant(hf),
     )
@@ -111,7 +113,8 @@ def _read_mixers(model: ModelConfig, family: Family) -> Sequence[AttentionSpec |
             f"{model.name}: config.json describes {len(layer_types)} layers and has {model.num_layers}"
         )
     if family.is_latent:
-        mla = read_mla(model, family.indexer_interleaved)
+        temperature, _ = _read_temperature(hf)
+        mla = replace(read_mla(model, family.indexer_interleaved), temperature=temperature)
         is_sparse = family.indexer_interleaved is not None
         has_indexer = read_indexer_layers(model) if is_sparse else [False] * model.num_layers
         return [replace(mla, has_indexer=own) for own in has_indexer]

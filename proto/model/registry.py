@@ -13,6 +13,7 @@ from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
 from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba, mimo, zamba
+from .families.latent_attention import AXK_1, AXK_2, DEEPSEEK, DEEPSEEK_EXPERTS, MINICPM_3, MISTRAL_4
 from .family import Family, FieldNames
 from .mla import MlaSpec
 from .parallel_split import WHOLE_MODEL, Stage
@@ -39,8 +40,6 @@ _COHERE = Family(
 _ERNIE = Family(
     fields=FieldNames(qkv_bias="use_bias", output_bias="use_bias", mlp_bias="use_bias"), interleaved_rope=True
 )
-_DEEPSEEK_EXPERTS = ExpertFields("n_routed_experts", "moe_intermediate_size", routing="corrected_sigmoid")
-_DEEPSEEK = Family(qkv_bias=False, is_latent=True, experts=_DEEPSEEK_EXPERTS)
 _LOCAL_EXPERTS = ExpertFields("num_local_experts", "intermediate_size", normalized=True)
 _HUNYUAN = Family(qk_norm=QkNorm("rotated_head", ("query_layernorm", "key_layernorm")))
 
@@ -73,6 +72,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": gemma.GEMMA_3,
     "Gemma3nForCausalLM": gemma.GEMMA_3N,
     "Gemma4ForCausalLM": gemma.GEMMA_4,
+    "Gemma4UnifiedForCausalLM": gemma.GEMMA_4,
     "RecurrentGemmaForCausalLM": gemma.RECURRENT_GEMMA,
     "Phi3ForCausalLM": Family(qkv_bias=False, fused_qkv=True, fused_gate_up=True, all_layers_windowed=True),
     "Olmo2ForCausalLM": Family(qk_norm=QkNorm("projection"), norms=_AFTER_ONLY),
@@ -91,7 +91,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM": Family(
         fields=FieldNames(output_bias=None, qk_norm="use_qk_norm"),
         qk_norm=QkNorm("head"),
-        experts=_DEEPSEEK_EXPERTS,
+        experts=DEEPSEEK_EXPERTS,
     ),
     "MiniMaxM2ForCausalLM": Family(
         qkv_bias=False,
@@ -159,13 +159,17 @@ FAMILIES = {
     "GPTJForCausalLM": gptj.FAMILY,
     "Llama4ForCausalLM": llama4.FAMILY,
     "DeepseekV2ForCausalLM": replace(
-        _DEEPSEEK, experts=replace(_DEEPSEEK_EXPERTS, normalized=False, routing="group_limited")
+        DEEPSEEK, experts=replace(DEEPSEEK_EXPERTS, normalized=False, routing="group_limited")
     ),
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "YoutuForCausalLM": replace(_DEEPSEEK, experts=None),
-    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
-    "DeepseekV32ForCausalLM": replace(_DEEPSEEK, indexer_interleaved=False),
-    "GlmMoeDsaForCausalLM": replace(_DEEPSEEK, indexer_interleaved=True),
+    "DeepseekV3ForCausalLM": DEEPSEEK,
+    "YoutuForCausalLM": replace(DEEPSEEK, experts=None),
+    "Glm4MoeLiteForCausalLM": DEEPSEEK,
+    "DeepseekV32ForCausalLM": replace(DEEPSEEK, indexer_interleaved=False),
+    "GlmMoeDsaForCausalLM": replace(DEEPSEEK, indexer_interleaved=True),
+    "Mistral4ForCausalLM": MISTRAL_4,
+    "MiniCPM3ForCausalLM": MINICPM_3,
+    "AXK1ForCausalLM": AXK_1,
+    "AXK2ForCausalLM": AXK_2,
     "Qwen3NextForCausalLM": gated_delta_nets.QWEN_3_NEXT,
     "Qwen3_5ForCausalLM": gated_delta_nets.QWEN_3_5,
     "Qwen3_5MoeForCausalLM": gated_delta_nets.QWEN_3_5_MOE,
@@ -218,6 +222,7 @@ TEXT_MODELS = {
     "SmolVLMForConditionalGeneration": _CHOSEN_TEXT,
     "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
@@ -227,6 +232,7 @@ TEXT_MODELS = {
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
     },
 }
 # Model type of a text model within another |-> fields of its configuration as the same model alone has them.

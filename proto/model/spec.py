@@ -21,6 +21,8 @@ class Norms:
 
     Attributes:
         kind: ``rms``, or ``layer`` with a bias, or ``layer_without_bias``.
+        gated: fields above whose norms have a gate: the sigmoid of a network of `gate_rank` inner numbers, which
+            reads the normalized numbers, multiplies them.
         offset: added to the weights of all norms, also of queries and keys, which are RMSNorms.
     """
 
@@ -30,6 +32,8 @@ class Norms:
     after_mlp: str | None = None
     kind: str = "rms"
     offset: float = 0.0
+    gated: tuple[str, ...] = ()
+    gate_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,6 @@ MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types that are refused before anything of them is loaded |-> reason.
 _REFUSED = {
-    "gemma4_unified_text": "its layers have heads of different sizes, and some share the keys and values of others",
     "jetmoe": "its experts have keys and values of other shapes than its configuration",
     "hrm_text": "its layers are computed several times per token, each time with other keys and values",
     "diffllama": "its layers attend twice",

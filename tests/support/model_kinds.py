@@ -170,6 +170,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {},
     "glm4_moe_lite": {},
     "glm4_moe_lite-dense": {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
+    "mistral4": {},
+    "mistral4-dense": {"first_k_dense_replace": 3, "q_lora_rank": None, "rope_interleave": False},
+    "minicpm3": {},
+    "minicpm3-tied": {"tie_word_embeddings": True, "q_lora_rank": None, "scale_emb": 1, "dim_model_base": 32},
+    "axk1": {},
+    "axk1-current-names": {"checkpoint": {"save_original_format": False}},
+    "axk2": {},
+    "axk2-one-group": {"n_group": None, "topk_group": None, "index_topk": 64},
     "smollm3": {"no_rope_layer_interval": 2},
     "glm": {},
     "glm4": {"attention_bias": True},
@@ -214,6 +222,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "attention_k_eq_v": False,
     },
+    "gemma4_unified_text": {},
     # Served with the modules of transformers.
     "gpt2": {},
     "gpt_neox": {},
@@ -324,6 +333,18 @@ TYPICAL = {
 
 # Kinds that not all supported versions of transformers have |-> architecture, served since transformers 5.24.
 SINCE_5_24 = {"apertus1p5_text": "Apertus1p5TextForCausalLM", "codegen": "CodeGenForCausalLM"}
+
+
+# Kinds that transformers has as text models within others only |-> architecture.
+TEXT_ONLY = {"mistral4": "Mistral4ForCausalLM"}
+
+
+def register_text_models() -> None:
+    """Let transformers' AutoModelForCausalLM make the kinds of TEXT_ONLY."""
+    for kind, architecture in TEXT_ONLY.items():
+        config_class = transformers.CONFIG_MAPPING[kind]
+        model_class = getattr(transformers, architecture)
+        transformers.AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
 
 def is_installed(kind: str) -> bool:

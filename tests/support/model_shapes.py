@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from model_kinds import TEXT_ONLY
+
 from quire.cluster.config.model_config import describe_model
 from quire.proto.config import ModelConfig
 from quire.proto.model.registry import FAMILIES, NO_KV, kv_layers
@@ -37,7 +39,7 @@ def registered_models() -> tuple[ModelConfig, ...]:
 
     models = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for kind, names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | TEXT_ONLY).items():
             name = names if isinstance(names, str) else names[0]
             if name in FAMILIES:
                 config = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [name]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from model_kinds import KINDS, SINCE_5_24, model_type_of, ranks_for
+from model_kinds import KINDS, SINCE_5_24, TEXT_ONLY, model_type_of, ranks_for
 from published_checkpoints import CHECKPOINTS, Published
 from quantized_models import SCHEMES
 from state_kinds import STATE_KINDS
@@ -33,7 +33,8 @@ def architectures() -> dict[str, list[str]]:
 
     found: dict[str, list[str]] = {}
     for kind in (*KINDS, *STATE_KINDS):
-        names = SINCE_5_24.get(kind) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type_of(kind)]
+        family = model_type_of(kind)
+        names = SINCE_5_24.get(kind) or TEXT_ONLY.get(family) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
         found.setdefault(names if isinstance(names, str) else names[0], []).append(kind)
     return found
 

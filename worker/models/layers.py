@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import GATED_ACTIVATIONS
+from ...kernels.norm import rms_norm
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.rope import Rope
 from ..comm.shard import Shard
-from ..weights.linear_weight import Float8Weight, PlainWeight
+from ..weights.linear_weight import Float8Weight, LinearWeight, PlainWeight
 from ..weights.weight_slice import RowOrder, WeightSlice
 from .load_context import LoadContext
 
@@ -170,6 +171,35 @@ class LayerNorm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         normed = F.layer_norm(x, self.weight.shape[-1:], None, None, self.eps)
         return normed * self.weight if self.bias is None else normed * self.weight + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """RMSNorm whose result is multiplied by a gate, the sigmoid of a small network that reads it.
+
+    Attributes:
+        weight: [E], of the norm.
+        down, up: layers of the network, to its inner numbers and back.
+    """
+
+    weight: Tensor
+    down: LinearWeight
+    up: LinearWeight
+    eps: float
+
+    @staticmethod
+    def read(load: LoadContext, name: str, size: int, rank: int, eps: float) -> GatedNorm:
+        """Return the norm of a checkpoint, which every rank holds in full."""
+        down, up = (
+            load.linear([WeightSlice(f"{name}.mlp.{own}", shape, 0, 0, shape[0])], allow_online=False)
+            for own, shape in (("fc1", (rank, size)), ("fc2", (size, rank)))
+        )
+        return GatedNorm(load.norm(f"{name}.norm", size), down, up, eps)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the normalized tensor."""
+        normed = rms_norm(x, self.weight, self.eps)
+        return normed * self.up.multiply(F.silu(self.down.multiply(normed))).sigmoid()
 
 
 class RotaryTable:

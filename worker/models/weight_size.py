@@ -64,15 +64,18 @@ def make_meta_model(model: ModelConfig) -> nn.Module:
     import torch
 
     transformers = import_transformers()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     fields: dict[str, Any] = {
         name: value for name, value in model.hf.items() if name != "quantization_config"
     }
     try:
+        config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"):
-            module = transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.for_model(**fields)
-            )
+            if model.hf["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+                module = transformers.AutoModelForCausalLM.from_config(config)
+            else:  # a text model that transformers makes within others only
+                module = getattr(transformers, model.architecture)(config)
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{model.name}: {first_line(error)}") from error
     module.tie_weights()

@@ -65,7 +65,7 @@ def _change_bailing_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> l
     delta, changed = _delta(model, is_low_rank=False, decay_bound=bound), []
     for layer, is_linear in zip(layers, model.hf["is_linear"], strict=True):
         assert isinstance(layer.mixer, MlaSpec)
-        changed.append(replace(layer, mixer=delta if is_linear else replace(layer.mixer, has_gate=True)))
+        changed.append(replace(layer, mixer=delta if is_linear else replace(layer.mixer, gate="head")))
     return changed
 
 

@@ -34,8 +34,84 @@ def draw_mimo_v2_flash(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def draw_latent(rng: random.Random) -> dict[str, Any]:
+    """Return overrides of latent attention."""
+    num_heads, qk_rope_head_dim = rng.choice((4, 8, 12)), rng.choice((8, 16))
+    return {
+        "hidden_size": num_heads * rng.choice((6, 8)),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "num_hidden_layers": rng.randint(2, 4),
+        "kv_lora_rank": rng.choice((16, 40, 48)),
+        "q_lora_rank": rng.choice((20, 24)),
+        "qk_nope_head_dim": rng.choice((8, 12, 16)),
+        "qk_rope_head_dim": qk_rope_head_dim,
+        "head_dim": qk_rope_head_dim,  # as transformers derives it
+        "v_head_dim": rng.choice((6, 8, 16)),
+    }
+
+
+def draw_mixture(rng: random.Random) -> dict[str, Any]:
+    """Return overrides of latent attention and of group-limited routing; some layers are dense."""
+    num_groups, latent = rng.choice((1, 2, 4)), draw_latent(rng)
+    return latent | {
+        "n_group": num_groups,
+        "topk_group": rng.randint(1, num_groups),
+        "num_experts_per_tok": 2,
+        "n_shared_experts": rng.randint(1, 2),
+        "mlp_layer_types": [rng.choice(("dense", "sparse")) for _ in range(latent["num_hidden_layers"])],
+    }
+
+
+def draw_mistral4(rng: random.Random) -> dict[str, Any]:
+    """Return overrides with queries whose temperature changes early."""
+    fields = draw_mixture(rng) | {"first_k_dense_replace": rng.randint(0, 2)}
+    del fields["mlp_layer_types"]
+    fields["head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+    rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    rope |= {
+        "original_max_position_embeddings": rng.choice((8, 32)),
+        "llama_4_scaling_beta": rng.choice((0.1, 0.5)),
+    }
+    return fields | {"rope_parameters": rope, "rope_interleave": rng.random() < 0.5}
+
+
+def draw_minicpm3(rng: random.Random) -> dict[str, Any]:
+    """Return overrides with scales of embeddings, residual and logits."""
+    scales = {"scale_emb": rng.choice((1, 6)), "scale_depth": rng.choice((0.7, 1.4)), "dim_model_base": 256}
+    return draw_latent(rng) | scales | {"q_lora_rank": rng.choice((None, 24))}
+
+
+def draw_axk2(rng: random.Random) -> dict[str, Any]:
+    """Return overrides with gates of norms and values, and indexers."""
+    fields = draw_mixture(rng) | {
+        "gated_norm_rank": rng.randint(3, 8),
+        "index_topk": rng.choice((1, 7, 16, 64)),
+    }
+    return fields | {"index_head_dim": fields["qk_rope_head_dim"] + rng.choice((0, 8))}
+
+
+def draw_gemma4_unified(rng: random.Random) -> dict[str, Any]:
+    """Return overrides with heads of two sizes, and layers that share keys and values."""
+    return {
+        "head_dim": rng.choice((8, 16)),
+        "global_head_dim": rng.choice((16, 32)),
+        "num_global_key_value_heads": rng.choice((1, 2, 4)),
+        "num_kv_shared_layers": rng.choice((0, 2)),
+        "attention_k_eq_v": rng.random() < 0.5,
+        "sliding_window": rng.randint(1, 40),
+    }
+
+
 # Model type |-> function that draws overrides of its configuration.
-KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {"mimo_v2_flash": draw_mimo_v2_flash}
+KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "mimo_v2_flash": draw_mimo_v2_flash,
+    "mistral4": draw_mistral4,
+    "minicpm3": draw_minicpm3,
+    "axk1": draw_mixture,
+    "axk2": draw_axk2,
+    "gemma4_unified_text": draw_gemma4_unified,
+}
 
 
 @pytest.mark.parametrize("seed", range(NUM_CONFIGS))

@@ -35,6 +35,8 @@ WINDOWS = {
     "gemma3n_text-2": [0, 11],
     "gemma3n_text-4": [0, 11],
     "mimo_v2_flash-2": [0, 11, 11],
+    "mistral4-2": [0],
+    "axk2-2": [0],
     "gptj-1": [0],
     "gptj-2": [0],
     "gptj-4": [0],
@@ -56,6 +58,8 @@ SCARCE_BLOCKS = {
     "gemma4_text_narrow": 40,
     "gemma3n_text": 40,
     "mimo_v2_flash": 44,
+    "mistral4": 28,
+    "axk2": 28,
     "gptj": 28,
     "qwen3_moe": 28,
     "llama4_text": 56,  # blocks of four cache groups

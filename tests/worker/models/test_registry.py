@@ -51,7 +51,7 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("T5ForConditionalGeneration", "t5", "encoder and a decoder"),
         ("ZambaForCausalLM", "zamba", "recurrent state"),
         ("XGLMForCausalLM", "xglm", "does not go through transformers' attention interface"),
-        ("Gemma4UnifiedForCausalLM", "gemma4_unified_text", "heads of different sizes"),
+        ("DiffLlamaForCausalLM", "diffllama", "its layers attend twice"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
         ("LongcatFlashForCausalLM", "longcat_flash", "multi-head latent attention"),

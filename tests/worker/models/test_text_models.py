@@ -44,6 +44,18 @@ PUBLISHED = {
         "language_model.model.",
         "language_model.lm_head.",
     ),
+    "mistral4": (
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        "language_model.model.",
+        "language_model.lm_head.",
+    ),
+    "gemma4_unified_text": (
+        "gemma4_unified",
+        "Gemma4UnifiedForConditionalGeneration",
+        "model.language_model.",
+        "lm_head.",
+    ),
     "ministral3": (
         "mistral3",
         "Mistral3ForConditionalGeneration",
@@ -101,10 +113,10 @@ def test_other_text_models_are_refused(tmp_path: Path) -> None:
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
         "model_type": "mistral3",
-        "text_config": {"model_type": "mistral4"},
+        "text_config": {"model_type": "mixtral"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    words = "served with a text model of type mistral or ministral3, not 'mistral4'"
+    words = "served with a text model of type mistral, ministral3 or mistral4, not 'mixtral'"
     with pytest.raises(ConfigError, match=words):
         describe_model(tmp_path, "it")
 

@@ -20,6 +20,7 @@ from ...weights.weight_slice import WeightSlice
 from ..llama.decoder import Decoder
 from ..llama.decoder_layer import DecoderLayer
 from ..load_context import LoadContext
+from ..mixers.head_steps import TEMPERATURE
 from ..vocab_parallel import NoHead
 
 
@@ -79,8 +80,11 @@ class MtpHead:
         residual = self.projection.multiply(torch.cat(parts[::-1] if self.is_hidden_first else parts, dim=-1))
         assert self.layer.attention is not None
         rope = self.layer.attention.rope
-        rotation = (None, None) if rope is None else self.target.rotary[rope].at(inputs.own(positions))
-        x = self.layer.forward(None, residual, {rope: rotation}, kv_caches[0], inputs)
+        own = inputs.own(positions)
+        rotations = {rope: (None, None) if rope is None else self.target.rotary[rope].at(own)}
+        if self.target.temperature is not None:
+            rotations[TEMPERATURE] = self.target.temperature.at(own), None
+        x = self.layer.forward(None, residual, rotations, kv_caches[0], inputs)
         return self.layer.add(x, residual, self.norm if self.feeds_normed else None)
 
     def logits(self, hidden: Tensor) -> Tensor:

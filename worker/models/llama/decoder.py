@@ -64,8 +64,9 @@ class Decoder:
         own_layers = self.stage.part(spec.layers)
         mixers = [layer.mixer for layer in own_layers]
         for own in mixers:
-            if isinstance(own, AttentionSpec) and own.temperature is not None and self.temperature is None:
-                self.temperature = TemperatureTable(load, own.temperature, num_positions)
+            temperature = own.temperature if isinstance(own, AttentionSpec | MlaSpec) else None
+            if temperature is not None and self.temperature is None:
+                self.temperature = TemperatureTable(load, temperature, num_positions)
         # A head on another rank has a weight of its own.
         shares_head = spec.tied_embeddings and has_head and self.stage.count == 1
         self.entry: VocabParallelEmbedding | PreviousStage = (
@@ -186,7 +187,7 @@ class Decoder:
             return normed if self.stage.is_last else self._send(hidden)  # which it has added to
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {None: (None, None)}
         rotations.update(rotated.items())
-        rotations.update(self.other_inputs(token_ids, positions, hidden, media))
+        rotations.update(self.other_inputs(token_ids, inputs.own(positions), hidden, media))
         x: Tensor | PartialSum | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -224,6 +225,7 @@ class Decoder:
         """Return what layers read of a step's tokens besides cosines and sines.
 
         Args:
+            positions: of the tokens that this rank attends for.
             hidden: the embedded tokens and images.
         """
         return {} if self.temperature is None else {TEMPERATURE: (self.temperature.at(positions), None)}

@@ -18,7 +18,7 @@ from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec, LayerSpec, ResidualFactors
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
-from ..layers import ColumnParallelLinear, LayerNorm, PartialSum, Rotations
+from ..layers import ColumnParallelLinear, GatedNorm, LayerNorm, PartialSum, Rotations
 from ..load_context import LoadContext
 from ..mixers.attention import Attention
 from ..mixers.mla import MlaAttention
@@ -27,8 +27,8 @@ from ..mlp import Mlp, UngatedMlp
 from ..moe.moe import MixtureOfExperts
 from ..output_tokens import OutputTokens
 
-# The weight of an RMSNorm, or a LayerNorm.
-Norm = Tensor | LayerNorm
+# The weight of an RMSNorm, or a norm of another kind.
+Norm = Tensor | LayerNorm | GatedNorm
 
 
 class Mixer(Protocol):
@@ -56,10 +56,15 @@ class DecoderLayer:
     """Attention and feed-forward network, each added to the residual, with norms before, after, or both."""
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        norms = layer.norms or spec.norms
+
         def norm(own_name: str | None) -> Norm | None:
+            if own_name is not None and own_name in [getattr(norms, field) for field in norms.gated]:
+                return GatedNorm.read(
+                    load, f"{name}.{own_name}", spec.hidden_size, norms.gate_rank, spec.norm_eps
+                )
             return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
 
-        norms = layer.norms or spec.norms
         self.residual_factors = layer.residual_factors
         is_plain = (
             spec.residual_scale == 1.0
@@ -247,7 +252,7 @@ class DecoderLayer:
             x = self.comm.all_reduce(x.part)
         if norm is None:
             return residual if x is None else residual.add_(x)
-        if isinstance(norm, LayerNorm):
+        if not isinstance(norm, Tensor):
             return norm.apply(residual if x is None else residual.add_(x))
         if x is None:
             return rms_norm(residual, norm, self.norm_eps)
@@ -264,7 +269,7 @@ class DecoderLayer:
         if isinstance(x, PartialSum):
             return x
         if norm is not None:
-            x = norm.apply(x) if isinstance(norm, LayerNorm) else rms_norm(x, norm, self.norm_eps)
+            x = rms_norm(x, norm, self.norm_eps) if isinstance(norm, Tensor) else norm.apply(x)
         return x if self.residual_scale == 1.0 else x.mul_(self.residual_scale)
 
 
@@ -286,7 +291,7 @@ def make_dense_layer(
     before_attention, before_mlp, after_attention, after_mlp = norms
     if not isinstance(before_attention, Tensor) or not isinstance(before_mlp, Tensor):
         return None
-    if isinstance(after_attention, LayerNorm) or isinstance(after_mlp, LayerNorm):
+    if not isinstance(after_attention, Tensor | None) or not isinstance(after_mlp, Tensor | None):
         return None
     has_more = (
         bool(attention.steps)

@@ -24,6 +24,7 @@ from ...comm.shard import Shard
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, PartialSum, Projection, Rotations, RowParallelLinear
 from ..load_context import LoadContext
+from .head_steps import TEMPERATURE
 from .indexer import Indexer, index_keys
 
 # Of the norms of latents, which configurations do not state.
@@ -48,7 +49,8 @@ class MlaAttention:
         self.rope: str | None = sizes.rope
         hidden, heads = spec.hidden_size, sizes.num_heads
         self.hidden_size = hidden
-        queries = load.head_shard(heads, sizes.qk_dim)
+        # A gate that is stored with the queries follows each head's.
+        queries = load.head_shard(heads, sizes.qk_dim + (sizes.v_head_dim if sizes.gate == "query" else 0))
         latents = Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, sizes.attended_dim))
         first = Projection(f"{name}.q_proj", queries)
         self.q_norm: Tensor | None = None
@@ -56,21 +58,22 @@ class MlaAttention:
         if sizes.query_rank is not None:
             first = Projection(f"{name}.q_a_proj", Shard(0, 1, sizes.query_rank))
             self.q_norm = load.norm(f"{name}.q_a_layernorm", sizes.query_rank)
+            rank = 2 * sizes.query_rank if sizes.joins_latents else sizes.query_rank
             self.q_up = ColumnParallelLinear(
-                load, [Projection(f"{name}.q_b_proj", queries)], sizes.query_rank, bias=False
+                load, [Projection(f"{name}.q_b_proj", queries)], rank, bias=False
             )
         # The queries, or their latents, then the latents of keys and values.
         self.qkv = ColumnParallelLinear(
-            load, [first, latents], hidden, bias=False, shares_input=sizes.has_indexer or sizes.has_gate
+            load, [first, latents], hidden, bias=False, shares_input=sizes.has_indexer or sizes.gate == "head"
         )
         self.gate: ColumnParallelLinear | None = None
-        if sizes.has_gate:
+        if sizes.gate == "head":
             gates = Projection(f"{name}.g_proj", load.head_shard(heads, 1))
             self.gate = ColumnParallelLinear(load, [gates], hidden, bias=False, shares_input=True)
         self.indexer: Indexer | None = None
         if sizes.has_indexer:
             self.indexer = Indexer(load, spec.hidden_size, sizes, f"{name}.indexer")
-        self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank)
+        self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank).mul_(sizes.latent_scale)
         rows = load.head_shard(heads, sizes.qk_nope_head_dim + sizes.v_head_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
         # [Hq, N + V, C]. Quantized checkpoints are dequantized: parts of it are multiplied from both sides.
@@ -113,9 +116,19 @@ class MlaAttention:
         q_latent, latents = projected[:, : -sizes.attended_dim], projected[:, -sizes.attended_dim :]
         q = q_latent
         if self.q_up is not None and self.q_norm is not None:
-            q_latent = rms_norm(q_latent, self.q_norm, _EPS)
-            q = self.q_up.forward(q_latent)
-        q = q.unflatten(1, (-1, sizes.qk_dim))
+            stored, q_latent = q_latent, rms_norm(q_latent, self.q_norm, _EPS)
+            q = self.q_up.forward(torch.cat((q_latent, stored), dim=1) if sizes.joins_latents else q_latent)
+        gate: Tensor | None = None
+        if sizes.gate == "query":
+            heads = q.unflatten(1, (-1, sizes.qk_dim + sizes.v_head_dim))
+            q, gate = heads[..., : sizes.qk_dim].contiguous(), heads[..., sizes.qk_dim :]
+        else:
+            q = q.unflatten(1, (-1, sizes.qk_dim))
+        if self.gate is not None:
+            gate = self.gate.forward(x).unsqueeze(-1)
+        if sizes.temperature is not None:
+            factors, _ = rotations[TEMPERATURE]
+            q *= factors
         cos, sin = rotations[self.rope]
         assert cos is not None
         assert sin is not None
@@ -130,12 +143,8 @@ class MlaAttention:
             q, latents, kv_cache.blocks, inputs.slot_mapping, cos, sin, self.norm, _EPS, sizes.interleaved,
             kv_cache.scales, keys,
         )  # fmt: skip
-        if not self._is_sparse(kv_cache, inputs):
-            attended = self._attend(q, kv_cache, inputs)
-            if self.gate is not None:
-                attended = attended * self.gate.forward(x).sigmoid().unsqueeze(-1)
-            return attended.flatten(1)
-        if self.indexer is not None:
+        is_sparse = self._is_sparse(kv_cache, inputs)
+        if is_sparse and self.indexer is not None:
             assert isinstance(x, Tensor)
             inputs.choices[:] = [
                 self.indexer.choose(
@@ -143,7 +152,11 @@ class MlaAttention:
                     *inputs.tokens_as_sequences(len(q)), kv_cache.scales, self._num_absorbed(inputs, len(q)),
                 )
             ]  # fmt: skip
-        return self._attend_chosen(q, kv_cache, inputs, inputs.choices[0]).flatten(1)
+        if is_sparse:
+            attended = self._attend_chosen(q, kv_cache, inputs, inputs.choices[0])
+        else:
+            attended = self._attend(q, kv_cache, inputs)
+        return (attended if gate is None else attended * gate.sigmoid()).flatten(1)
 
     def _is_sparse(self, kv_cache: LayerCache, inputs: AttentionInputs) -> bool:
         """Return whether a sequence may have more tokens than a query attends to; known without reading lengths."""

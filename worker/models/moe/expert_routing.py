@@ -43,7 +43,9 @@ class ExpertRouter:
         bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
         self.bias = bias.float() if bias is not None and self._in_float32 else bias
         self.correction: Tensor | None = None
-        if experts.correction_bias:
+        if experts.correction_bias and not (
+            experts.may_lack_correction and not load.checkpoint.has(correction_name)
+        ):
             # Stored in float32: rounded to bfloat16, those of similar experts would be equal. Some checkpoints store
             # a leading dimension of 1.
             shape = *load.checkpoint.shape_of(correction_name)[:-1], experts.count
