@@ -262,6 +262,21 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     | {"indexer_types": ["full", "shared", "full", "shared"]},
     "glm4_moe_lite": _LATENT
     | {"q_lora_rank": 40, "mlp_layer_types": ["dense", "sparse", "sparse"], "n_group": 1, "topk_group": 1},
+    "longcat_flash": {
+        "num_layers": 2,
+        "num_key_value_heads": 8,
+        "kv_lora_rank": 48,
+        "q_lora_rank": 40,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+        "ffn_hidden_size": 96,
+        "n_routed_experts": 6,
+        "zero_expert_num": 3,
+        "moe_topk": 4,
+        "expert_ffn_hidden_size": 32,
+        "routed_scaling_factor": 2.0,
+    },
     "mistral4": _LATENT
     | {
         "q_lora_rank": 40,
@@ -367,6 +382,7 @@ _KINDS_LACK = (
         ),
         ("head_dim", "num_key_value_heads"),
     )
+    | {"longcat_flash": ("num_hidden_layers", "intermediate_size")}
     | dict.fromkeys(("ctrl", "dbrx"), (*_RENAMED, "head_dim", "num_key_value_heads"))
 )
 

@@ -30,6 +30,7 @@ class Experts:
             their weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
         may_lack_correction: checkpoints without that bias are read, too.
         scale: multiplies the weights of a token's experts.
+        num_zero: further experts that the router scores, whose result is their input (*LongCat-Flash*, 2025).
         shared_intermediate_size: of a feed-forward network that every token passes besides its experts; 0 for none.
         shared_bias: the projections of that network have biases.
         shared_gate: each token's result of that network is multiplied by the sigmoid of a linear layer.
@@ -54,6 +55,7 @@ class Experts:
     correction_bias: bool = False
     may_lack_correction: bool = False
     scale: float = 1.0
+    num_zero: int = 0
     shared_intermediate_size: int = 0
     shared_bias: bool = False
     shared_gate: bool = False
@@ -64,6 +66,11 @@ class Experts:
     jitter: float = 0.0
     gated: bool = True
     latent_size: int = 0
+
+    @property
+    def num_scored(self) -> int:
+        """Number of experts that the router scores."""
+        return self.count + self.num_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +224,12 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     ),
     "ungated_sigmoid": _ungated_sigmoid_routing,
     "gpt_oss": _gpt_oss_routing,
+    "zero_experts": lambda experts, hf: replace(
+        experts,
+        correction_bias=True,
+        scale=float(hf.get("routed_scaling_factor") or 1.0),
+        num_zero=hf.get("zero_expert_num") or 0,
+    ),
     "top_k_softmax": lambda experts, hf: replace(experts, score="softmax_of_top_k"),
     "llama4": _llama4_routing,
     "sparsemixer": _sparsemixer_routing,

@@ -12,7 +12,18 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
-from .families import gated_delta_nets, gemma, gptj, lfm, linear_attention, llama4, mamba, mimo, zamba
+from .families import (
+    gated_delta_nets,
+    gemma,
+    gptj,
+    lfm,
+    linear_attention,
+    llama4,
+    longcat,
+    mamba,
+    mimo,
+    zamba,
+)
 from .families.latent_attention import AXK_1, AXK_2, DEEPSEEK, DEEPSEEK_EXPERTS, MINICPM_3, MISTRAL_4
 from .family import Family, FieldNames
 from .mla import MlaSpec
@@ -166,6 +177,7 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "DeepseekV32ForCausalLM": replace(DEEPSEEK, indexer_interleaved=False),
     "GlmMoeDsaForCausalLM": replace(DEEPSEEK, indexer_interleaved=True),
+    "LongcatFlashForCausalLM": longcat.FLASH,
     "Mistral4ForCausalLM": MISTRAL_4,
     "MiniCPM3ForCausalLM": MINICPM_3,
     "AXK1ForCausalLM": AXK_1,

@@ -170,6 +170,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {},
     "glm4_moe_lite": {},
     "glm4_moe_lite-dense": {"mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": None},
+    "longcat_flash": {},
+    "longcat_flash-one-pair": {"num_layers": 1, "n_routed_experts": 5, "moe_topk": 2, "zero_expert_num": 0},
     "mistral4": {},
     "mistral4-dense": {"first_k_dense_replace": 3, "q_lora_rank": None, "rope_interleave": False},
     "minicpm3": {},

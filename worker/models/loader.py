@@ -14,6 +14,7 @@ from ...kernels.lora import LoraGroups
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.model.families.gemma import Gemma3n, Gemma4
+from ...proto.model.families.longcat import LongcatFlash
 from ...proto.model.families.zamba import Zamba2
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
@@ -26,6 +27,7 @@ from .gemma.gemma3n import Gemma3nDecoder
 from .gemma.gemma4 import Gemma4Decoder
 from .llama.decoder import Decoder
 from .load_context import LoadContext
+from .longcat import LongcatDecoder
 from .media_embeddings import MediaEmbeddings
 from .moe.expert_layers import ExpertLayers
 from .moe.moe import MixtureOfExperts
@@ -42,6 +44,7 @@ _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_
 _DECODERS: dict[type, type[Decoder]] = {
     Gemma3n: Gemma3nDecoder,
     Gemma4: Gemma4Decoder,
+    LongcatFlash: LongcatDecoder,
     Zamba2: Zamba2Decoder,
 }
 

@@ -70,6 +70,8 @@ def make_meta_model(model: ModelConfig) -> nn.Module:
         name: value for name, value in model.hf.items() if name != "quantization_config"
     }
     try:
+        if fields.get("zero_expert_num"):  # which have matrices there that nobody stores
+            fields["zero_expert_num"] = 0
         config = transformers.AutoConfig.for_model(**fields)
         with torch.device("meta"):
             if model.hf["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

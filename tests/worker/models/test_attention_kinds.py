@@ -103,6 +103,13 @@ def draw_gemma4_unified(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def draw_longcat_flash(rng: random.Random) -> dict[str, Any]:
+    """Return overrides with any number of pairs of layers, experts, and experts that compute nothing."""
+    fields = draw_latent(rng) | {"num_layers": rng.randint(1, 3), "n_routed_experts": rng.randint(4, 7)}
+    del fields["num_hidden_layers"]
+    return fields | {"zero_expert_num": rng.randint(0, 4), "moe_topk": rng.randint(2, 4)}
+
+
 # Model type |-> function that draws overrides of its configuration.
 KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "mimo_v2_flash": draw_mimo_v2_flash,
@@ -110,6 +117,7 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "minicpm3": draw_minicpm3,
     "axk1": draw_mixture,
     "axk2": draw_axk2,
+    "longcat_flash": draw_longcat_flash,
     "gemma4_unified_text": draw_gemma4_unified,
 }
 

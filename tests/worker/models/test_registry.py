@@ -54,7 +54,7 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("DiffLlamaForCausalLM", "diffllama", "its layers attend twice"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
-        ("LongcatFlashForCausalLM", "longcat_flash", "multi-head latent attention"),
+        ("HYV4ForCausalLM", "hy_v4", "multi-head latent attention"),
     ],
 )
 def test_unsupported_architecture_raises_with_reason(
@@ -63,7 +63,7 @@ def test_unsupported_architecture_raises_with_reason(
     settings: dict[str, Any] = {}
     if model_type == "t5":
         settings["is_encoder_decoder"] = True
-    if model_type == "longcat_flash":
+    if model_type == "hy_v4":
         settings["kv_lora_rank"] = 512
     with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
         check_supported(with_architecture(architecture, model_type, model, **settings), 1)

@@ -81,7 +81,9 @@ class MtpHead:
         assert self.layer.attention is not None
         rope = self.layer.attention.rope
         own = inputs.own(positions)
-        rotations = {rope: (None, None) if rope is None else self.target.rotary[rope].at(own)}
+        rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {
+            rope: (None, None) if rope is None else self.target.rotary[rope].at(own)
+        }
         if self.target.temperature is not None:
             rotations[TEMPERATURE] = self.target.temperature.at(own), None
         x = self.layer.forward(None, residual, rotations, kv_caches[0], inputs)

@@ -23,7 +23,7 @@ from ..load_context import LoadContext
 
 # Names of a layer's feed-forward block, and of the router within it.
 _BLOCKS = ("block_sparse_moe", "mlp", "feed_forward", "mixer")
-_ROUTERS = ("gate", "router", "gate.wg")
+_ROUTERS = ("gate", "router", "gate.wg", "router.classifier")
 # Biases that correct the router's scores; published under several names.
 _CORRECTIONS = (
     "gate.e_score_correction_bias",
@@ -31,6 +31,7 @@ _CORRECTIONS = (
     "moe_statics.e_score_correction_bias",
     "gate.moe_statics.e_score_correction_bias",
     "expert_bias",
+    "router.e_score_correction_bias",
 )
 # Names of the network that every token passes.
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")

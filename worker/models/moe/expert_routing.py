@@ -37,10 +37,12 @@ class ExpertRouter:
         self._choice = ExpertChoice(experts)
         # As the models were trained: the scores of hundreds of experts differ by less than bfloat16 resolves.
         self._in_float32 = experts.score == "sigmoid" or experts.num_groups > 1 or experts.correction_bias
-        weight = load.replicated(f"{name}.weight", experts.count, hidden_size)
+        weight = load.replicated(f"{name}.weight", experts.num_scored, hidden_size)
         self.weight = pack(weight.float() if self._in_float32 else weight)
-        self.lora = load.adapters([WeightSlice(name, (experts.count, hidden_size), 0, 0, experts.count)])
-        bias = load.replicated(f"{name}.bias", experts.count) if experts.router_bias else None
+        self.lora = load.adapters(
+            [WeightSlice(name, (experts.num_scored, hidden_size), 0, 0, experts.num_scored)]
+        )
+        bias = load.replicated(f"{name}.bias", experts.num_scored) if experts.router_bias else None
         self.bias = bias.float() if bias is not None and self._in_float32 else bias
         self.correction: Tensor | None = None
         if experts.correction_bias and not (
@@ -48,10 +50,10 @@ class ExpertRouter:
         ):
             # Stored in float32: rounded to bfloat16, those of similar experts would be equal. Some checkpoints store
             # a leading dimension of 1.
-            shape = *load.checkpoint.shape_of(correction_name)[:-1], experts.count
+            shape = *load.checkpoint.shape_of(correction_name)[:-1], experts.num_scored
             self.correction = torch.empty(shape, dtype=torch.float32, device=load.device)
             load.checkpoint.read_into(self.correction, correction_name, shape)
-            self.correction = self.correction.view(experts.count)
+            self.correction = self.correction.view(experts.num_scored)
 
     def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, E] -> weights, float32, and expert ids, int64, both [T, top_k]."""
@@ -70,7 +72,7 @@ class ExpertChoice:
         self._spec = experts
         if experts.score in ("softmax", "sigmoid"):
             self._routing = Routing(
-                experts.count,
+                experts.num_scored,
                 experts.top_k,
                 experts.num_groups,
                 experts.num_top_groups,
@@ -79,7 +81,7 @@ class ExpertChoice:
                 experts.scale,
             )
         else:
-            self._routing = Routing(experts.count, experts.top_k)
+            self._routing = Routing(experts.num_scored, experts.top_k)
 
     def choose(self, logits: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return each token's experts and their weights.

@@ -244,6 +244,8 @@ class MixtureOfExperts(WithExperts):
             self.replicas = Replicas(
                 experts.count, num_slots, load.comm.rank, load.comm.size, own, load.device
             )
+        # The ranks' results are added up, so one of them adds that of experts that return their input.
+        self._first_zero = experts.count if experts.num_zero and load.comm.rank == 0 else None
         self.shared: SharedExperts | None = None
         if experts.shared_intermediate_size:
             name = find_shared(load.checkpoint, block)
@@ -284,6 +286,8 @@ class MixtureOfExperts(WithExperts):
         part = flight.combine(self.experts.forward(*flight.wait()))
         if self.latents is not None:
             part = self.latents[1].multiply(part)  # linear, so the ranks' results may be added up after it
+        if self._first_zero is not None:
+            part += own * (factors * (expert_ids >= self._first_zero)).sum(1, keepdim=True).to(x.dtype)
         if shared is not None:
             part += shared
         return self.exchange.gather(part, len(x))
@@ -330,7 +334,7 @@ def read_expert_layers(
         [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
         [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],
         GatedActivation(gate, experts.clamp),
-        experts.count + load.num_redundant_experts,
+        experts.num_scored + load.num_redundant_experts,
         load.own_slots(experts.count).start,
         *biases,
         scaled_inputs=experts.scaled_inputs,
