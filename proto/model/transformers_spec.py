@@ -32,6 +32,13 @@ MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types that are refused before anything of them is loaded |-> reason.
 _REFUSED = {
+    "deepseek_v4": "its attention compresses adjacent tokens into one, and its residual has several streams",
+    "hy_v4": "its multi-head latent attention has sinks, and its residual has several streams",
+    "qwen4_exp": "it has embeddings of n-grams, gated residuals and an indexer of another kind",
+    "qwen4_exp_text": "it has embeddings of n-grams, gated residuals and an indexer of another kind",
+    "inkling_text": "its attention has logits of relative positions, and short convolutions beside it",
+    "inkling2_text": "its attention has logits of relative positions, and short convolutions beside it",
+    "zaya": "it convolves the queries and keys of its attention",
     "jetmoe": "its experts have keys and values of other shapes than its configuration",
     "hrm_text": "its layers are computed several times per token, each time with other keys and values",
     "diffllama": "its layers attend twice",
@@ -89,6 +96,8 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     if architecture not in _causal_architectures(model_type):
         reason = f"transformers has no causal language model of that name for model type {model_type!r}"
         raise unsupported(name, architecture, reason)
+    if model_type in _REFUSED:
+        raise unsupported(name, architecture, _REFUSED[model_type])
     source = _modeling_source(_config_class(model_type))
     if _has_flag(source, "_is_stateful"):
         raise unsupported(
@@ -100,8 +109,6 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
     if hf.get("kv_lora_rank"):
         reason = "its keys and values are compressed (multi-head latent attention)"
         raise unsupported(name, architecture, reason)
-    if model_type in _REFUSED:
-        raise unsupported(name, architecture, _REFUSED[model_type])
     other_types = sorted(set(hf.get("layer_types") or []) - {FULL, SLIDING})
     if other_types:
         raise unsupported(name, architecture, f"it has layers of type {other_types[0]!r}")

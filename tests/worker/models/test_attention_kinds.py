@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from quantized_models import SCHEMES, write_quantized
 from reference import Reference, prompts_of
 
 from quire.proto.step import RowSampling
@@ -141,3 +143,36 @@ def test_random_attention_equals_transformers(
     engine.close()
     for sequence in sequences:
         reference.check_greedy(sequence.prompt, sequence.generated)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "tp"),
+    [
+        ("mimo_v2_flash", "float8", 2),
+        ("mistral4", "int8", 2),
+        ("axk2", "float8", 2),
+        ("longcat_flash", "int8", 4),
+        ("gemma4_unified_text", "packed-symmetric", 1),
+    ],
+)
+def test_quantized_checkpoint_gives_tokens_of_dequantized_weights(
+    kind: str, scheme: str, tp: int, make_model: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    quantized, twin = write_quantized(make_model(kind, seed=7), tmp_path, SCHEMES[scheme])
+    prompts = prompts_of([5, 40], seed=3)
+    found, expected = (
+        make_engine(folder, tp).greedy(prompts, 10, chunk_len=16) for folder in (quantized, twin)
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["mistral4", "axk2", "longcat_flash"])
+def test_ranks_that_attend_for_their_own_sequences_equal_transformers(
+    kind: str, make_model: Any, make_engine: Any, planned: Any
+) -> None:
+    folder = make_model(kind, seed=7)
+    engine = make_engine(folder, 2, num_blocks=200, block_size=8, enable_dp_attention=True)
+    reference = Reference(folder)
+    for prompt in prompts_of([3, 40], seed=2):
+        (generated,) = engine.greedy([prompt], 12, chunk_len=16)
+        reference.check_greedy(prompt, generated)

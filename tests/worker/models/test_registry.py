@@ -54,7 +54,7 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
         ("DiffLlamaForCausalLM", "diffllama", "its layers attend twice"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
-        ("HYV4ForCausalLM", "hy_v4", "multi-head latent attention"),
+        ("HYV4ForCausalLM", "hy_v4", "multi-head latent attention has sinks"),
     ],
 )
 def test_unsupported_architecture_raises_with_reason(

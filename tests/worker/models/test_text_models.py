@@ -44,6 +44,12 @@ PUBLISHED = {
         "language_model.model.",
         "language_model.lm_head.",
     ),
+    "deepseek_v3": (
+        "kimi_k25",
+        "KimiK25ForConditionalGeneration",
+        "language_model.model.",
+        "language_model.lm_head.",
+    ),
     "mistral4": (
         "mistral3",
         "Mistral3ForConditionalGeneration",

@@ -36,6 +36,7 @@ MODELS: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt_oss", 4, {}),
     ("minimax_m2", 4, {}),
     ("llama4_text", 2, {}),
+    ("longcat_flash", 4, {}),
     (
         "gemma4_text",
         2,
