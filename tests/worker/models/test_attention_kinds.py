@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_random_attention_equals_transformers(
     [
         ("mimo_v2_flash", "float8", 2),
         ("mistral4", "int8", 2),
-        ("axk2", "float8", 2),
+        ("axk2", "int8", 2),
         ("longcat_flash", "int8", 4),
         ("gemma4_unified_text", "packed-symmetric", 1),
     ],
@@ -158,7 +159,8 @@ def test_random_attention_equals_transformers(
 def test_quantized_checkpoint_gives_tokens_of_dequantized_weights(
     kind: str, scheme: str, tp: int, make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
-    quantized, twin = write_quantized(make_model(kind, seed=7), tmp_path, SCHEMES[scheme])
+    whole = replace(SCHEMES[scheme], ignored="weights_proj|_layernorm")  # as published checkpoints have them
+    quantized, twin = write_quantized(make_model(kind, seed=7), tmp_path, whole)
     prompts = prompts_of([5, 40], seed=3)
     found, expected = (
         make_engine(folder, tp).greedy(prompts, 10, chunk_len=16) for folder in (quantized, twin)
