@@ -537,6 +537,8 @@ SECTIONS = (
             split__conversation__roles__request__mean="conversations, two roles: the same",
             split__chat__loss="short prompts: loss by the split",
             split__idle__loss="long prompts, one at a time: loss by the split",
+            split__borderline__loss__worst="prompts of 500 to 8,000 tokens at three rates: greatest loss",
+            split__borderline__loss__best="the same: least loss",
         ),
     ),
     Section(
