@@ -308,6 +308,8 @@ class EngineConfig:
             num_rows = min(self.scheduler.max_num_seqs, cache.num_state_slots - 1)
             num_snapshots = cache.num_state_slots - 1 - num_rows
             states = f", state slots for {num_rows:,} sequences and {num_snapshots:,} snapshots"
+            if cache.num_host_state_slots:
+                states += f" ({cache.num_host_state_slots:,} more in host memory)"
         kv_dtype = "" if cache.kv_cache_dtype == "auto" else f" in {cache.kv_cache_dtype}"
         return (
             f"{model.name}: {model.architecture} in {model.dtype} on {ranks} ({parallel.device}), "

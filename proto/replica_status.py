@@ -79,6 +79,7 @@ class KvCacheInfo:
         num_used_state_slots: those of sequences.
         num_snapshots: those with the state after a cached prefix, which a later sequence may start from.
         num_saved_snapshots: snapshots taken so far by copying a state.
+        num_host_state_slots, num_host_snapshots: slots in host memory, and the snapshots there.
         num_kv_leases: sequences that left, whose blocks are held until another replica has read them.
         num_kv_offers: leases so far.
         num_kv_pulls, num_kv_pulled_tokens, num_kv_pulled_bytes: sequences that brought blocks from another replica,
@@ -135,6 +136,8 @@ class KvCacheInfo:
     num_kv_recomputed_tokens: int = 0
     kv_pull_bytes_per_s: float = 0.0
     kv_token_bytes: float = 0.0
+    num_host_state_slots: int = 0
+    num_host_snapshots: int = 0
 
     @property
     def stores_blocks(self) -> bool:
@@ -257,6 +260,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "kv_token_bytes", "prefill_delay",
         "encoder_cache_bytes", "encoder_output_bytes", "num_encoder_outputs", "num_encoded_images",
         "image_tensor_bytes",
+        "num_host_state_slots", "num_host_snapshots",
     )  # fmt: skip
 
     query_id: int

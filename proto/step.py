@@ -10,7 +10,7 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
    `appended_rows`; the tables, with the encoder outputs, must then have `digest`;
    Then drop the encoder outputs of `media_drops`, and compute those of `encodes`;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
-   copy states, all of `state_copies`; then begin `stored_orders`;
+   move states, all of `state_swap_out`, `state_swap_in` and `state_copies` in this order; then begin `stored_orders`;
 5. replace the newest tokens of `selected_rows`, which the ranks sampled, by `selected_ids` (beam search);
 6. compute. A row is *decoding* from the step on in which a chunk reached its last known token. Each decoding row
    computes its newest token, except `held_rows`; each of `chunk_rows` computes its next `chunk_lens` tokens. After
@@ -246,6 +246,8 @@ class StepPlan:
         swap_in: [n, 2] host block id, device block id that receives its copy.
         state_copies: [n, 2] source and destination state slots; no slot is both. Of snapshots into rows, and forks.
         state_saves: [n, 2] a row's slot, slot that receives a copy of its state after the step.
+        state_swap_out: [n, 2] state slot, slot in host memory that receives a copy of it.
+        state_swap_in: [n, 2] slot in host memory, a new row's slot that receives a copy of it.
         kv: leases and pulls of blocks that travel between replicas; applied before everything else.
         stored_orders: host blocks to write to files, or to read, which takes a while.
         command: the ranks carry it out, and empty all rows; the plan has nothing else.
@@ -287,6 +289,8 @@ class StepPlan:
     stored_orders: tuple[StoredOrder, ...] = sent_if_set(())
     media_drops: IntArray = sent_if_set(NO_INTS)
     encodes: IntArray = sent_if_set(NO_INTS)
+    state_swap_out: PairArray = sent_if_set(NO_PAIRS)
+    state_swap_in: PairArray = sent_if_set(NO_PAIRS)
 
     def encode(self) -> bytes:
         return _plans.encode(self)

@@ -191,6 +191,11 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
     states = (
         f"{kv.num_used_state_slots} of {kv.num_state_slots} used, {kv.num_snapshots} snapshots of prefixes, "
         f"{kv.num_saved_snapshots} saved so far"
+        + (
+            f"; {kv.num_host_snapshots} in {kv.num_host_state_slots} of host memory"
+            if kv.num_host_state_slots
+            else ""
+        )
     )
     moves = (
         f"{kv.num_kv_offers} sequences left with their blocks, {kv.num_kv_leases} of these held; {kv.num_kv_pulls} "

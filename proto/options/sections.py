@@ -241,6 +241,13 @@ class CacheOptions:
         unit="slots",
         check=at_least(2),
     )
+    num_host_state_slots: int = _kv_option(
+        0,
+        help="Slots per rank in host memory for snapshots of states that the device has no room for any more, of "
+        "models whose layers keep a state of each sequence.",
+        unit="slots",
+        check=at_least(0),
+    )
     encoder_cache_memory: int | None = _kv_option(
         None,
         help="Memory per rank for the embeddings of images, of models that read images, for example 256MiB. An image "

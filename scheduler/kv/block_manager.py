@@ -122,7 +122,8 @@ class BlockManager:
         )
         num_slots = cache.num_state_slots if config.model.has_states else 0
         assert num_slots is not None, "cache.num_state_slots must be resolved before the scheduler is made"
-        self.state_slots = StateSlots(self.tables, num_slots, self._is_evicted)
+        num_host_slots = cache.num_host_state_slots if num_slots else 0
+        self.state_slots = StateSlots(self.tables, num_slots, num_host_slots, self._is_evicted)
         self._pool = BlockPool(cache.num_kv_blocks, self._evict, self.num_partitions)
         self._row_partitions = RowPartitions(num_rows, self.num_groups, self._pool)
         self._moves = PlannedMoves(self._pool, self.host)
@@ -698,8 +699,10 @@ class BlockManager:
                 cache.clear()
             self._pool.forget_content()
             self.state_slots.flush()
-        if self.host is not None and KvTiers.HOST not in tiers:
-            self.host.flush_cache()
+        if KvTiers.HOST not in tiers:
+            self.state_slots.flush_host()
+            if self.host is not None:
+                self.host.flush_cache()
 
     def swap_out(self, row: int, num_tokens: int) -> list[int] | None:
         """Copy a row's first `num_tokens` to host memory; return the host blocks, or None if too few are free.
@@ -751,10 +754,6 @@ class BlockManager:
         if self._filling or saved or loaded:
             self._pending.add(step_id, (*self._filling, *loaded), saved)
         return self._moves.take(step_id)
-
-    def take_state_moves(self, step_id: int) -> tuple[IntArray, IntArray]:
-        """Return and clear the copies of states before and after step `step_id`, each [n, 2]."""
-        return self.state_slots.take(step_id)
 
     def begin_plan(self) -> None:
         """Begin another plan: the blocks that the last one fills may be copied now."""

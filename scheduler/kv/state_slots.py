@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,15 @@ from .snapshot_policy import snapshot_value
 
 # Snapshots of which the one with the least value is dropped: the longest unused ones.
 NUM_COMPARED = 64
+
+
+class StateMoves(NamedTuple):
+    """The moves of states in a plan, each [n, 2]; see StepPlan."""
+
+    copies: IntArray = NO_PAIRS
+    saves: IntArray = NO_PAIRS
+    swap_out: IntArray = NO_PAIRS
+    swap_in: IntArray = NO_PAIRS
 
 
 @dataclass(slots=True)
@@ -42,9 +52,13 @@ class StateSlots:
     has. A *snapshot* is a slot that no step writes any more; its prefix is found by its digest, like a block. Both
     are blocks of one BlockPool: rows' slots are held, snapshots are cached, and slot 0 is scratch for padding.
 
+    A snapshot that the device has no room for goes to host memory, if it is worth more than one there, and a row that
+    starts from it gets a copy. The *place* of a snapshot is its slot, or its number in host memory plus `num_slots`.
+
     Args:
         tables: has the slot of each row.
         num_slots: slot 0 included; 0 for a model without states.
+        num_host_slots: for snapshots in host memory.
         is_dead: whether the blocks of a prefix, by the digest of its last full block, were evicted: a snapshot alone
             is of no use.
 
@@ -52,15 +66,22 @@ class StateSlots:
         num_saved: snapshots made by a copy.
     """
 
-    def __init__(self, tables: BlockTables, num_slots: int, is_dead: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, tables: BlockTables, num_slots: int, num_host_slots: int, is_dead: Callable[[bytes], bool]
+    ) -> None:
         self._tables, self._is_dead = tables, is_dead
         self.is_on = num_slots > 0
-        self._pool = BlockPool(max(1, num_slots), self._on_evict)
-        self._snapshots: dict[int, _Snapshot] = {}
-        self._slot_of: dict[bytes, int] = {}  # digest |-> slot of the snapshot after full blocks
-        self._tails: dict[bytes, list[int]] = {}  # parent's digest |-> slots of those within the next block
+        self._num_places = max(1, num_slots)  # on the device
+        self._pool = BlockPool(self._num_places, self._on_evict)
+        self._host = BlockPool(1 + num_host_slots, self._on_evict)
+        self._snapshots: dict[int, _Snapshot] = {}  # place |-> snapshot
+        self._slot_of: dict[bytes, int] = {}  # digest |-> place of the snapshot after full blocks
+        self._tails: dict[bytes, list[int]] = {}  # parent's digest |-> places of those within the next block
         self._clock = 0.0
         self._copies: list[tuple[int, int]] = []
+        self._swap_outs: list[tuple[int, int]] = []
+        self._swap_ins: list[tuple[int, int]] = []
+        self._held_on_host: list[int] = []  # until the plan is made: no other move of the plan may take them
         self._wanted: list[tuple[int, CacheKey, int]] = []  # arguments of `save`
         self._held: list[int] = []  # until the plan is made
         self._pending = PendingFills()
@@ -78,6 +99,15 @@ class StateSlots:
     @property
     def num_snapshots(self) -> int:
         return self._pool.num_cached
+
+    @property
+    def num_host_slots(self) -> int:
+        return self._host.num_blocks
+
+    @property
+    def num_host_snapshots(self) -> int:
+        """Return the snapshots in host memory."""
+        return sum(place >= self._num_places for place in self._snapshots)
 
     @property
     def num_fenced(self) -> int:
@@ -109,6 +139,9 @@ class StateSlots:
             return
         if snapshot is None:
             slot = self._allocate()
+        elif snapshot >= self._num_places:
+            self._count_hit(snapshot)
+            slot = self._swap_in(snapshot - self._num_places)
         elif self._pool.num_free == 1 and self._pool.is_cached(snapshot):
             # It is the last slot: the row takes it, and overwrites the snapshot.
             self._pool.share([snapshot])
@@ -117,9 +150,7 @@ class StateSlots:
             slot = snapshot
         else:
             slot = self._copy_of(snapshot)
-            found = self._snapshots[snapshot]
-            found.num_hits += 1
-            found.value = snapshot_value(found.num_saved_tokens, found.num_hits, self._clock)
+            self._count_hit(snapshot)
         self._tables.put_state(row, slot)
 
     def open_fork(self, row: int, source_row: int) -> None:
@@ -161,7 +192,7 @@ class StateSlots:
     def candidates(
         self, sequence: Sequence, digests: list[bytes], tokens: bytes, block_size: int
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield the snapshots of prefixes of a sequence as (full blocks, tokens after these, slot), longest first.
+        """Yield the snapshots of prefixes of a sequence as (full blocks, tokens after these, place), longest first.
 
         Args:
             digests: of the full blocks in question.
@@ -182,16 +213,16 @@ class StateSlots:
 
     # Plans
 
-    def take(self, step_id: int) -> tuple[IntArray, IntArray]:
-        """Return and clear the copies before and after step `step_id`, each [n, 2]."""
-        if not (self._copies or self._wanted):
-            return NO_PAIRS, NO_PAIRS
-        copies, wanted = self._copies, self._wanted
-        saves = [pair for each in wanted for pair in self._allocate_save(*each)]
-        self._pending.add(step_id, [slot for _, slot in saves], [])
+    def take(self, step_id: int) -> StateMoves:
+        """Return and clear the moves before and after step `step_id`."""
+        if not (self._copies or self._wanted or self._swap_outs or self._swap_ins):
+            return StateMoves()
+        saves = [pair for each in self._wanted for pair in self._allocate_save(*each)]
+        moves = StateMoves(*map(_pairs, (self._copies, saves, self._swap_outs, self._swap_ins)))
+        self._pending.add(step_id, [slot for _, slot in saves], [slot for _, slot in self._swap_outs])
         self._release_held(step_id)
         self.num_saved += len(saves)
-        return _pairs(copies), _pairs(saves)
+        return moves
 
     def free_fenced(self, step_id: int) -> None:
         self._pool.free_fenced(step_id)
@@ -207,17 +238,25 @@ class StateSlots:
 
         A step changes states in place, so the states of its rows are void after a failure; snapshots are not.
         """
-        slots, _ = self._pending.take()
+        slots, host_slots = self._pending.take()
+        host_slots.update(slot for _, slot in self._swap_outs)
         self._release_held(None)
-        for slot in slots & self._snapshots.keys():
-            self._forget(slot)
+        for place in (slots | {self._num_places + slot for slot in host_slots}) & self._snapshots.keys():
+            self._forget(place)
         self._pool.forget_blocks(slots)
+        self._host.forget_blocks(host_slots)
 
     def flush(self) -> None:
-        """Forget all snapshots. Slots of rows stay with them."""
-        for slot in list(self._snapshots):
-            self._forget(slot)
+        """Forget all snapshots on the device. Slots of rows stay with them."""
+        for place in [place for place in self._snapshots if place < self._num_places]:
+            self._forget(place)
         self._pool.forget_content()
+
+    def flush_host(self) -> None:
+        """Forget all snapshots in host memory."""
+        for place in [place for place in self._snapshots if place >= self._num_places]:
+            self._forget(place)
+        self._host.forget_content()
 
     def check_integrity(self, rows: list[int]) -> None:
         """Recount the pool. Raises AssertionError at any difference.
@@ -231,6 +270,10 @@ class StateSlots:
         for slot in (*(slots[rows].tolist() if self.is_on else ()), *self._held):
             held[slot] = held.get(slot, 0) + 1
         self._pool.check_integrity(held)
+        held_on_host = dict[int, int]()
+        for slot in self._held_on_host:
+            held_on_host[slot] = held_on_host.get(slot, 0) + 1
+        self._host.check_integrity(held_on_host)
         own = slots[rows].tolist()
         assert len(set(own)) == len(own) or not self.is_on, "two rows have the same state"
         tails = {slot for slots_of in self._tails.values() for slot in slots_of}
@@ -246,10 +289,48 @@ class StateSlots:
         if self._pool.num_free == self._pool.num_cached:
             victim = min(self._pool.oldest_cached(NUM_COMPARED), key=self._value)
             self._clock = max(self._clock, self._snapshots[victim].value)
-            self._forget(victim)
+            self._move_to_host(victim)
             self._pool.forget_blocks([victim])
         (slot,) = self._pool.allocate(1)
         return slot
+
+    def _move_to_host(self, victim: int) -> None:
+        """Forget a snapshot on the device, and keep it in host memory if it is worth more than one there."""
+        value, snapshot = self._value(victim), self._forget(victim)
+        if value < 0 or not self._has_host_room(value):
+            return
+        (slot,) = self._host.allocate(1)
+        self._held_on_host.append(slot)
+        self._swap_outs.append((victim, slot))
+        self._put(self._num_places + slot, snapshot)
+        self._host.keep_content([slot])
+
+    def _has_host_room(self, value: float) -> bool:
+        """Return whether a slot in host memory is free, after a snapshot of less value is dropped if need be."""
+        if self._host.num_free > self._host.num_cached:
+            return True
+        if not self._host.num_free:
+            return False
+        oldest = self._host.oldest_cached(NUM_COMPARED)
+        victim = min(oldest, key=lambda slot: self._value(self._num_places + slot))
+        if self._value(self._num_places + victim) >= value:
+            return False
+        self._forget(self._num_places + victim)
+        self._host.forget_blocks([victim])
+        return True
+
+    def _swap_in(self, source: int) -> int:
+        """Return a new slot into which the plan copies slot `source` of the host memory."""
+        self._host.share([source])
+        self._held_on_host.append(source)
+        slot = self._allocate()
+        self._swap_ins.append((source, slot))
+        return slot
+
+    def _count_hit(self, place: int) -> None:
+        found = self._snapshots[place]
+        found.num_hits += 1
+        found.value = snapshot_value(found.num_saved_tokens, found.num_hits, self._clock)
 
     def _value(self, slot: int) -> float:
         snapshot = self._snapshots[slot]
@@ -278,12 +359,16 @@ class StateSlots:
 
     def _add(self, slot: int, key: CacheKey, num_saved_tokens: int) -> None:
         value = snapshot_value(num_saved_tokens, 0, self._clock)
-        self._snapshots[slot] = _Snapshot(key, num_saved_tokens, 0, value)
-        if key[2]:
-            self._tails.setdefault(key[1], []).append(slot)
-        else:
-            self._slot_of[key[0]] = slot
+        self._put(slot, _Snapshot(key, num_saved_tokens, 0, value))
         self._pool.keep_content([slot])
+
+    def _put(self, place: int, snapshot: _Snapshot) -> None:
+        self._snapshots[place] = snapshot
+        digest, parent, tokens = snapshot.key
+        if tokens:
+            self._tails.setdefault(parent, []).append(place)
+        else:
+            self._slot_of[digest] = place
 
     def _find(self, key: CacheKey) -> int | None:
         if not key[2]:
@@ -291,19 +376,22 @@ class StateSlots:
         slots = self._tails.get(key[1], ())
         return next((slot for slot in slots if self._snapshots[slot].key[0] == key[0]), None)
 
-    def _forget(self, slot: int) -> None:
-        digest, parent, tokens = self._snapshots.pop(slot).key
+    def _forget(self, place: int) -> _Snapshot:
+        snapshot = self._snapshots.pop(place)
+        digest, parent, tokens = snapshot.key
         if not tokens:
             del self._slot_of[digest]
-            return
-        self._tails[parent].remove(slot)
+            return snapshot
+        self._tails[parent].remove(place)
         if not self._tails[parent]:
             del self._tails[parent]
+        return snapshot
 
     def _release_held(self, fence_step: int | None) -> None:
-        self._copies, self._wanted = [], []
+        self._copies, self._wanted, self._swap_outs, self._swap_ins = [], [], [], []
         self._pool.release(self._held, fence_step)
-        self._held = []
+        self._host.release(self._held_on_host, None)  # a later plan's moves come after this plan's
+        self._held, self._held_on_host = [], []
 
 
 def _pairs(moves: list[tuple[int, int]]) -> IntArray:

@@ -444,6 +444,8 @@ class StepLoop:
             num_encoder_outputs=len(encoded),
             num_encoded_images=encoded.num_encoded,
             image_tensor_bytes=scheduler.media.num_held_bytes,
+            num_host_state_slots=blocks.state_slots.num_host_slots,
+            num_host_snapshots=blocks.state_slots.num_host_snapshots,
             num_disk_blocks=stored.num_blocks_in[0],
             num_shared_blocks=stored.num_blocks_in[1],
             disk_bytes=stored.tier_bytes[0],

@@ -59,6 +59,7 @@ def small_config(
     layer_windows: tuple[int, ...] = (0,),
     num_kv_partitions: int = 1,
     num_state_slots: int | None = None,
+    num_host_state_slots: int = 0,
     encoder_cache_rows: int | None = None,
     attends_within: AttendsWithin = "none",
     num_stages: int = 1,
@@ -91,6 +92,7 @@ def small_config(
     options = EngineOptions(
         "fake", block_size=block_size, num_kv_blocks=num_blocks, prefix_caching=prefix_caching,
         num_host_kv_blocks=num_host_blocks, num_state_slots=num_state_slots,
+        num_host_state_slots=num_host_state_slots,
         encoder_cache_memory=4 * encoder_cache_rows if encoder_cache_rows else None, **(defaults | scheduler),
     )  # fmt: skip
     config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
@@ -369,6 +371,7 @@ class FakeWorkerGroup:
             self.kv: list[list[tuple[int, bytes]]] = [list(empty) for _ in range(num_blocks)]
             self.states = [b"nothing"] * (config.cache.num_state_slots or 0)
         if KvTiers.HOST not in kept:
+            self.host_states = [b"nothing"] * (config.cache.num_host_state_slots + 1)
             self.host_kv: list[list[tuple[int, bytes]]] = [[] for _ in range(partitions * num_host_blocks)]
         self.tokens: list[list[int]] = [[] for _ in range(rows)]
         self.num_computed = [0] * rows
@@ -414,6 +417,7 @@ class FakeWorkerGroup:
                 f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
             )
         copies, saves = plan.state_copies, plan.state_saves
+        copies = np.concatenate((copies, plan.state_swap_in))
         fresh_slots = {*copies[:, 1].tolist(), *saves[:, 1].tolist(), *(new.state_slot for new in plan.new)}
         for touched in self.touched_slots:
             taken = (fresh_slots - {0}) & touched
@@ -662,6 +666,10 @@ class FakeWorkerGroup:
         assert not set(plan.copies[:, 0].tolist()) & set(plan.copies[:, 1].tolist()), "a copy is copied on"
         for source, destination in plan.copies.tolist():
             self.kv[destination] = list(self.kv[source])
+        for source, destination in plan.state_swap_out.tolist():
+            self.host_states[destination] = self.states[source]
+        for source, destination in plan.state_swap_in.tolist():
+            self.states[destination] = self.host_states[source]
         copies = plan.state_copies
         assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist()), "a copy of a state is copied on"
         for source, destination in copies.tolist():

@@ -35,8 +35,9 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
 
     Settings: dtype (float32 by default), block_size, num_blocks, max_model_len, max_num_seqs, memory_bytes, kv_dtype,
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
-    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots, all2all_backend, enable_eplb,
-    num_redundant_experts, eplb_step_interval, attention_backend, language_model_only, pp.
+    enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots, num_host_state_slots,
+    all2all_backend, enable_eplb, num_redundant_experts, eplb_step_interval, attention_backend, language_model_only,
+    pp.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -59,6 +60,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         max_num_batched_tokens=settings.get("max_num_batched_tokens", 2048),
         num_host_kv_blocks=settings.get("num_host_blocks", 0),
         num_state_slots=settings.get("num_state_slots"),
+        num_host_state_slots=settings.get("num_host_state_slots", 0),
         cuda_graphs=settings.get("cuda_graphs", True),
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.paged_cache import copy_blocks, swap_blocks
+from ...proto.block_tables import IntArray
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.model.parallel_split import WHOLE_MODEL, Stage
@@ -78,6 +79,14 @@ class CacheEngine:
             )
             for layer in state_layers(config.model, config.parallel.tensor_parallel_size, stage)
         ]
+        num_host_slots = config.cache.num_host_state_slots if num_state_slots is None else 0
+        self._host_states = [
+            tuple(
+                _host_zeros((num_host_slots + 1, *tensor.shape[1:]), tensor.dtype, device, segment)
+                for tensor in layer
+            )
+            for layer in (self.states if num_host_slots else ())
+        ]
         # The parts of a block: keys and values (or latents), and their scales if they are quantized. Each tensor is
         # [P, num_blocks, elements of a place]; in host memory [P, num_host_blocks + 1, ...], block 0 unused. P is the
         # number of places in a block, which hold the layers of each cache group in turn.
@@ -128,6 +137,30 @@ class CacheEngine:
         for layer in self.states:
             for tensor in layer:
                 tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
+
+    def swap_out_states(self, pairs: IntArray) -> None:
+        """Copy state slots to host memory, in order with the steps.
+
+        Args:
+            pairs: [n, 2] slot, slot in host memory.
+        """
+        self._move_states(self.states, self._host_states, pairs)
+
+    def swap_in_states(self, pairs: IntArray) -> None:
+        """Copy states from host memory to their slots.
+
+        Args:
+            pairs: [n, 2] slot in host memory, slot.
+        """
+        self._move_states(self._host_states, self.states, pairs)
+
+    def _move_states(
+        self, sources: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]], pairs: IntArray
+    ) -> None:
+        for from_layer, to_layer in zip(sources, targets, strict=True):
+            for source, target in zip(from_layer, to_layer, strict=True):
+                for first, second in pairs.tolist():
+                    target[second].copy_(source[first], non_blocking=True)
 
     def swap_out(self, pairs: Tensor) -> None:
         """Copy device blocks to host memory, in every layer.

@@ -36,6 +36,7 @@ class KvMemory:
     Attributes:
         block_bytes: of a block, in all layers of this rank.
         states_bytes: of all state slots of this rank; 0 for a model without states.
+        host_states_bytes: of those in host memory.
     """
 
     def __init__(
@@ -52,6 +53,10 @@ class KvMemory:
         )
         self.block_bytes = bytes_per_block(config, dtype, stage)
         self.states_bytes = bytes_per_state(config, dtype, stage) * (config.cache.num_state_slots or 0)
+        self.host_states_bytes = 0
+        if self.states_bytes and config.cache.num_host_state_slots:
+            num_host_slots = config.cache.num_host_state_slots + 1
+            self.host_states_bytes = bytes_per_state(config, dtype, stage) * num_host_slots
         self._cache: CacheEngine | None = None
         self._segment: KvSegment | None = None
         self._num_blocks = 0
@@ -86,7 +91,8 @@ class KvMemory:
         num_host_blocks = self._config.cache.num_host_kv_blocks
         device_bytes, host_bytes = (count * self.block_bytes for count in (num_blocks, num_host_blocks))
         device_bytes += self.states_bytes
-        on_host = f" and {host_bytes / 2**30:.2f} GiB for swapped blocks" if host_bytes else ""
+        host_bytes += self.host_states_bytes
+        on_host = f" and {host_bytes / 2**30:.2f} GiB for what is swapped" if host_bytes else ""
         failure = f"rank {self._rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
         if self._config.parallel.standby_weights and self._segment is None:
             self._segment = self._open_segment(num_blocks, inherited)
@@ -133,6 +139,7 @@ class KvMemory:
             return KvSegment.create(
                 (num_blocks + self._config.cache.num_host_kv_blocks + 1) * self.block_bytes
                 + self.states_bytes
+                + self.host_states_bytes
             )
         except OSError as error:
             _log.warning("the KV of rank %d ends with its process: %s", self._rank, error)

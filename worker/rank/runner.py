@@ -285,6 +285,10 @@ class ModelRunner:
             kv.cache.swap_in(torch.from_numpy(plan.swap_in.astype(np.int64)))
         if len(plan.copies):
             kv.cache.copy(to_device(plan.copies, self.device, torch.int64))
+        if len(plan.state_swap_out):
+            kv.cache.swap_out_states(plan.state_swap_out)
+        if len(plan.state_swap_in):
+            kv.cache.swap_in_states(plan.state_swap_in)
         if len(plan.state_copies):
             kv.cache.copy_states(to_device(plan.state_copies, self.device, torch.int64))
         if plan.stored_orders:

@@ -161,7 +161,8 @@ def _host_block_counts(status: ReplicaStatus) -> dict[str, int]:
 
 def _state_slot_counts(status: ReplicaStatus) -> dict[str, int]:
     active, snapshots = status.num_used_state_slots, status.num_snapshots
-    return {"active": active, "snapshot": snapshots, "other": status.num_state_slots - active - snapshots}
+    counts = {"active": active, "snapshot": snapshots, "other": status.num_state_slots - active - snapshots}
+    return counts | ({"host_snapshot": status.num_host_snapshots} if status.num_host_state_slots else {})
 
 
 def _collect_rank(samples: Samples, labels: tuple[str, str], rank: RankStatus) -> None:

@@ -166,7 +166,7 @@ KV_BLOCKS = gauge(
 STATE_SLOTS = gauge(
     "quire_state_slots",
     "Slots for states, in models whose layers keep one of each sequence, by state: active (of sequences), "
-    "snapshot (of cached prefixes) and other (fenced or empty).",
+    "snapshot (of cached prefixes) and other (fenced or empty); host_snapshot (of prefixes, in host memory).",
     labels=(*OF_REPLICA, "state"),
 )
 ENCODER_BYTES = gauge(

@@ -92,7 +92,7 @@ class PlanBuilder:
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
         copies, swap_out, swap_in = state.blocks.take_transfers(self.step_id)
-        state_copies, state_saves = state.blocks.take_state_moves(self.step_id)
+        state_moves = state.blocks.state_slots.take(self.step_id)
         released, selected_rows, selected_ids = state.deltas.take()
         loads, drops, slots = ((), NO_INTS, NO_PAIRS) if state.lora is None else state.lora.take_orders()
         tables = state.blocks.tables
@@ -122,8 +122,10 @@ class PlanBuilder:
             lora_drops=drops,
             lora_slots=slots,
             keeps_states=self._keeps_states(state),
-            state_copies=state_copies,
-            state_saves=state_saves,
+            state_copies=state_moves.copies,
+            state_saves=state_moves.saves,
+            state_swap_out=state_moves.swap_out,
+            state_swap_in=state_moves.swap_in,
             kv=state.kv_moves.take_orders(),
             stored_orders=state.blocks.stored.take_orders(self.now),
             media_drops=media_drops,

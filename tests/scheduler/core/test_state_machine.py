@@ -72,6 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pooling_type=st.sampled_from(["last", "mean"]),
         num_kv_partitions=st.sampled_from([1, 1, 2, 3]),
         num_state_slots=st.sampled_from([None, None, 2, 4, 9]),
+        num_host_state_slots=st.sampled_from([0, 1, 5]),
         stores_blocks=st.booleans(),
         encoder_cache_rows=st.sampled_from([3, 5, 30]),
         attends_within=st.booleans(),

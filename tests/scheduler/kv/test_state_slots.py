@@ -186,9 +186,28 @@ def test_plan_with_another_state_slot_has_another_digest() -> None:
 
 def test_check_finds_a_slot_that_two_rows_have() -> None:
     tables = BlockTables(4, 8)
-    slots = StateSlots(tables, 5, lambda digest: False)
+    slots = StateSlots(tables, 5, 0, lambda digest: False)
     slots.open(0, None)
     slots.check_integrity([0])
     tables.put_state(1, slots.slot_of(0))
     with pytest.raises(AssertionError):
         slots.check_integrity([0, 1])
+
+
+def test_snapshot_of_a_full_pool_goes_to_host_memory_and_comes_back() -> None:
+    driver = make_driver(num_state_slots=3, num_host_state_slots=2)
+    prompts = [[5 + handle, *random_prompt(16)] for handle in range(4)]
+    for handle, prompt in enumerate(prompts):
+        driver.add(handle, prompt, max_tokens=1)
+        driver.run()
+    slots = driver.scheduler.blocks.state_slots
+    assert slots.num_host_snapshots == 2
+    assert sum(len(plan.state_swap_out) for plan in driver.plans) >= 2
+    assert not any(len(plan.state_swap_in) for plan in driver.plans)
+    driver.add(9, [*prompts[2], 5, 6], max_tokens=2)
+    driver.run()
+    assert sum(len(plan.state_swap_in) for plan in driver.plans) == 1
+    assert driver.scheduler.blocks.num_hit_tokens == 17
+    driver.scheduler.blocks.keep_tiers(KvTiers.NONE)
+    assert slots.num_host_snapshots == slots.num_snapshots == 0
+    driver.scheduler.check_integrity()

@@ -47,11 +47,12 @@ def drivers(references: Any, make_engine: Any) -> Callable[..., RankedDriver]:
     def driver(kind: str, tp: int = 1, budget: int = 12, **cache: Any) -> RankedDriver:
         if (kind, tp) not in engines:
             engines[kind, tp] = make_engine(
-                references(kind)[0], tp, block_size=BLOCK_SIZE, max_num_seqs=4, num_state_slots=24
-            )
+                references(kind)[0], tp, block_size=BLOCK_SIZE, max_num_seqs=4, num_state_slots=24,
+                num_host_state_slots=6,
+            )  # fmt: skip
         engine = engines[kind, tp]
         for runner in engine.runners:  # what others have left in the slots has no effect
-            for layer in runner.memory.kv.cache.states:
+            for layer in [*runner.memory.kv.cache.states, *runner.memory.kv.cache._host_states]:
                 for tensor in layer:
                     tensor.fill_(torch.nan)
         config = replace(
@@ -132,6 +133,24 @@ def test_preemptions_equal_transformers(
     add(driver, prompts, 14)
     driver.finish(prompts, reference, 14)
     assert driver.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("kind", "tp"), CASES)
+def test_snapshots_come_back_from_host_memory(
+    kind: str, tp: int, references: Any, drivers: Callable[..., RankedDriver]
+) -> None:
+    _, reference = references(kind)
+    driver = drivers(kind, tp, num_state_slots=3)
+    prompts = dict(enumerate(prompts_of([22, 25, 19, 27], seed=11)))
+    for handle, prompt in prompts.items():
+        add(driver, {handle: prompt}, 6)
+        driver.run(depth=2)
+    assert driver.scheduler.blocks.state_slots.num_host_snapshots > 0
+    further = {4 + handle: prompt + driver.outputs[handle] + [7, 8] for handle, prompt in prompts.items()}
+    add(driver, further, 6)
+    driver.run(depth=2)
+    assert sum(len(plan.state_swap_in) for plan in driver.plans) > 0
+    driver.finish(prompts | further, reference, 6)
 
 
 @pytest.mark.parametrize("num_state_slots", [2, 3])

@@ -203,7 +203,7 @@ def test_kv_cache_beyond_memory_raises_config_error(make_model: Any, engine_conf
 def test_host_blocks_beyond_memory_raise_config_error(make_model: Any, engine_config: Any) -> None:
     config = engine_config(make_model("llama"))
     config = replace(config, cache=replace(config.cache, num_host_kv_blocks=1 << 40))
-    with pytest.raises(ConfigError, match=r"KV memory and \d+\.\d+ GiB for swapped blocks"):
+    with pytest.raises(ConfigError, match=r"KV memory and \d+\.\d+ GiB for what is swapped"):
         ModelRunner(config, SingleRank()).allocate_cache(2)
 
 
