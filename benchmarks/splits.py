@@ -22,7 +22,7 @@ from quire.cluster.simulation.step_time import find_device
 from quire.worker import make_meta_model, measure_weights
 
 PAGE = Path(__file__).parents[1] / "docs" / "over_nodes.md"
-TITLE, NEXT_TITLE = "## What fits", "## How stages stay busy"
+TITLE, NEXT_TITLE = "## What fits", "## On a cluster"
 GPUS = "h100", "h200", "b200"
 MAX_NODES, GPUS_OF_A_NODE, SEQ_LEN = 4, 8, 4096
 WORKLOAD: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "utilization": 0.9}
