@@ -90,6 +90,18 @@ def chosen(**rows: str) -> Callable[[Figures], list[str]]:
     return table
 
 
+def state_hits(figures: Figures) -> list[str]:
+    """Traces and memory as rows, policies and splits as columns."""
+    names = [name.removeprefix("state_memory.").split(".", 2) for name in figures]
+    columns = list(dict.fromkeys(policy for *_, policy in names))
+    lines = _header(["trace", "blocks", *columns])
+    for trace, blocks in dict.fromkeys((trace, blocks) for trace, blocks, _ in names):
+        found = [figures.get(f"state_memory.{trace}.{blocks}.{policy}") for policy in columns]
+        cells = ["" if figure is None else f"{_number(figure['value'])} %" for figure in found]
+        lines.append(_row([trace.replace("_", " "), blocks, *cells]))
+    return lines
+
+
 def speculation(figures: Figures) -> list[str]:
     """Methods, workloads and numbers of sequences that have drafts as rows."""
     columns = {"speedup": "speed-up", "acceptance": "accepted", "tokens_per_step": "tokens per step"}
@@ -335,6 +347,15 @@ SECTIONS = (
             memory__hit_rate__coding_multiturn="prefix cache hits, coding agents",
             memory__hit_rate__websearch_multiturn="prefix cache hits, web agents",
         ),
+    ),
+    Section(
+        "States of recurrent and hybrid models",
+        "state_memory",
+        "Share of prompt tokens found, with states as large as 1,584 tokens: the snapshots that are served, blocks "
+        "alone without states, and a snapshot after each 528 tokens in the same memory. A split has that many times "
+        "the slots. "
+        "Conversations are scaled down 32 times, and prefixes of less than 1,024 of their tokens get no snapshot.",
+        state_hits,
     ),
     Section(
         "Quantization",

@@ -9,11 +9,6 @@ scaled so that its prompts and KV reads keep the simulated machine busy for a sh
   sequences and their outputs use as well. Outputs are cached, but they are random, so no later prompt contains them.
   `alone` is the same with one prompt at a time and no outputs. `lru` is the share of blocks that a plain
   least-recently-used cache finds in that case, computed from the hashes alone. Without <blocks>: the largest pool.
-- memory.states.<trace>.<blocks>.<policy>: share of prompt tokens found by a model whose layers keep states, of which
-  one takes as much memory as STATE_TOKENS tokens of keys and values, in the memory of that many blocks. The policies
-  are `served`, the one that serves (scheduler/kv/snapshot_policy.py), and `every`, a snapshot after each SNAPSHOT_LEN
-  tokens, both with the same slots and blocks. `attention` is the share that blocks alone would give, without states.
-  Without snapshots nothing is found.
 - memory.windows.<model>.<tokens>: sequences of that many tokens in the same memory, relative to a cache that holds
   all tokens of every layer. Arithmetic of the layout that serves (proto/cache_groups.py), with the shapes of
   published models in 16 bits.
@@ -24,7 +19,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 from rich.progress import track
 
@@ -32,8 +26,6 @@ from benchmarks.common import Figure, make_parser, report
 from benchmarks.replay import busy_s, replay, roofline
 from benchmarks.trace import Trace, read_traces
 from quire.proto.cache_groups import make_layout
-from quire.proto.state_memory import choose_num_slots
-from quire.scheduler.kv import block_manager
 
 BUNDLED = Path(__file__).parent / "traces"
 LOAD = 0.75
@@ -75,12 +67,6 @@ SHAPES = {
 }
 WINDOW_LENGTHS = (8_192, 32_768, 131_072)
 
-# A state of Qwen3.5-4B takes as much memory as the keys and values of so many tokens, and vLLM 0.32 lays out its
-# blocks so that a snapshot is taken after each of so many.
-STATE_TOKENS, SNAPSHOT_LEN = 1_584, 528
-# Sequences that run at once, each of which has a state.
-NUM_STATE_ROWS = 32
-
 Figures = dict[str, Figure]
 
 
@@ -104,28 +90,6 @@ def measure_hits(trace: Trace, num_blocks: int) -> Figures:
     if num_blocks == POOL_BLOCKS[-1]:
         figures[name] = figures[f"{name}.{column}"]
     return figures
-
-
-def every_snapshot_len(
-    num_cached_tokens: int, num_shared_blocks: int, num_tokens: int, block_size: int, *, is_reused: bool
-) -> tuple[int, ...]:
-    """Return snapshot_ends of a policy that saves each SNAPSHOT_LEN tokens."""
-    return tuple(end for end in range(SNAPSHOT_LEN, num_tokens, SNAPSHOT_LEN) if end > num_cached_tokens)
-
-
-def measure_states(trace: Trace, num_blocks: int) -> Figures:
-    name = f"memory.states.{trace.name}.{num_blocks // 1000}k"
-    state_blocks = STATE_TOKENS // 16
-    num_slots = choose_num_slots(trace.name, NUM_STATE_ROWS, state_blocks, 1 << 40, num_blocks)
-    num_left, trace = num_blocks - num_slots * state_blocks, at_load(trace)
-    runs = {
-        "served": replay(trace, num_left, NUM_STATE_ROWS, num_slots),
-        "attention": replay(trace, num_blocks, NUM_STATE_ROWS),
-    }
-    with patch.object(block_manager, "snapshot_ends", every_snapshot_len):
-        runs["every"] = replay(trace, num_left, NUM_STATE_ROWS, num_slots)
-    note = f"{len(trace.requests)} requests, {num_slots - 1} slots and {num_left} blocks"
-    return {f"{name}.{policy}": Figure(100 * run.hit_rate, "%", note) for policy, run in runs.items()}
 
 
 def lru_hit_rate(trace: Trace, num_blocks: int) -> float:
@@ -181,10 +145,6 @@ def main() -> None:
     jobs = [(trace, num_blocks) for trace in traces for num_blocks in POOL_BLOCKS]
     for trace, num_blocks in track(jobs, "replaying", transient=True):
         figures |= measure_hits(trace, num_blocks)
-        if num_blocks > POOL_BLOCKS[1] and trace.name.endswith(
-            "multiturn"
-        ):  # others are scaled down to 16 tokens
-            figures |= measure_states(trace, num_blocks)
     report(figures, arguments.json)
 
 
