@@ -12,8 +12,8 @@ A request is within the target if the computation of its prompt begins at most T
 GPU-hours count from a replica's start to its end. The policies:
 
 - ``fixed``: the smallest fleet with 99 % of the requests within the target, found by trying all sizes;
-- ``quire``: `decide` with the defaults of ScalingLimits. They were chosen on the first half of each recording (the
-  second halves are the test), except that `target_use` is lower than the recordings need: the shifts needed that;
+- ``quire``: `decide` with the defaults of ScalingLimits, which were chosen on the days of `benchmarks.autoscale_day`:
+  they remove nothing within the first hour;
 - ``ongoing_requests``: Ray Serve's rule with its defaults, which aims at two requests per replica.
 
 Each policy begins with as many replicas as the fixed fleet, because a recording begins under load.

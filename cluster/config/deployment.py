@@ -70,7 +70,7 @@ class ScalingLimits:
         check=positive_finite,
     )
     target_use: float = _option(
-        0.65,
+        0.9,
         help="Share of a replica's throughput to plan with; the rest absorbs bursts.",
         unit="share",
         check=share,
@@ -85,8 +85,8 @@ class ScalingLimits:
         check=not_negative_finite,
     )
     down_delay_s: float = _option(
-        300.0,
-        help="Remove replicas after fewer were enough for this long.",
+        3600.0,
+        help="Remove replicas after fewer were enough for this long: bursts within it come without a wait.",
         unit="seconds",
         check=not_negative_finite,
     )
