@@ -396,6 +396,40 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Autoscaling over a day",
+        "autoscale_day",
+        "Days of bursty code traffic on a fleet that is one queue: the autoscaler beside the smallest fixed fleet "
+        "with 99 % of the requests within 10 s, a policy that knows the load but no burst, and an oracle that knows "
+        "each arrival. The defaults were chosen on the first day.",
+        chosen(
+            day__within_target__code_1__quire="first day: within the target",
+            day__gpu_hours__code_1__quire="first day: GPU-hours",
+            day__within_target__code_2__quire="second day: within the target",
+            day__gpu_hours__code_2__quire="second day: GPU-hours",
+            day__gpu_hours__code_2__fixed="the same, fixed fleet",
+            day__within_target__code_2__short_memory="the same, former defaults: within the target",
+            day__gpu_hours__code_2__short_memory="the same, former defaults: GPU-hours",
+            day__gpu_hours__code_2__curve="the same, load known",
+            day__gpu_hours__code_2__oracle="the same, oracle",
+        ),
+    ),
+    Section(
+        "Chunked prefill and scaling in simulated time",
+        "simulated_figures",
+        "azure_conv_2023 at three times its recorded speed on one simulated H100 with a Llama of 8 billion "
+        "parameters, by the tokens of a step; and at twice the speed for each of several replicas.",
+        chosen(
+            chunk__256__itl_ms__p99="256 tokens per step: between tokens, p99",
+            chunk__256__ttft_ms__p99="the same, to the first token, p99",
+            chunk__2048__itl_ms__p99="2,048 tokens: between tokens, p99",
+            chunk__2048__ttft_ms__p99="the same, to the first token, p99",
+            chunk__8192__itl_ms__p99="whole prompts: between tokens, p99",
+            chunk__8192__ttft_ms__p99="the same, to the first token, p99",
+            replicas__1__output_tokens_per_s_of_each="1 replica: throughput",
+            replicas__8__output_tokens_per_s_of_each="8 replicas: throughput of each",
+        ),
+    ),
+    Section(
         "Overload",
         "overload",
         "Goodput of a replica at ten times the requests that it can serve, as a share of its peak.",

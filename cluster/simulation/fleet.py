@@ -200,6 +200,7 @@ class SimulatedFleet:
         self._buffer: deque[SimulatedRequest] = deque()
         self._running: dict[int, SimulatedRequest] = {}  # handle |-> request
         self._num_moving = 0  # between two replicas
+        self._num_draining = 0
         self._free_handles: list[int] = []
         self._cost = FleetCost()
         self._arrivals: Iterator[TracedRequest] = iter(())
@@ -401,7 +402,7 @@ class SimulatedFleet:
     @property
     def _quiet_until(self) -> float:
         """Return the time until which no replica gets a message: the next event, as far as that can send one."""
-        if any(each.state is ReplicaState.DRAINING for each in self.replicas.values()):
+        if self._num_draining:
             return 0.0  # each of its steps may hand off requests
         return self._events[0][0] if self._events else math.inf
 
@@ -480,11 +481,13 @@ class SimulatedFleet:
 
     def _drain(self, replica: SimulatedReplica, now: float) -> None:
         replica.state = ReplicaState.DRAINING
+        self._num_draining += 1
         del self._loads[replica.replica_id]
         replica.post(Drain(self._drain_grace_s))
         self._wake(replica, now)
 
     def _end(self, replica: SimulatedReplica, now: float) -> None:
+        self._num_draining -= replica.state is ReplicaState.DRAINING
         replica.state = ReplicaState.STOPPED
         del self.replicas[replica.replica_id]
         self._loads.pop(replica.replica_id, None)
