@@ -102,6 +102,25 @@ def state_hits(figures: Figures) -> list[str]:
     return lines
 
 
+def accuracy(settings: Mapping[str, Figures]) -> list[str]:
+    """Errors of simulated runs, with workloads as rows."""
+    columns = {
+        "output_tokens_per_s": "throughput",
+        "ttft.p50": "first token, p50",
+        "ttft.p99": "first token, p99",
+        "itl.p50": "between tokens, p50",
+        "itl.p99": "between tokens, p99",
+    }
+    lines = _header(["ranks", "workload", *columns.values()])
+    for label, figures in settings.items():
+        for name in figures:
+            place = name.removesuffix(".output_tokens_per_s")
+            if place != name:
+                cells = [f"{figures[f'{place}.{key}']['value']:+.0%}" for key in columns]
+                lines.append(_row([label, place.rpartition(".")[2], *cells]))
+    return lines
+
+
 def speculation(figures: Figures) -> list[str]:
     """Methods, workloads and numbers of sequences that have drafts as rows."""
     columns = {"speedup": "speed-up", "acceptance": "accepted", "tokens_per_step": "tokens per step"}
@@ -428,6 +447,12 @@ SECTIONS = (
             replicas__1__output_tokens_per_s_of_each="1 replica: throughput",
             replicas__8__output_tokens_per_s_of_each="8 replicas: throughput of each",
         ),
+    ),
+    Section(
+        "Accuracy of simulation",
+        {"1": "simulation_accuracy", "2": "simulation_accuracy_tp2"},
+        "Simulated over real figures of the demo model, less 1, on workloads that were not in the fit.",
+        accuracy,
     ),
     Section(
         "Overload",

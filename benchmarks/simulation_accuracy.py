@@ -1,7 +1,7 @@
 """Simulated runs against real ones: the demo model on this machine.
 
     python -m benchmarks.simulation_accuracy [--requests N] --json benchmarks/results/simulation_accuracy.json
-    python -m benchmarks.simulation_accuracy --tensor-parallel-size 2 --json FILE
+    python -m benchmarks.simulation_accuracy --tensor-parallel-size 2 --json FILE  # ...accuracy_tp2.json
 
 All times of one rank are processor time of one thread, those of several ranks wall time; where the engine would wait
 for a request, its clock moves there. The steps of an engine are measured and fitted as `quire calibrate` does, with
@@ -12,6 +12,9 @@ arrivals and limits are others.
 Figures, those of several ranks with ``tp<ranks>.`` before the workload:
 
 - ``simulation.<workload>.fit.p50`` and ``.p90``: errors of single steps of the calibration;
+- ``simulation.<workload>.steps.<kind>``: predicted over measured time of the real run's steps of a kind, less 1, with
+  all requests at once: those that only decode, that begin sequences, and that have other chunks of prompts. They tell
+  where an error of the throughput comes from;
 - ``simulation.<workload>.<figure>``: the simulated figure over the real one, less 1, with the real one as a note. The
   throughput is that of all requests at once, the latencies are those at ``LOAD`` of it.
 
@@ -36,7 +39,7 @@ from quire.cluster.offline.cluster_engine import open_ranks
 from quire.cluster.simulation.calibration import measure_steps
 from quire.cluster.simulation.engine import make_engine
 from quire.cluster.simulation.fleet import SimulatedFleet, SimulatedRequest
-from quire.cluster.simulation.replica import GATEWAY
+from quire.cluster.simulation.replica import GATEWAY, MeteredRanks
 from quire.cluster.simulation.run import Summary
 from quire.cluster.simulation.step_time import MeasuredStep, StepTime, fit_coefficients, relative_errors
 from quire.cluster.simulation.traces import VOCAB_SIZE, TracedRequest
@@ -219,6 +222,21 @@ def fit_errors(step_time: StepTime, steps: Sequence[MeasuredStep]) -> dict[str, 
     }
 
 
+def step_errors(step_time: StepTime, steps: Sequence[MeasuredStep]) -> dict[str, Figure]:
+    """Return the error of the time of all steps of each kind together."""
+    kinds: dict[str, list[MeasuredStep]] = {"decode": [], "begin": [], "prompt": []}
+    for step in steps:
+        kinds["begin" if step.work.num_new else "prompt" if step.work.num_pairs else "decode"].append(step)
+    figures = {}
+    for kind, own in kinds.items():
+        if own:
+            measured = sum(step.seconds for step in own)
+            predicted = sum(step_time.seconds(step.work) for step in own)
+            remark = f"{len(own)} steps of {1e3 * measured / len(own):.2f} ms"
+            figures[f"steps.{kind}"] = Figure(predicted / measured - 1, "share", remark)
+    return figures
+
+
 def run_errors(
     config: EngineConfig,
     ranks: WorkerGroup,
@@ -228,7 +246,16 @@ def run_errors(
 ) -> dict[str, Figure]:
     """Return the relative errors of the throughput of all requests at once, and of the latencies at LOAD of it."""
     simulated = serve_simulated(config, step_time, requests)
-    errors = compare(THROUGHPUT, serve_real(config, ranks, requests, clock), simulated)
+    steps: list[MeasuredStep] = []
+    metered = MeteredRanks(
+        ranks,
+        config.scheduler.max_num_seqs,
+        clock,
+        lambda work, seconds: steps.append(MeasuredStep(work, seconds)),
+        is_serial=True,
+    )
+    errors = compare(THROUGHPUT, serve_real(config, metered, requests, clock), simulated)
+    errors |= step_errors(step_time, [step for step in steps if step.work.num_tokens])
     at_once, seconds = simulated
     requests = with_arrivals(requests, LOAD * at_once.num_ended / seconds)
     real = serve_real(config, ranks, requests, clock)

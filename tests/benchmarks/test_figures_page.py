@@ -43,3 +43,16 @@ def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
     assert "## NVIDIA H200\n" in shown
     assert "| 8B: step of 1 row, 1k tokens | 4.1 | ms | 4.2 on an H200 |" in shown
     assert "- engine, fp8: RuntimeError: no" in shown
+
+
+def test_accuracy_has_a_row_per_workload_and_number_of_ranks() -> None:
+    names = "output_tokens_per_s", "ttft.p50", "ttft.p99", "itl.p50", "itl.p99"
+    figures = {f"simulation.{{}}chat.{name}": {"value": 0.01 * n} for n, name in enumerate(names)}
+    settings = {
+        label: {name.format(prefix): figure for name, figure in figures.items()}
+        for label, prefix in (("1", ""), ("2", "tp2."))
+    }
+    assert figures_page.accuracy(settings)[-2:] == [
+        "| 1 | chat | +0% | +1% | +2% | +3% | +4% |",
+        "| 2 | chat | +0% | +1% | +2% | +3% | +4% |",
+    ]
