@@ -50,7 +50,7 @@ def latencies(name: str, summary: Summary, remark: str) -> dict[str, Figure]:
 
 def chunk_figures(trace: Trace, model: ReplicaModel) -> dict[str, Figure]:
     faster = trace.over(trace.requests[-1].arrival_s / CHUNK_SPEED)
-    figures = {}
+    figures: dict[str, Figure] = {}
     for chunk in CHUNKS:
         summary, cost = serve(faster, replace(model, max_num_batched_tokens=chunk))
         rate = summary.num_output_tokens / cost.end_s
@@ -59,7 +59,7 @@ def chunk_figures(trace: Trace, model: ReplicaModel) -> dict[str, Figure]:
 
 
 def replica_figures(trace: Trace, model: ReplicaModel) -> dict[str, Figure]:
-    figures = {}
+    figures: dict[str, Figure] = {}
     for number in NUM_REPLICAS:
         part = trace.first(len(trace.requests) * number // NUM_REPLICAS[-1])
         faster = part.over(part.requests[-1].arrival_s / (REPLICA_SPEED * number))
