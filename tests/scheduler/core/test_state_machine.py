@@ -55,6 +55,8 @@ HEADS = [[(7 * head + index) % (VOCAB_SIZE - 2) + 2 for index in range(24)] for 
 WINDOWS = [(0,), (0,), (6,), (0, 5), (0, 1), (0, 9, 9), (0, 7, 3, 3)]
 # Images, of which one is larger than some caches |-> their tokens.
 IMAGES = {bytes([each]) * 16: length for each, length in enumerate((1, 3, 6))}
+# Idle seconds in which all blocks are written: each write may have as many as fit into host memory.
+MOST_WRITES = 10
 POLICIES = ["fcfs", "priority", "fair", "shortest-prefill", "longest-prefix"]
 
 
@@ -228,11 +230,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """Finish all requests, let idle time pass, and continue with a new replica, which finds the files."""
+        self.driver.sends_images = True
         while self.driver.scheduler.num_in_flight:
             self.driver.apply_result()
         self.driver.run()
-        self.driver.now += 1.0
-        self.driver.run()
+        for _ in range(MOST_WRITES):
+            self.driver.now += 1.0
+            self.driver.run()
         assert self.driver.scheduler.blocks.stored.is_settled
         self.driver.replace()
         self.driver.run()  # which tells the new replica what the files have
