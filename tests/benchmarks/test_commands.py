@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 # Command |-> the number of figures that it writes, and one of them.
 COMMANDS = {
     "families --quick --kinds gptj,gemma4_text,deepseek_v3": (24, "families.gptj.quire.decode_tokens_per_s"),
-    "loading --model s --formats bfloat16,awq --repeats 1": (18, "loading.awq.quire.load_s_per_gb"),
+    "loading --model s --formats bfloat16,awq --repeats 1": (22, "loading.awq.quire.load_s_per_gb"),
     "simulated_figures --requests 20": (44, "chunk.8192.itl_ms.p99"),
     "memory --quick": (67, "memory.hit_rate.coding_multiturn"),
     "gateway --seconds 0.5 --streams 2 --gateways 1 2": (10, "gateway.grpc.2.two_gateways.added_ms_p99"),
