@@ -20,7 +20,7 @@ DURATION_S = 3 * 3600
 TOKENS_PER_S = 4000.0
 PROMPT_TOKENS = 500
 COLD_START_S = 60
-LIMITS = ScalingLimits(min_replicas=1, max_replicas=12, target_wait_s=5.0, down_delay_s=300.0)
+LIMITS = ScalingLimits(min_replicas=1, max_replicas=12, target_wait_s=5.0, target_use=0.8, down_delay_s=300.0)
 
 
 @dataclass

@@ -81,7 +81,7 @@ def test_yarn_extends_the_context(describe: Any) -> None:
         ("t5", "T5ForConditionalGeneration", "encoder and a decoder"),
         ("zamba", "ZambaForCausalLM", "recurrent state"),
         ("xglm", "XGLMForCausalLM", "does not go through transformers' attention interface"),
-        ("longcat_flash", "LongcatFlashForCausalLM", "multi-head latent attention"),
+        ("deepseek_v4", "DeepseekV4ForCausalLM", "compresses adjacent tokens"),
     ],
 )
 def test_unsupported_architecture_is_refused_before_its_sizes_are_read(
