@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +31,8 @@ OPTIONS = (
     "--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "512", "--drain-grace-s", "0.2",
     "--kv-transfer", "--audit",
 )  # fmt: skip
+
+MOST_DRAINS = 4
 
 RunQuire = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -82,23 +83,22 @@ def check(load: Load, reference: Reference) -> None:
         reference.check_greedy_text(prompt, answer)
 
 
+@pytest.mark.timeout(900)
 def test_requests_of_a_drained_replica_bring_their_blocks(
     server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path
 ) -> None:
     with Client(server.address) as client:
-        wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
-        pulled = threading.Event()
         with Load(client, PROMPTS, PARAMS, num_threads=4) as load:
-            time.sleep(1.0)
-            drained = drain_one(client, server, run_quire)
-            status = wait_for(client, lambda s: num_pulls(s) > 0, 60.0)
-            pulled.set()
-            await_successor(client, drained)
+            # On a busy machine the rates that were measured may tell to compute the tokens of some drains again.
+            for _ in range(MOST_DRAINS):
+                time.sleep(1.0)
+                status = await_successor(client, drain_one(client, server, run_quire))
+                if num_pulls(status):
+                    break
         check(load, Reference(demo_model_dir))
         shown = run_quire("status", "--target", server.address)
         assert "from other replicas" in shown.stdout, shown.stdout
-        (reader,) = [replica for replica in status.replicas if replica.kv.num_kv_pulls]
-        assert reader.kv.num_kv_pulled_tokens > 0
+        assert sum(replica.kv.num_kv_pulled_tokens for replica in status.replicas) > 0
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.5])
