@@ -65,7 +65,7 @@ class Day:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy gave: the share of requests within the target, and the seconds of all replicas."""
+    """Result of a policy: the share of requests within the target, and the seconds of all replicas."""
 
     within: float
     replica_seconds: float

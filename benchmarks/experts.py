@@ -54,7 +54,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class RankRun:
-    """What one rank measured.
+    """Measurements of one rank.
 
     Attributes:
         step_s: of the timed steps.

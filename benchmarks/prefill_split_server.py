@@ -43,7 +43,7 @@ WAYS = {
 
 @dataclass(slots=True)
 class Load:
-    """What the clients saw.
+    """Times that the clients saw.
 
     Attributes:
         gaps: seconds between two tokens of a stream.

@@ -87,7 +87,7 @@ class KvOrders:
 
 
 class KvFailure(StrEnum):
-    """Why blocks were not pulled, which the replica computes then.
+    """Reason why blocks were not pulled; the replica computes them instead.
 
     UNREACHABLE: no rank answers at the endpoint. STALE: the lease has ended. CORRUPT: the checksum differs. TIMEOUT:
     the peer does not answer any more, or not in time. REFUSED: the layouts differ. CANCELED: nobody waits for them.

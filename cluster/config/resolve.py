@@ -183,8 +183,6 @@ def _with_host_blocks(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"{names} cannot store the blocks of enable_dp_attention; leave one of them out")
     if config.parallel.pipeline_parallel_size > 1:
         raise ConfigError(f"{names} cannot store the blocks of pipeline stages yet; leave one of them out")
-    if config.parallel.pipeline_parallel_size > 1:
-        raise ConfigError(f"{names} cannot store the blocks of pipeline_parallel_size; leave one of them out")
     if not cache.prefix_caching:
         raise ConfigError(f"{names} needs prefix_caching, which is off")
     if not config.kv_directories:

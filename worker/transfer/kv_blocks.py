@@ -94,7 +94,7 @@ class KvBlocks:
 
     @property
     def memory(self) -> OwnMemory | None:
-        """Where the blocks are, for `pieces` of a reader. Returns None if they are not in this process's memory."""
+        """The addresses of the blocks, for `pieces` of a reader; None if they are not in this process's memory."""
         layers = [layer for layers in self._groups for layer in layers]
         if self._stream is not None or not all(
             part.is_contiguous() for each in layers for part in each.parts

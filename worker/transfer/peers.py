@@ -68,7 +68,7 @@ class BlockRead:
 
 
 class _Way(Protocol):
-    """How blocks come. For one thread."""
+    """A way by which blocks come. For one thread."""
 
     def begin(self, read: BlockRead) -> None: ...
 

@@ -24,7 +24,7 @@ Addresses = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class MemoryMap:
-    """Where a process has something in its memory.
+    """Addresses of something in a process's memory.
 
     Attributes:
         proof: random bytes, which are at `proof_address`: another process of that number has others there.
@@ -39,7 +39,7 @@ class MemoryMap:
 
 @dataclass(slots=True)
 class OwnMemory:
-    """What this process lets others read, as long as the object lives."""
+    """Memory that this process lets others read, as long as the object lives."""
 
     places: npt.NDArray[np.int64]
     _proof: npt.NDArray[np.uint8] = field(
