@@ -28,11 +28,12 @@ WHEEL_TOOLS := build/wheel-tools
 DEPLOY_TOOLS := build/deploy-tools
 LOCK_TOOLS := build/lock-tools
 
-.PHONY: help venv demo test test-all test-random test-triton test-clients check check-install layers proto proto-release metrics figures wheel wheels docs test-deploy lock audit clean
+.PHONY: help venv demo test test-again test-all test-random test-triton test-clients check check-install layers proto proto-release metrics figures wheel wheels docs test-deploy lock audit clean
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
 	@echo "make test      the tests that need no GPU, without the slow ones (20 minutes on two cores)"
+	@echo "make test-again     once more, one by one, the tests that failed in the last run"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
 	@echo "make test-random    the tests of make test in random order; prints the seed"
 	@echo "make test-triton    the Triton kernels, interpreted, with each supported Triton"
@@ -65,6 +66,10 @@ demo: venv
 
 test: venv
 	$(BIN)/python -m pytest $(IN_PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# --maxfail: what fails twice is certain, and the rest of it can wait.
+test-again: venv
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS) --last-failed --last-failed-no-failures none --maxfail 1
 
 test-all: venv $(TRITON_VERSIONS:%=build/triton/%/.ready)
 	$(BIN)/python -m pytest $(IN_PROCESSES) -m "not gpu" $(PYTEST_ARGS)
