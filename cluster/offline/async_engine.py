@@ -158,7 +158,7 @@ class AsyncLLMEngine:
             pooling=pooling,
         )
         if request_id in self._running:
-            raise InvalidRequest("request_id", f"is {request_id!r}, which another request has that runs")
+            raise duplicate(request_id)
         running = _Running(collector, client.submit(collector.request))
         self._running[request_id] = running
         return running
@@ -299,9 +299,14 @@ class LLMEngine:
     ) -> None:
         """Start a request, whose outputs `step` returns.
 
+        Args:
+            request_id: its name; no other request may have it that runs or whose last output `step` has not returned.
+
         Raises:
             InvalidRequest: the prompt cannot be served.
         """
+        if request_id in self._reading:
+            raise duplicate(request_id)
         submitted = self._engine.submit(
             prompt, params, request_id, lora_request=lora_request, priority=priority
         )
@@ -383,6 +388,11 @@ class LLMEngine:
                 self._outputs.put((request_id, error))
 
         return asyncio.create_task(read())
+
+
+def duplicate(request_id: str) -> InvalidRequest:
+    """Return the error of a request whose name another one has."""
+    return InvalidRequest("request_id", f"is {request_id!r}, which another request has that runs")
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from local_replica import Brake
+from narrowing import instance_of
 
 from quire import (
     LLM,
@@ -22,6 +24,7 @@ from quire import (
     RequestOutputKind,
     SamplingParams,
 )
+from quire.cluster.offline.in_process import InProcessEngine
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable
 
 OPTIONS: dict[str, Any] = {
@@ -93,6 +96,7 @@ def test_wrong_request_is_refused_before_it_runs(engine: LLMEngine) -> None:
     with pytest.raises(InvalidRequest, match="prompt: is empty"):
         engine.add_request("empty", "", greedy())
     engine.add_request("same", PROMPT, greedy())
+    engine._run(asyncio.wait([engine._reading["same"]]))  # it has ended; its outputs are still to be returned
     with pytest.raises(InvalidRequest, match="request_id: is 'same'"):
         engine.add_request("same", PROMPT, greedy())
     assert set(run_all(engine)) == {"same"}
@@ -103,6 +107,8 @@ def test_asynchronous_requests_run_together_and_can_be_aborted(model_dir: Path, 
 
     async def main() -> None:
         engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(model_dir), **OPTIONS))
+        brake = Brake()
+        brake.install(instance_of(InProcessEngine, engine._loaded.engine)._group)
         try:
 
             async def last(name: str) -> RequestOutput:
@@ -112,6 +118,7 @@ def test_asynchronous_requests_run_together_and_can_be_aborted(model_dir: Path, 
             finished = await asyncio.gather(*(last(f"request {index}") for index in range(4)))
             assert all(output.outputs == whole.outputs for output in finished)
 
+            brake.slow_down()  # so that the two requests do not end before the caller ends them
             async for output in engine.generate(PROMPT, greedy(200), "left"):
                 assert not output.finished
                 break  # ends the request
@@ -122,6 +129,7 @@ def test_asynchronous_requests_run_together_and_can_be_aborted(model_dir: Path, 
 
             with pytest.raises(ReplicaUnavailable, match="request aborted was aborted"):
                 await aborted()
+            brake.speed_up()
 
             assert await engine.reset_prefix_cache()
             await engine.sleep()
