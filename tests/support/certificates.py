@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from deadlines import PROGRAM_TIMEOUT_S
+
 HAS_OPENSSL = shutil.which("openssl") is not None
 
 
@@ -47,6 +49,6 @@ def _make(folder: Path, name: str, arguments: list[str]) -> Pair:
         "-nodes",
     ]
     files = ["-subj", f"/CN={name}", "-keyout", str(pair.key), "-out", str(pair.cert)]
-    subprocess.run([*command, *files, *arguments], check=True, capture_output=True, timeout=30)
+    subprocess.run([*command, *files, *arguments], check=True, capture_output=True, timeout=PROGRAM_TIMEOUT_S)
     pair.both.write_bytes(pair.cert.read_bytes() + pair.key.read_bytes())
     return pair

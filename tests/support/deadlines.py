@@ -6,5 +6,7 @@ READY_TIMEOUT_S = 240.0
 PROGRAM_TIMEOUT_S = 240.0
 # For a program that starts a server with several processes, works and stops it.
 COMMAND_TIMEOUT_S = 400.0
+# For a call of a server in the same process, and for threads; httpx gives up after 5 s otherwise.
+CALL_TIMEOUT_S = 60.0
 # For one test, with the start of the servers that it shares.
 TEST_TIMEOUT_S = 900

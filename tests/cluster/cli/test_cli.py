@@ -245,7 +245,7 @@ def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
             process = await run_quire(
                 "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
             )
-            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
             assert process.returncode == 0
             assert re.fullmatch(
                 rb"\d+ prompt tokens, 8 generated; first token after [\d.]+ s, all in [\d.]+ s, [\d.]+ tokens/s\n",
@@ -253,19 +253,19 @@ def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
             )
             assert len(output.decode()) > 1
             process = await run_quire("status", "--target", server.target, "--json")
-            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
             assert (process.returncode, errors) == (0, b"")
             state = json.loads(output)
             assert (state["healthy"], state["replicas"][0]["replica_id"]) == (True, "replica-0")
             process = await run_quire("status", "--target", server.target, COLUMNS="200")
-            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
             assert (process.returncode, errors) == (0, b"")
             for word in ("replica-0", "tiny", "ready", "rank", "KV blocks", "0 waiting"):
                 assert word in output.decode()
             assert "0 of 24 used, 0 cached, 0 blocks swapped so far" in output.decode()
             assert re.search(r"0 of 6\d used", output.decode())
             process = await run_quire("generate", "x", "--target", server.target, "--model", "other")
-            output, errors = await asyncio.wait_for(process.communicate(), 60)
+            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
             assert process.returncode == FAILED
             assert errors.decode() == "quire: model 'other' is not served here; 'tiny' is\n"
 
@@ -280,7 +280,7 @@ def test_generate_prints_completions_logprobs_and_json(serve: ServerFactory) -> 
 
             async def ask(*more: str) -> str:
                 process = await run_quire(*arguments, *more, COLUMNS="200")
-                output, errors = await asyncio.wait_for(process.communicate(), 60)
+                output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
                 assert (process.returncode, errors) == (0, b"")
                 return output.decode()
 
@@ -308,11 +308,11 @@ def test_generate_streams_text_and_ctrl_c_aborts_the_request(serve: ServerFactor
             arguments = ("--target", server.target, "--max-tokens", "400", "--ignore-eos", "--seed", "1")
             process = await run_quire("generate", "The quick", *arguments)
             assert process.stdout is not None
-            assert await asyncio.wait_for(process.stdout.read(1), 60)
+            assert await asyncio.wait_for(process.stdout.read(1), PROGRAM_TIMEOUT_S)
             server.brake.hold()
             assert server.replica.num_running == 1
             process.send_signal(signal.SIGINT)
-            _, errors = await asyncio.wait_for(process.communicate(), 60)
+            _, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
             assert (process.returncode, errors) == (INTERRUPTED, b"")
             async with asyncio.timeout(60):
                 while server.replica.num_running:

@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from certificates import HAS_OPENSSL, make_authority, make_certificate
+from deadlines import CALL_TIMEOUT_S
 
 from quire import Client
 from quire.cluster.cli.batch.http_caller import HttpCaller, Server
@@ -28,7 +29,7 @@ def test_grpc_client_on_an_http_port_gets_a_hint() -> None:
         try:
             target = f"127.0.0.1:{server.server_port}"
             with (
-                Client(target, timeout_s=30.0) as client,
+                Client(target, timeout_s=CALL_TIMEOUT_S) as client,
                 pytest.raises(ServerUnreachable, match="an HTTP server listens there"),
             ):
                 client.models()
@@ -58,7 +59,7 @@ def test_client_without_tls_on_a_port_with_tls_gets_a_hint(tmp_path: Path) -> No
     server.start()
     try:
         with (
-            Client(f"127.0.0.1:{port}", timeout_s=30.0) as client,
+            Client(f"127.0.0.1:{port}", timeout_s=CALL_TIMEOUT_S) as client,
             pytest.raises(ServerUnreachable, match="if it uses TLS"),
         ):
             client.models()

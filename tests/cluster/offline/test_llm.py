@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deadlines import PROGRAM_TIMEOUT_S
 from narrowing import not_none
 from reference import Reference
 
@@ -161,7 +162,7 @@ def test_interrupt_at_the_first_step_aborts_the_batch(
 
     def interrupted(thread: threading.Thread) -> None:
         start(thread)
-        assert has_begun.wait(30)
+        assert has_begun.wait(60)
         raise KeyboardInterrupt
 
     with LLM(str(model_dir), device="cpu", num_kv_blocks=32) as fresh:
@@ -230,8 +231,8 @@ def test_two_ranks_generate_the_tokens_of_one_and_leave_no_process(model_dir: Pa
         output = [process.stdout.readline().rstrip() for _ in range(len(expected) + 1)]
         tree = ProcessTree([process.pid])
         assert len(tree.wait(0.0)) > 3, "Ray's processes and two ranks"
-        process.communicate(timeout=240)
-        left = tree.wait(30.0)
+        process.communicate(timeout=PROGRAM_TIMEOUT_S)
+        left = tree.wait(60.0)
         tree.kill()
         tree.close()
     finally:

@@ -33,7 +33,7 @@ def test_receive_waits_until_another_thread_posts_or_wakes(end: str) -> None:
         mailbox.post(b"a", Abort(1))
     else:
         mailbox.wake()
-    thread.join(30.0)
+    thread.join(60.0)
     assert received == [[(b"a", Abort(1))] if end == "post" else []]
 
 

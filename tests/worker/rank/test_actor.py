@@ -313,7 +313,7 @@ class _SlowStep:
         self._may_end = may_end
 
     def result(self) -> StepResult:
-        assert self._may_end.wait(30), "the next step was not launched"
+        assert self._may_end.wait(60), "the next step was not launched"
         return self.launched
 
 

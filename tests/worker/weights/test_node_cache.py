@@ -81,12 +81,12 @@ def test_processes_that_load_at_once_copy_once(
         return copy_file(file, target)
 
     def load() -> Path:
-        all_wait.wait(10)
+        all_wait.wait(60)
         return cache.copy_of(source)
 
     monkeypatch.setattr(node_cache, "_copy_file", counted)
     with ThreadPoolExecutor(3) as processes:
-        copies = {future.result(30) for future in [processes.submit(load) for _ in range(3)]}
+        copies = {future.result(60) for future in [processes.submit(load) for _ in range(3)]}
     assert len(copies) == 1
     assert sorted(copied) == sorted({**WEIGHTS, **INDEX})
 

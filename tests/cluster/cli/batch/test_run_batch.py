@@ -142,7 +142,7 @@ def test_killed_batch_resumes_where_it_was(tmp_path: Path) -> None:
         server.hold_after = 20
         command = [sys.executable, "-m", "quire", "run-batch", str(batch), str(out), "--url", server.url]
         process = subprocess.Popen([*command, "--concurrency", "1"], stderr=subprocess.DEVNULL)
-        assert server.held.wait(60)
+        assert server.held.wait(PROGRAM_TIMEOUT_S)
         process.send_signal(signal.SIGKILL)
         process.wait()
         with out.open("ab") as file:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 from chat_model import PARSERS, chat_model, write_output
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, local_server, threaded_server
 
 from quire.cluster.client.wire.tokens import Token, TokenSet
@@ -161,8 +162,8 @@ def test_tenant_runs_as_many_responses_as_are_free(
     model = chat_model(make_model("llama"), tmp_path)
     with (
         threaded_server(model, security=security, **OPTIONS) as server,
-        httpx.Client(base_url=server.url, headers={"x-api-key": "sesame"}) as gold,
-        httpx.Client(base_url=server.url, headers={"x-api-key": "poppy"}) as zinc,
+        httpx.Client(base_url=server.url, headers={"x-api-key": "sesame"}, timeout=CALL_TIMEOUT_S) as gold,
+        httpx.Client(base_url=server.url, headers={"x-api-key": "poppy"}, timeout=CALL_TIMEOUT_S) as zinc,
     ):
 
         def begin(tenant: httpx.Client) -> httpx.Response:
@@ -187,7 +188,7 @@ def test_shutdown_ends_a_response_with_its_reason(make_model: Callable[..., Path
     async def scenario() -> None:
         async with (
             local_server(model, http=True, **OPTIONS) as server,
-            httpx.AsyncClient(base_url=server.url) as http,
+            httpx.AsyncClient(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
         ):
             assert server.http is not None
             server.brake.slow_down()

@@ -290,7 +290,7 @@ def test_cancelled_batch_of_messages_names_what_was_not_run(model: Path, tmp_pat
     ):
         params: Any = {"model": "tiny", "max_tokens": 100, "messages": [{"role": "user", "content": "Hello"}]}
         batches = claude.messages.batches
-        server.server.brake.slow_down()
+        server.server.brake.hold()
         batch = batches.create(requests=[{"custom_id": "held", "params": params}])
         with pytest.raises(anthropic.BadRequestError, match="must be of one that ended"):
             batches.delete(batch.id)
@@ -298,5 +298,5 @@ def test_cancelled_batch_of_messages_names_what_was_not_run(model: Path, tmp_pat
         until(lambda: batches.retrieve(batch.id).processing_status == "ended")
         assert [each.result.type for each in batches.results(batch.id)] == ["canceled"]
         assert batches.retrieve(batch.id).request_counts.canceled == 1
-        server.server.brake.speed_up()
+        server.server.brake.release()
         server.wait_until_free()

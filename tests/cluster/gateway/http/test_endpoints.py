@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from deadlines import CALL_TIMEOUT_S
 from fastapi import FastAPI
 from local_server import ThreadedServer, threaded_server
 
@@ -77,7 +78,10 @@ def test_openapi_document_has_the_endpoints(http: httpx.Client) -> None:
 async def preflight(app: FastAPI) -> httpx.Response:
     """Ask as a browser does before a page of another origin calls the server."""
     headers = {"origin": "https://example.com", "access-control-request-method": "POST"}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://server", timeout=CALL_TIMEOUT_S
+    ) as client:
         return await client.options("/v1/completions", headers=headers)
 
 
@@ -94,7 +98,7 @@ def test_calls_without_a_permitted_token_are_refused(make_model: Callable[..., P
     tokens = TokenSet([Token.of("sesame", "gold"), Token.of("gauge", roles=frozenset({Role.METRICS}))])
     with (
         threaded_server(make_model("llama"), security=Security(tokens=constant(tokens))) as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
     ):
         for path in OPEN_PATHS:
             assert http.get(path).status_code == 200

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from chat_model import chat_model
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 from reference import Reference
 from serving import eventually
@@ -273,12 +274,12 @@ def test_endpoints_are_absent_unless_allowed(trained: Trained) -> None:
     headers = {"authorization": "Bearer secret"}
     with (
         threaded_server(trained.folders[0]) as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
     ):
         assert {http.post(path).status_code for path in COMMANDS} == {404}
     with (
         threaded_server(trained.folders[0], allows_engine_control=True, security=security) as server,
-        httpx.Client(base_url=server.url, headers=headers) as http,
+        httpx.Client(base_url=server.url, headers=headers, timeout=CALL_TIMEOUT_S) as http,
     ):
         assert {http.post(path).status_code for path in COMMANDS} == {403}
         assert http.get("/is_sleeping").status_code == 403

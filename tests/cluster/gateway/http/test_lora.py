@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from adapters import merge, write_adapter
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 from reference import Reference
 
@@ -195,7 +196,10 @@ def test_loads_and_unloads_under_traffic_lose_nothing(
 
 
 def test_endpoints_are_absent_unless_allowed(adapted: Adapted) -> None:
-    with threaded_server(adapted.model, **ADAPTERS) as server, httpx.Client(base_url=server.url) as http:
+    with (
+        threaded_server(adapted.model, **ADAPTERS) as server,
+        httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
+    ):
         assert load(http, "sql", adapted.paths["sql"]).status_code == 404
         with Client(server.server.target) as client:
             client.load_lora("sql", str(adapted.paths["sql"]))
@@ -206,7 +210,9 @@ def test_users_may_not_change_adapters(adapted: Adapted) -> None:
     security = Security(tokens=constant(TokenSet([Token.of("secret")])))
     with (
         threaded_server(adapted.model, allows_lora_updates=True, security=security, **ADAPTERS) as server,
-        httpx.Client(base_url=server.url, headers={"authorization": "Bearer secret"}) as http,
+        httpx.Client(
+            base_url=server.url, headers={"authorization": "Bearer secret"}, timeout=CALL_TIMEOUT_S
+        ) as http,
     ):
         response = load(http, "sql", adapted.paths["sql"])
         assert response.status_code == 403

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
@@ -87,7 +88,7 @@ def test_calls_without_a_token_or_above_a_limit_are_counted_as_refusals(
     security = Security(tokens=constant(tokens), tenants=constant(tenants))
     with (
         threaded_server(make_model("llama"), security=security) as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
     ):
         assert http.post("/v1/completions", headers={"x-api-key": "guess"}).status_code == 401
         assert http.post("/v1/completions", headers={"x-api-key": "gauge"}).status_code == 403

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from chat_model import write_output
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer
 
 from quire.cluster.gateway.http import calls
@@ -153,7 +154,7 @@ def test_response_has_logprobs_and_the_fields_of_its_request(client: openai.Open
 
 
 def test_invocations_are_calls_of_the_endpoint_of_their_body(server: ThreadedServer) -> None:
-    with httpx.Client(base_url=f"{server.url}") as http:
+    with httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http:
         completion = http.post("/invocations", json={"prompt": [5, 6], "max_tokens": 2, "stream": True})
         assert completion.headers["content-type"].startswith("text/event-stream")
         assert completion.text.endswith("data: [DONE]\n\n")
@@ -165,7 +166,7 @@ def test_invocations_are_calls_of_the_endpoint_of_their_body(server: ThreadedSer
 
 
 def test_template_is_applied_to_a_conversation(server: ThreadedServer) -> None:
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http:
         made = http.post("/apply-template", json={"messages": MESSAGES})
         counted = http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"]
         text = http.post("/detokenize", json={"tokens": counted}).json()["prompt"]
@@ -176,7 +177,9 @@ def test_template_is_applied_to_a_conversation(server: ThreadedServer) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_answers_have_the_id_that_the_client_chose(server: ThreadedServer, path: str) -> None:
     body = {"prompt": "x", "messages": MESSAGES, "max_tokens": 1}
-    with httpx.Client(base_url=server.url, headers={"x-request-id": "mine-1"}) as http:
+    with httpx.Client(
+        base_url=server.url, headers={"x-request-id": "mine-1"}, timeout=CALL_TIMEOUT_S
+    ) as http:
         made = http.post(path, json=body)
     assert made.headers["x-request-id"] == "mine-1"
     assert made.json()["id"].partition("-")[2] == "mine-1"

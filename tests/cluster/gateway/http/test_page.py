@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 
 from quire.cluster.client.wire.tokens import Role, Token, TokenSet
@@ -103,7 +104,7 @@ def test_page_is_open_and_its_events_need_an_operator(make_model: Callable[..., 
     security = Security(tokens=constant(tokens))
     with (
         threaded_server(make_model("llama"), security=security, ready=False) as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
     ):
         assert http.get("/").status_code == 200
         assert http.get("/ui/events").status_code == 401
@@ -115,7 +116,7 @@ def test_page_is_open_and_its_events_need_an_operator(make_model: Callable[..., 
 def test_server_stops_at_once_although_a_page_is_open(make_model: Callable[..., Path]) -> None:
     with (
         threaded_server(make_model("llama"), ready=False) as server,
-        httpx.Client(base_url=server.url) as http,
+        httpx.Client(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
         frames(http) as shown,
     ):
         next(shown)

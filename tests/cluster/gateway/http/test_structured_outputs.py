@@ -13,6 +13,7 @@ import jsonschema
 import openai
 import pytest
 from chat_model import chat_model
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 from narrowing import not_none
 
@@ -204,7 +205,9 @@ def test_budget_ends_the_reasoning(make_model: Callable[..., Path], tmp_path: Pa
             ({"type": "disabled", "budget_tokens": 4}, False),
             ({"type": "enabled"}, False),
         ):
-            answered = httpx.post(f"{server.url}/v1/messages", json=body | {"thinking": thinking}).json()
+            answered = httpx.post(
+                f"{server.url}/v1/messages", json=body | {"thinking": thinking}, timeout=CALL_TIMEOUT_S
+            ).json()
             kinds = [block["type"] for block in answered["content"]]
             assert ("text" in kinds) == has_reply, answered
 
@@ -226,7 +229,7 @@ def test_budget_of_a_model_that_does_not_reason_is_refused(
             client.completions.create(model="tiny", prompt="The", extra_body=limits)
         thinking = {"type": "enabled", "budget_tokens": 4}
         body = {"model": "tiny", "max_tokens": 60, "messages": MESSAGES, "thinking": thinking}
-        answered = httpx.post(f"{server.url}/v1/messages", json=body)
+        answered = httpx.post(f"{server.url}/v1/messages", json=body, timeout=CALL_TIMEOUT_S)
         assert answered.status_code == 400
         assert re.search(r"thinking\.budget_tokens: .*not known to reason", answered.text)
         with pytest.raises(InvalidRequest, match=refusal):

@@ -116,7 +116,7 @@ class Cycles:
 
     async def held(self) -> Held:
         assert self._gateway.http is not None
-        async with httpx.AsyncClient(base_url=self._gateway.http.url) as http:
+        async with httpx.AsyncClient(base_url=self._gateway.http.url, timeout=DEADLINE_S) as http:
             metrics = (await http.get("/metrics")).text
         async with asyncio.timeout(DEADLINE_S):
             while len(self._pool.clients) > 1 or self._pool._closing:
