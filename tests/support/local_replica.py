@@ -36,6 +36,7 @@ class Brake:
         self._stands = threading.Event()
         self._is_fast = threading.Event()
         self._is_fast.set()
+        self._num_let = 0  # steps that may pass before the ranks are held; 0 if no number was given
         self.steps: list[StepPlan] = []
 
     def hold(self) -> None:
@@ -48,6 +49,15 @@ class Brake:
         assert self._stands.wait(DEADLINE_S), f"no step reached the brake in {DEADLINE_S:g} s"
 
     def release(self) -> None:
+        self._num_let = 0
+        self._may_go.set()
+
+    def let(self, num_steps: int) -> None:
+        """Let so many steps pass, and hold the ranks before the next one.
+
+        The result of the last one is not gathered before that, if two steps are in flight.
+        """
+        self._num_let = num_steps
         self._may_go.set()
 
     def slow_down(self) -> None:
@@ -64,6 +74,10 @@ class Brake:
             if not self._may_go.is_set():
                 self._stands.set()
             assert self._may_go.wait(DEADLINE_S), "the test did not release the brake"
+            if self._num_let:
+                self._num_let -= 1
+                if not self._num_let:
+                    self.hold()
             self._is_fast.wait(SLOW_STEP_S)
             self.steps.append(plan)
             broadcast(plan)

@@ -11,12 +11,20 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cluster.offline.in_process import InProcessEngine
 from quire.proto.errors import ConfigError
+from quire.scheduler.kv import stored_tier
 from quire.scheduler.kv.stored_tier import StoredTier
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = [3 + (7 * place) % 90 for place in range(61)]
 # Full blocks of 4 tokens that a second run of PROMPT can use: all but the last token.
 NUM_CACHED = 60
+
+
+@pytest.fixture(autouse=True)
+def patient_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let requests wait for the blocks that are read, however long the reader's thread waits for a processor."""
+    for name in ("MIN_WAIT_S", "MAX_WAIT_S"):
+        monkeypatch.setattr(stored_tier, name, 60.0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +94,7 @@ def test_small_files_are_joined(model_dir: Path, stored: tuple[Path, list[int]])
         for seed in (11, 13, 17):
             run(llm, [3 + (seed * index) % 90 for index in range(40)])
             assert isinstance(llm._engine, InProcessEngine)
-            llm._engine._settle(10.0)
+            llm._engine._settle(60.0)
         assert len(files_in(place)) == 2  # that of the engine before, and this one's
         assert stored_of(llm).num_blocks_in[0] >= 40
 

@@ -21,6 +21,7 @@ from quire.proto.stream import (
     Finish,
     ReplicaMessage,
     StatusQuery,
+    Submit,
     TokenBatch,
 )
 from quire.scheduler.core.scheduler import Scheduler
@@ -31,6 +32,7 @@ from quire.scheduler.service.worker_group import Rebuilt
 
 DEADLINE_S = 60.0
 GATEWAY = b"gateway"
+KILLED = RankFailed(1, "its process was killed by SIGKILL")
 
 
 class Clock:
@@ -85,6 +87,7 @@ class Serving:
         self.loop = StepLoop(Scheduler(config), self.group, self.mailbox, "replica-0", **arguments)
         self.error: QuireError | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
+        self._query_ids = itertools.count(1000)
 
     def _run(self) -> None:
         try:
@@ -129,6 +132,15 @@ class Serving:
         self.send(ControlEngine(query_id, EngineCommand(action)))
         self.wait_for(lambda message: message == EngineControlled(query_id))
 
+    def fail_in_a_step(self, failure: RankFailed, request: Submit) -> None:
+        """Let the ranks fail in a step of a request, and not before it has come, while they are idle."""
+        self.group.is_hung = True
+        self.send(request)
+        while not self.status(next(self._query_ids)).num_running:
+            pass
+        self.group.failure = failure
+        self.group.is_hung = False
+
     def status(self, query_id: int) -> ReplicaStatus:
         self.send(StatusQuery(query_id))
         found = self.wait_for(
@@ -159,9 +171,8 @@ def is_recovering(message: ReplicaMessage) -> bool:
 
 def test_requests_continue_after_a_recovery() -> None:
     with serving() as served:
-        served.group.failure = RankFailed(1, "its process was killed by SIGKILL")
         served.group.may_rebuild.clear()
-        served.send(submit(1, [5, 6], max_tokens=20, ignore_eos=True))
+        served.fail_in_a_step(KILLED, submit(1, [5, 6], max_tokens=20, ignore_eos=True))
         served.wait_for(is_recovering)
         served.group.failure = None
         served.group.may_rebuild.set()
@@ -175,7 +186,7 @@ def test_requests_continue_after_a_recovery() -> None:
 def test_ranks_that_fail_in_sleep_are_rebuilt_when_a_command_comes() -> None:
     with serving() as served:
         served.command(1, Action.SLEEP)
-        served.group.failure = RankFailed(1, "its process was killed by SIGKILL")
+        served.group.failure = KILLED
         query_ids = itertools.count(2)
         while served.status(next(query_ids)).activity is not Activity.RECOVERING:
             pass
@@ -195,9 +206,8 @@ def test_ranks_that_fail_in_sleep_are_rebuilt_when_a_command_comes() -> None:
 
 def test_status_and_new_requests_are_answered_during_a_recovery() -> None:
     with serving() as served:
-        served.group.failure = RankFailed(1, "its process was killed by SIGKILL")
         served.group.may_rebuild.clear()
-        served.send(submit(1, [5, 6], max_tokens=4, ignore_eos=True))
+        served.fail_in_a_step(KILLED, submit(1, [5, 6], max_tokens=4, ignore_eos=True))
         served.wait_for(is_recovering)
         status = served.status(7)
         assert status.activity is Activity.RECOVERING
@@ -217,8 +227,9 @@ def test_recovery_is_given_up_after_bounded_attempts(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(recovery, "FIRST_DELAY_S", 0.001)
     with serving() as served:
         served.group.rebuild_error = ReplicaUnavailable("no memory for rank 1")
-        served.group.failure = RankFailed(1, "its process was killed by SIGKILL", 3)
-        served.send(submit(1, [5, 6], max_tokens=4))
+        served.fail_in_a_step(
+            RankFailed(1, "its process was killed by SIGKILL", 3), submit(1, [5, 6], max_tokens=4)
+        )
         error = served.end_of(1).error
     assert "rank 1 failed at step 3: its process was killed by SIGKILL; given up: 4 attempts" in error
     assert "no memory for rank 1" in error
@@ -228,9 +239,8 @@ def test_recovery_is_given_up_after_bounded_attempts(monkeypatch: pytest.MonkeyP
 
 def test_stop_ends_a_recovery() -> None:
     with serving() as served:
-        served.group.failure = RankFailed(1, "killed")
         served.group.may_rebuild.clear()
-        served.send(submit(1, [5, 6], max_tokens=4))
+        served.fail_in_a_step(KILLED, submit(1, [5, 6], max_tokens=4))
         served.wait_for(is_recovering)
         served.loop.stop()
         assert "is shutting down" in served.end_of(1).error

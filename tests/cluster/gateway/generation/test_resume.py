@@ -79,7 +79,8 @@ def text_of(events: list[inference_pb2.GenerateEvent]) -> str:
 
 def test_repeat_reads_the_same_events_of_a_running_and_of_a_finished_request(serve: ServerFactory) -> None:
     async def scenario() -> None:
-        async with serve() as server, inference(server.target) as stub, AsyncClient(server.target) as client:
+        async with serve() as server, inference(server.target) as stub:
+            before = (await server.replica.status(DEADLINE_S)).num_finished  # canaries
             first = stub.GenerateStream(request())
             await first.read()
             running, repeated = await asyncio.gather(rest(first), read(stub.GenerateStream(request())))
@@ -88,7 +89,7 @@ def test_repeat_reads_the_same_events_of_a_running_and_of_a_finished_request(ser
             assert running == repeated[1:] == later[1:]
             assert [event.sequence_number for event in later] == list(range(len(later)))
             assert whole.outputs[0].text == text_of(later)
-            assert (await client.status())[0].queue.num_finished == 2  # with the canary
+            assert (await server.replica.status(DEADLINE_S)).num_finished == before + 1
 
     run(scenario())
 

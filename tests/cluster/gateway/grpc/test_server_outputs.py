@@ -303,6 +303,7 @@ def test_status_reports_host_memory(serve: ServerFactory) -> None:
             server.scheduler._state.costs.swap_blocks_per_s = 1e9
             calls = [client.generate([number] * 8, replace(SAMPLED, n=2)) for number in range(3)]
             await asyncio.gather(*calls)
+            await server.replica.status(DEADLINE_S)  # a late one would be left out of the next line
             (replica,) = await client.status()
             assert replica.kv.num_host_blocks == 32
             assert replica.kv.num_used_host_blocks == 0

@@ -54,11 +54,13 @@ def test_prompt_logprobs_over_the_network(serve: ServerFactory) -> None:
             assert whole.prompt_logprobs is not None
             assert whole.prompt_logprobs[0] is None
             assert len(whole.prompt_logprobs) == len(prompt)
-            server.brake.slow_down()
-            events = [event async for event in client.generate_stream(PROMPT, params)]
-            server.brake.speed_up()
+            stream = client.generate_stream(PROMPT, params)
+            server.brake.let(2)  # the second chunk is not gathered before the event of the first one is read
+            events = [await anext(stream), await anext(stream)]
+            server.brake.release()
+            events += [event async for event in stream]
             parts = [event for event in events if isinstance(event, PromptLogprobsDelta)]
-            assert len(parts) > 1  # one event per chunk
+            assert len(parts) > 1
             kinds = [type(event) for event in events]
             assert kinds[0] is RequestStarted
             assert kinds.index(CompletionDelta) > kinds.index(PromptLogprobsDelta)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_fleet import FakeLauncher, FakeReplica
+from fake_fleet import FakeLauncher, FakeReplica, SlowWorkers
 from fakes import oracle
 
 from quire.cluster.config.deployment import Deployment
@@ -134,10 +134,15 @@ class Pool:
         """Let the decode replica measure its rate, and run a sequence from then on."""
         await self.run(41, num_tokens=1)
         await self.until_idle()
-        running = asyncio.ensure_future(self.run(42, num_tokens=80))
+        running = asyncio.ensure_future(self.run(42, num_tokens=400))
         await self.until(lambda: self.status("decode").num_running > 0)
         assert self.status("decode").prefill_tokens_per_s > 0
         return running
+
+    async def finish(self, running: asyncio.Task[list[Finish]]) -> None:
+        """Let the sequence of `occupy` end. It would take 24 s: longer than a busy machine holds a test up."""
+        self.replicas["decode"].group.step_s = SlowWorkers.step_s
+        await running
 
 
 @pytest.fixture
@@ -180,7 +185,7 @@ def test_prompt_is_computed_apart_and_continued_from_its_blocks(
             "the prefill replica generated more than a token"
         )
         assert pool.pool.collect_demand().num_prefill_tokens == 39
-        await other
+        await pool.finish(other)
 
     run(launcher, scenario)
 
@@ -191,7 +196,7 @@ def test_full_queue_of_the_decode_replica_bounds_what_is_split(launcher: FakeLau
         pool.pool.max_waiting = 0
         await pool.run(43)
         assert pool.pool.collect_demand().num_prefill_tokens == 0
-        await other
+        await pool.finish(other)
 
     run(launcher, scenario)
 
@@ -206,7 +211,7 @@ def test_short_output_and_idle_fleet_need_one_replica(launcher: FakeLauncher) ->
         await pool.run(45, num_tokens=1)
         assert pool.pool.collect_demand().num_prefill_tokens == 0
         assert num_pulls(pool) == 0
-        await other
+        await pool.finish(other)
 
     run(launcher, scenario)
 
@@ -222,7 +227,7 @@ def test_prefill_replica_that_fails_costs_time_and_no_token(launcher: FakeLaunch
         pool.replicas["prefill"].kill("killed")
         await split
         await pool.run(44)
-        await other
+        await pool.finish(other)
 
     run(launcher, scenario)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from quire.cluster.gateway.routing.replica_pool import ReplicaPool
 from quire.cluster.gateway.routing.request_migration import MAX_FAILED_REPLICAS, MigratingRequest
 from quire.cluster.text.requests.request import Request
 from quire.proto.errors import DeadlineExpired, Overloaded, RankFailed, ReplicaUnavailable, RequestAborted
+from quire.proto.replica_status import ReplicaStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Drain, Finish, FinishReason
 
@@ -201,7 +202,7 @@ def test_beam_search_restarts_at_another_replica(launcher: FakeLauncher) -> None
 def test_many_requests_survive_replica_changes(launcher: FakeLauncher) -> None:
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("r0", "r1")
-        fleet.slow_down("r0")  # whose requests then run or wait when it drains
+        fleet.replicas["r0"].group.step_s = 0.5  # its requests then run or wait when it drains
         brief, expected = replace(LONG, max_tokens=60), EXPECTED[:60]
 
         def submit(count: int) -> list[asyncio.Future[Any]]:
@@ -401,6 +402,7 @@ def test_idle_replica_runs_no_canary_after_one_of_another_gateway(
     launcher: FakeLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_pool, "IDLE_CANARY_S", 0.05)
+    clock = SimpleNamespace(now=time.monotonic() + 1e6)
     canaries: list[str] = []
 
     async def count(client: ReplicaClient, timeout_s: float) -> None:
@@ -409,20 +411,25 @@ def test_idle_replica_runs_no_canary_after_one_of_another_gateway(
 
     async def scenario(fleet: Fleet) -> None:
         await fleet.ready("a")
-        client, num_statuses = fleet.pool.clients["a"], itertools.count()
+        client, num_asked = fleet.pool.clients["a"], 0
+        next_status = client.next_status
+
+        async def prove(timeout_s: float) -> ReplicaStatus:
+            """Do as if the status told of another gateway's step."""
+            nonlocal num_asked
+            status = await next_status(timeout_s)
+            client.proved_at = clock.now
+            num_asked += 1
+            return status
+
         monkeypatch.setattr(replica_pool, "run_canary", count)
-
-        def prove(message: object) -> None:
-            """Do as if each status told of another gateway's step."""
-            client.proved_at = time.monotonic()
-            if next(num_statuses) >= 20:
-                has_ended.set()
-
-        has_ended = asyncio.Event()
-        client.add_listener(prove)
+        monkeypatch.setattr(replica_pool, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        monkeypatch.setattr(client, "next_status", prove)
         async with asyncio.timeout(DEADLINE_S):
-            while not has_ended.is_set():
-                await client.next_status(DEADLINE_S)
+            for number in range(20):
+                clock.now += 1.0
+                while num_asked == number:
+                    await asyncio.sleep(0.01)
         assert canaries == []
 
     run(launcher, scenario)
