@@ -12,7 +12,8 @@ from quire.cluster.config.engine_options import DEMO_VISION_PATH
 TOKENIZER_LEN = 32000
 
 COMMON: dict[str, Any] = {"max_position_embeddings": 4096, "bos_token_id": None, "eos_token_id": None}
-# s: a Llama of 60 million parameters; m: the shape of Qwen2.5-0.5B; see also `make_vision_model`.
+# s: a Llama of 60 million parameters; m: the shape of Qwen2.5-0.5B; k: as s, with 32 KB of KV per token, for
+# prompts of 16,000 tokens; see also `make_vision_model`.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "s": (
         "Llama",
@@ -30,6 +31,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "k": (
+        "Llama",
+        {
+            "vocab_size": TOKENIZER_LEN, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+            "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False, "max_position_embeddings": 16384,
+        },
+    ),
 }  # fmt: skip
 
 
@@ -43,7 +52,7 @@ def make_model(folder: Path, kind: str) -> None:
     import transformers
 
     family, sizes = MODELS[kind]
-    config = getattr(transformers, f"{family}Config")(**sizes, **COMMON)
+    config = getattr(transformers, f"{family}Config")(**COMMON | sizes)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
     generator = torch.Generator().manual_seed(0)
     gains = {"q_proj": 2.0, "k_proj": 2.0, "lm_head": 2.0}

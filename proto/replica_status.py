@@ -95,6 +95,7 @@ class KvCacheInfo:
         num_kv_recomputed_tokens: tokens that were computed although another replica had lent their blocks.
         kv_pull_bytes_per_s: recent rate at which a rank reads from another replica; 0 without KV transfers.
         kv_token_bytes: bytes that a rank reads for a token.
+        num_kv_ahead_tokens: of the pulled tokens, those that came while the rest of their prompt was computed.
     """
 
     block_size: int = 0
@@ -138,6 +139,7 @@ class KvCacheInfo:
     kv_token_bytes: float = 0.0
     num_host_state_slots: int = 0
     num_host_snapshots: int = 0
+    num_kv_ahead_tokens: int = 0
 
     @property
     def stores_blocks(self) -> bool:
@@ -261,6 +263,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "encoder_cache_bytes", "encoder_output_bytes", "num_encoder_outputs", "num_encoded_images",
         "image_tensor_bytes",
         "num_host_state_slots", "num_host_snapshots",
+        "num_kv_ahead_tokens",
     )  # fmt: skip
 
     query_id: int

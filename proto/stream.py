@@ -70,6 +70,8 @@ class SequenceRequest:
         media: the images of the prompt, in order. Their tensors are sent when the replica asks for them.
         kv: blocks of the prompt and the generated tokens at the replica that the sequence left; None without any.
         prefill_only: the sequence leaves as MOVED with its first token, if its blocks can be lent.
+        fetch_only: nothing is generated or answered. The blocks of `kv` are read into the prefix cache, because the
+            sequence will come when the rest of its prompt has been computed.
     """
 
     request_id: str
@@ -87,6 +89,7 @@ class SequenceRequest:
     media: tuple[MediaItem, ...] = sent_if_set(())
     kv: KvOffer | None = sent_if_set(None)
     prefill_only: bool = sent_if_set(False)
+    fetch_only: bool = sent_if_set(False)
 
     def __post_init__(self) -> None:
         if self.media:
@@ -327,6 +330,14 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """Blocks of a prompt that is still being computed, for the replica that will continue the sequence."""
+
+    handle: int
+    kv: KvOffer
+
+
+@dataclass(frozen=True, slots=True)
 class Recall:
     """Requests the tokens that a request has so far, of a gateway that may have died; a Recalled answers.
 
@@ -392,6 +403,7 @@ class TokenBatch:
         prompt_logprobs: log-probabilities of prompt tokens, by handle, in a batch of their own; sent in prompt order,
             and possibly a second time after a move.
         pooled: vectors by handle; the batch has the ends of their sequences too.
+        lent: blocks of sequences that are `prefill_only`.
     """
 
     step_id: int
@@ -401,6 +413,7 @@ class TokenBatch:
     finished: tuple[Finish, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     pooled: Pooled | None = None
+    lent: tuple[Lent, ...] = sent_if_set(())
 
 
 @dataclass(frozen=True, slots=True)

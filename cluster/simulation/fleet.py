@@ -75,6 +75,7 @@ class SimulatedRequest:
         error: why it failed; empty if it did not.
         kv: its blocks at the replica that computed its prompt, until the next one has been told.
         has_split: its prompt was, or is, computed by a replica of the prefill role.
+        reader_id: the replica that reads its prompt's blocks meanwhile.
     """
 
     traced: TracedRequest
@@ -89,6 +90,7 @@ class SimulatedRequest:
     error: str = ""
     kv: KvOffer | None = None
     has_split: bool = False
+    reader_id: str = ""
 
 
 class Watcher:
@@ -262,7 +264,7 @@ class SimulatedFleet:
         splits_to = self._split(request, hashes, chosen, num_new)
         if splits_to is not None:
             self._cost.num_split += 1
-            request.has_split, chosen = True, splits_to
+            request.has_split, request.reader_id, chosen = True, chosen, splits_to
         else:
             _count_sent(self._loads, chosen, self._config.cache.block_size if request.kv else num_new)
         handle = self._free_handles.pop() if self._free_handles else len(self._running)
@@ -327,9 +329,19 @@ class SimulatedFleet:
 
     def _on_tokens(self, replica: SimulatedReplica, now: float, batch: TokenBatch) -> None:
         self._count_tokens(batch.handles, now)
+        for lent in batch.lent:
+            self._fetch(self._running[lent.handle], lent.kv, now)
         for finish in batch.finished:
             self._on_finish(self._running.pop(finish.handle), finish, now)
             self._free_handles.append(finish.handle)
+
+    def _fetch(self, request: SimulatedRequest, kv: KvOffer, now: float) -> None:
+        """Have the replica that will continue a request read the blocks of its prompt that are there."""
+        reader = self.replicas.get(request.reader_id)
+        if reader is not None:
+            name, sampling = f"request-{request.traced.number}", SamplingParams(max_tokens=1)
+            reader.post(Submit(0, name, request.traced.prompt(), sampling=sampling, kv=kv, fetch_only=True))
+            self._wake(reader, now)
 
     def _count_tokens(self, handles: IntArray, now: float) -> None:
         """Count a token of each handle. Rows that decode have the same gap, which is counted once."""

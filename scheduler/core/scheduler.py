@@ -174,6 +174,9 @@ class Scheduler:
 
     def add(self, gateway: bytes, submit: Submit, now: float) -> Finish | None:
         """Queue a request; return a Finish if it is rejected. A draining replica reports MOVED in the outbox."""
+        if submit.fetch_only:
+            self._fetch(gateway, submit, now)
+            return None
         if self._drainer.is_on:
             self._drainer.reject(gateway, submit)
             return None
@@ -188,6 +191,13 @@ class Scheduler:
         if submit.media:
             self._state.media.ask(sequences[0], self._state.blocks.num_cached_tokens(sequences[0]), now)
         return None
+
+    def _fetch(self, gateway: bytes, submit: Submit, now: float) -> None:
+        """Read the blocks of a sequence that will come, if the ranks take orders."""
+        control = self.control
+        if self._drainer.is_on or control.refusal() or control.holds_steps or control.holds_admission:
+            return
+        self._state.kv_moves.fetch(self._make_sequences(gateway, submit, now)[0], now, self.num_running)
 
     def receive_media(self, message: MediaUpload, now: float) -> None:
         """Take a piece of an image; one that nobody waits for is dropped."""

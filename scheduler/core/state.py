@@ -23,7 +23,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import DeadlineExpired, QuireError
 from ...proto.kv_transfer import KvOffer
 from ...proto.lora import LoraReference
-from ...proto.stream import FinishReason, MediaUpload
+from ...proto.stream import FinishReason, Lent, MediaUpload, TokenBatch
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
 from ..kv.own_prefixes import OwnPrefixes
@@ -134,6 +134,7 @@ class SchedulerState:
         self.retained: Final = RetainedOutputs()
         self.media: Final = MediaQueue(config)
         self.num_prefill_only = 0
+        self._lent: list[tuple[int, bytes, Lent]] = []  # step that computes the blocks, gateway, message
         self._deadlines = DeadlineQueue(self._alive)
 
     @property
@@ -332,6 +333,27 @@ class SchedulerState:
         else:
             self._end_as_moved((sequence.gateway, sequence.handle), sequence, len(tokens), offer, now)
 
+    def lend_prompt(self, sequence: Sequence, num_computed: int, now: float) -> None:
+        """Lend the first tokens of a prompt, so that they travel while a step computes the next ones.
+
+        The plan of that step lends them. The gateway hears of it when the step before has computed them.
+        """
+        offer = self.kv_moves.offer_part(sequence, row_of(sequence), num_computed, now)
+        if offer is None:
+            return
+        computes = self.in_flight.newest_id
+        self._lent.append(
+            (0 if computes is None else computes, sequence.gateway, Lent(sequence.handle, offer))
+        )
+        if computes is None:
+            self.send_lent(0)
+
+    def send_lent(self, step_id: int) -> None:
+        """Tell gateways what was lent of prompts, as far as steps up to this one have computed it."""
+        while self._lent and self._lent[0][0] <= step_id:
+            _, gateway, lent = self._lent.pop(0)
+            self.outbox.add(gateway, TokenBatch(0, lent=(lent,)))
+
     def _offer(self, sequence: Sequence, tokens: array[int], now: float) -> KvOffer | None:
         if sequence.row is None or sequence.sampling.is_ranked:
             return None
@@ -402,6 +424,7 @@ class SchedulerState:
         self.abandon_steps()
         self.deltas.forget_rows()
         self.kv_moves.forget()
+        self._lent.clear()
         return self.blocks.forget_unconfirmed()
 
     def requests_in(self, step: InFlightStep) -> set[int]:

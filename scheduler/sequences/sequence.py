@@ -63,6 +63,7 @@ class Sequence:
         media: the images of its prompt, in order.
         media_ids: of the encoder's output of each of them, by `MediaQueue`.
         prefill_only: it leaves with its first token, for another replica to continue it.
+        num_lent_tokens: first tokens of its prompt whose blocks were lent while the rest is computed.
         transfer_s: time that it has waited for blocks of another replica.
         pools_all_tokens: it needs the hidden states of all its tokens, so that no KV of a cache is of use to it.
     """
@@ -118,6 +119,7 @@ class Sequence:
     num_snapshot_tokens: int = 0
     kv: KvOffer | None = None
     prefill_only: bool = False
+    num_lent_tokens: int = 0
     transfer_s: float = 0.0
     media: tuple[MediaItem, ...] = ()
     media_ids: tuple[int, ...] = ()

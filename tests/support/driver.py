@@ -11,7 +11,7 @@ from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed
 from quire.proto.media import MediaTensors
 from quire.proto.step import StepPlan
-from quire.proto.stream import Finish, FinishReason, TokenBatch, media_uploads
+from quire.proto.stream import Finish, FinishReason, Lent, TokenBatch, media_uploads
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.kv.kv_tiers import KvTiers
 
@@ -28,6 +28,7 @@ class Driver:
         scores: handle |-> (position, log-probability) of its prompt's tokens, in the order received.
         vectors: handle |-> vector of a pooled sequence.
         moved: handle |-> Finish of a sequence that was handed off and not submitted again.
+        lent: blocks of prompts of which the rest was not computed, as gateways hear of them.
         plans: all plans that were broadcast.
         images: digest |-> tensors, which the gateway sends when it is asked for them.
         asked: digests that were asked for, in order.
@@ -41,6 +42,7 @@ class Driver:
     moved: dict[int, Finish] = field(default_factory=dict)
     scores: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     vectors: dict[int, list[float]] = field(default_factory=dict)
+    lent: list[Lent] = field(default_factory=list)
     plans: list[StepPlan] = field(default_factory=list)
     images: dict[bytes, MediaTensors] = field(default_factory=dict)
     asked: list[bytes] = field(default_factory=list)
@@ -152,6 +154,7 @@ class Driver:
                 assert handle not in self.vectors, f"{handle} has two vectors"
                 assert handle in {finish.handle for finish in batch.finished}
                 self.vectors[handle] = vector.tolist()
+            self.lent += batch.lent
             for finish in batch.finished:
                 assert finish.handle not in {**self.finishes, **self.moved}, f"{finish.handle} ended twice"
                 ends = self.moved if finish.reason is FinishReason.MOVED else self.finishes

@@ -130,6 +130,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
             "kv",
             "media",
             "prefill_only",
+            "fetch_only",
         )
         if name in settings
     }

@@ -263,6 +263,10 @@ class ReplicaClient:
         self.send(request.submit_message(handles.start))
         return receiver
 
+    def fetch(self, request: Request) -> None:
+        """Have the replica read the blocks of a request that it will get; `fetch_only` is set. No answer follows."""
+        self.send(request.submit_message(self._new_handles(1).start))
+
     def stop(self, handle: int) -> None:
         """End a sequence in which a stop string was found; the scheduler sends its Finish."""
         self.send(Stop(handle))

@@ -228,6 +228,12 @@ KV_RECOMPUTED_TOKENS = _moved(
     "quire_kv_recomputed_tokens",
     "Tokens that were computed although another replica had lent their blocks.",
 )
+KV_AHEAD_TOKENS = _moved(
+    counter,
+    "num_kv_ahead_tokens",
+    "quire_kv_ahead_tokens",
+    "Tokens whose KV was read from another replica while that computed the rest of their prompt.",
+)
 KV_PULL_RATE = _moved(
     gauge,
     "kv_pull_bytes_per_s",

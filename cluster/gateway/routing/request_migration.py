@@ -18,6 +18,7 @@ from typing import Protocol
 
 from ....proto.errors import DeadlineExpired, ProtocolError, QuireError, ReplicaUnavailable
 from ....proto.kv_transfer import KvOffer
+from ....proto.sampling import SamplingParams
 from ....proto.stream import Finish, FinishReason, RecalledOutput, Timings
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.event_loop import run_in_background
@@ -195,6 +196,7 @@ class MigratingRequest(UpdateQueue):
         self._failed_replicas: set[str] = set()
         self._placing: asyncio.Task[None] | None = None
         self._has_split = False
+        self._reader: ReplicaClient | None = None  # reads the prompt's blocks while the rest is computed
         self._lateness: asyncio.TimerHandle | None = None  # of the replica that computes the prompt
         for index, output in (recalled or {}).items():
             self._take_recalled(index, output)
@@ -242,6 +244,10 @@ class MigratingRequest(UpdateQueue):
 
     def _on_update(self, attempt: _Attempt, index: int, update: SequenceUpdate) -> None:
         output, finish = self._outputs[index], update.finish
+        if update.lent is not None:
+            self._on_lent(attempt, update.lent)
+            if not update.token_ids and finish is None:
+                return
         output.token_ids += update.token_ids
         if update.token_ids:
             self._num_failures = 0
@@ -297,6 +303,26 @@ class MigratingRequest(UpdateQueue):
             self.end(ReplicaUnavailable(reason))
         else:
             self._resume()
+
+    def _on_lent(self, attempt: _Attempt, offer: KvOffer) -> None:
+        """Have the replica that will continue the request read the blocks of its prompt that are there.
+
+        The router then prefers this replica, since it will have the prefix.
+        """
+        if self._reader is None or self._reader.has_failed:
+            placement = self._picker.choose(self._request, Stage.BRINGS_KV)
+            self._reader = None if placement is None else placement.client
+        if self._reader is None or self._reader is attempt.client or not _takes(self._reader, offer):
+            return
+        self._reader.fetch(
+            replace(
+                self._request,
+                sampling=SamplingParams(max_tokens=1),
+                constraint=None,
+                kv=offer,
+                fetch_only=True,
+            )
+        )
 
     def _on_prefill_late(self, attempt: _Attempt, seconds: float) -> None:
         """Let another replica compute the prompt, if the one that should has not done so in time."""
@@ -424,10 +450,12 @@ class MigratingRequest(UpdateQueue):
 
 def _kv_for(client: ReplicaClient, output: _Output) -> KvOffer | None:
     """Return an output's blocks, if the replica can take them; one of an earlier release would refuse the request."""
-    if output.kv is None:
-        return None
+    return output.kv if output.kv is not None and _takes(client, output.kv) else None
+
+
+def _takes(client: ReplicaClient, offer: KvOffer) -> bool:
     status = client.latest_status
-    return output.kv if status is not None and status.kv_layout == output.kv.layout else None
+    return status is not None and status.kv_layout == offer.layout
 
 
 def _add(left: Timings, right: Timings) -> Timings:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ....proto.codec import FloatArray
 from ....proto.errors import QuireError
+from ....proto.kv_transfer import KvOffer
 from ....proto.step import Logprobs
 from ....proto.stream import Finish, TokenBatch
 
@@ -41,6 +42,7 @@ class SequenceUpdate:
         finish: set once the sequence has ended.
         prompt_logprobs: of each step if the request asked for them; `index` is the position in the prompt.
         pooled: the vector of a pooled request, with its finish.
+        lent: the newest blocks of its prompt that can be read while the rest is computed.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,6 +50,7 @@ class SequenceUpdate:
     finish: Finish | None = None
     prompt_logprobs: list[Logprobs] = field(default_factory=list)
     pooled: FloatArray | None = None
+    lent: KvOffer | None = None
 
     def extend(self, later: SequenceUpdate) -> None:
         self.token_ids += later.token_ids
@@ -76,6 +79,8 @@ def updates_by_handle(*batches: TokenBatch) -> Iterable[tuple[int, SequenceUpdat
                 updates[handle].prompt_logprobs.append(scores.rows(owners == handle))
         for handle, vector in batch.pooled or ():
             updates[handle].pooled = vector
+        for each in batch.lent:
+            updates[each.handle].lent = each.kv
         for finish in batch.finished:
             updates[finish.handle].finish = finish
     return updates.items()

@@ -282,6 +282,8 @@ class Planner:
         """Add the next `num_tokens` of a prompt to the step; the row has blocks for them."""
         row = row_of(sequence)
         start = int(self._state.rows.num_scheduled[row])
+        if sequence.prefill_only and start and num_tokens >= self._state.blocks.block_size:
+            self._state.lend_prompt(sequence, start, builder.now)
         self._state.rows.schedule(row, num_tokens)
         self._state.blocks.publish(row, sequence, start, start + num_tokens)
         if start + num_tokens in sequence.snapshot_ends:

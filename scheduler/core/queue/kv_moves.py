@@ -39,7 +39,7 @@ class NoKvMoves:
 
     kv_layout = b""
     num_kv_leases = num_kv_offers = num_kv_pulls = num_kv_pulled_tokens = num_kv_pulled_bytes = 0
-    num_kv_recomputed_tokens = 0
+    num_kv_recomputed_tokens = num_kv_ahead_tokens = 0
     kv_pull_bytes_per_s = kv_token_bytes = 0.0
     num_kv_failures: tuple[int, ...] = ()
     must_order = False
@@ -49,8 +49,14 @@ class NoKvMoves:
     ) -> KvOffer | None:
         return None
 
+    def offer_part(self, sequence: Sequence, row: int, num_computed: int, now: float) -> KvOffer | None:
+        return None
+
     def begin(self, sequence: Sequence, now: float, num_running: int) -> bool:
         return False
+
+    def fetch(self, sequence: Sequence, now: float, num_running: int) -> None:
+        pass
 
     def take_ready(self, now: float) -> list[Sequence]:
         return []
@@ -84,6 +90,7 @@ class KvMoves:
         num_kv_pulls, num_kv_pulled_tokens, num_kv_pulled_bytes: of pulls that brought blocks; the bytes are those of
             the rank that read most.
         num_kv_recomputed_tokens: tokens that were to be pulled, and were not.
+        num_kv_ahead_tokens: of the pulled tokens, those that came before their sequence.
         kv_pull_bytes_per_s: recent rate of the slowest rank.
     """
 
@@ -98,11 +105,13 @@ class KvMoves:
         self._parked: dict[int, float] = {}  # seq_id of one that waits |-> since when
         # seq_id |-> sequences that wait for its pull, which brings their blocks too: outputs of one prompt.
         self._followers: dict[int, list[Sequence]] = {}
+        # seq_id of a sequence that has not come yet, whose pull fills the prefix cache |-> the sequence
+        self._fetches: dict[int, Sequence] = {}
         self._ready: list[Sequence] = []
         self.kv_pull_bytes_per_s = FIRST_BYTES_PER_S
         self._rated_at = -math.inf
         self.num_kv_pulls = self.num_kv_pulled_tokens = self.num_kv_pulled_bytes = 0
-        self.num_kv_recomputed_tokens = 0
+        self.num_kv_recomputed_tokens = self.num_kv_ahead_tokens = 0
         self._failures: Counter[KvFailure] = Counter()
 
     @property
@@ -162,6 +171,18 @@ class KvMoves:
             generation, self._layout.fingerprint, endpoints, digests[-1], num_blocks, table, LEASE_S
         )
 
+    def offer_part(self, sequence: Sequence, row: int, num_computed: int, now: float) -> KvOffer | None:
+        """Lend the first tokens of a prompt, of which others are still to be computed.
+
+        Returns None if too few are new for a pull of their own, which has a fixed cost: they come with the next ones.
+        """
+        num_new, rate = num_computed - sequence.num_lent_tokens, self._costs.prefill_tokens_per_s
+        is_small = num_new < self._blocks.block_size or num_new <= PULL_OVERHEAD_S * rate
+        if is_small or len(self._blocks.leases) >= MAX_LEASES // 2:
+            return None
+        sequence.num_lent_tokens = num_computed
+        return self.offer(sequence, row, sequence.token_ids, num_computed, now)
+
     def free_blocks(self, fence_step: int | None) -> bool:
         """End all leases, since running sequences lack blocks; return whether there were any."""
         leases = self._blocks.leases
@@ -186,9 +207,33 @@ class KvMoves:
             self._followers.setdefault(leader.seq_id, []).append(sequence)
             self._parked[sequence.seq_id] = now
             return True
+        if not self._pull(sequence, offer, now, num_running):
+            return False
+        self._parked[sequence.seq_id] = now
+        return True
+
+    def fetch(self, sequence: Sequence, now: float, num_running: int) -> None:
+        """Begin to pull the blocks of a sequence that is not queued here, and will come with more of them.
+
+        Nobody waits for them, and nothing holds them once they are in the prefix cache. The sequence finds them
+        there, or its own pull reads them.
+        """
+        offer, sequence.kv = sequence.kv, None
+        if (
+            offer is not None
+            and self._fits(sequence, offer)
+            and self._pull(sequence, offer, now, num_running)
+        ):
+            self._fetches[sequence.seq_id] = sequence
+
+    def _pull(self, sequence: Sequence, offer: KvOffer, now: float, num_running: int) -> bool:
+        """Begin to pull the blocks that a sequence lacks; return whether that is possible and worth it."""
         lacking, cached = self._blocks.find_lacking(sequence, offer.num_blocks)
+        coming = self._fetched_blocks()
         wanted = [
-            (group, index, int(offer.block_ids[group * offer.num_blocks + index])) for group, index in lacking
+            (group, index, int(offer.block_ids[group * offer.num_blocks + index]))
+            for group, index in lacking
+            if (group, sequence.block_digests[index]) not in coming
         ]
         is_lent = all(source for _, _, source in wanted)
         has_room = len(wanted) + len(cached) <= self._blocks.num_free_in(0)
@@ -203,8 +248,19 @@ class KvMoves:
             sequence, offer, wanted, cached, now + timeout_s + REPORT_SLACK_S, timeout_s
         )
         self._pull_of[sequence.seq_id] = pull
-        self._parked[sequence.seq_id] = now
         return True
+
+    def _fetched_blocks(self) -> set[tuple[int, bytes]]:
+        """Return (group, digest) of the blocks that fetches are reading.
+
+        Ranks read one pull after the other. So a sequence whose own pull leaves these out has them when its own are
+        there. If they fail, it computes from the first that it lacks.
+        """
+        return {
+            (block.group, sequence.block_digests[block.index])
+            for sequence in self._fetches.values()
+            for block in self._pull_of[sequence.seq_id].targets
+        }
 
     def _leader_of(self, offer: KvOffer) -> Sequence | None:
         """Return a sequence whose pull reads the same blocks."""
@@ -300,8 +356,18 @@ class KvMoves:
             pulls.release(pull)
             return
         self._blocks.publish_pulled(sequence, pull.complete)
-        self.num_kv_pulled_tokens += self._blocks.block_size * len({each.index for each in pull.complete})
-        self._ready.append(sequence)
+        num_tokens = self._blocks.block_size * len({each.index for each in pull.complete})
+        self.num_kv_pulled_tokens += num_tokens
+        if sequence.seq_id in self._fetches:
+            self.num_kv_ahead_tokens += num_tokens
+        self._let_start(sequence)
+
+    def _let_start(self, sequence: Sequence) -> None:
+        """Let a sequence start, which waited for its pull; end one that has not come."""
+        if self._fetches.pop(sequence.seq_id, None) is None:
+            self._ready.append(sequence)
+        else:
+            self.on_start(sequence)
 
     def _count(self, pull: Pull, now: float) -> None:
         if pull.complete:
@@ -330,8 +396,9 @@ class KvMoves:
             if pull.sequence is not None and pull.reading and now >= pull.deadline:
                 self._failures[KvFailure.TIMEOUT] += 1
                 self._count_recomputed(pull, range(len(pull.targets)))
-                self._ready.append(pull.sequence)
-                self.on_start(pull.sequence)
+                sequence = pull.sequence
+                self._let_start(sequence)
+                self.on_start(sequence)
 
     # Both
 
@@ -343,6 +410,7 @@ class KvMoves:
         self._followers.clear()
         self._ready += [each for each in waiting if each not in self._ready]
         self._pull_of.clear()
+        self._fetches.clear()
         self._serving.clear()
         self._layout = None
 

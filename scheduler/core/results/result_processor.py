@@ -59,6 +59,7 @@ class ResultProcessor:
             state.kv_moves.on_reports(result.kv_reports, now, state.in_flight.newest_id)
         if result.stored_reports:
             state.blocks.stored.on_reports(result.stored_reports)
+        state.send_lent(step.step_id)
         if not step.num_tokens:
             return []  # only adapters or blocks were read or written
         for observer in self._observers:

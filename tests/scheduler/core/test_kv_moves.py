@@ -122,6 +122,137 @@ def test_prefill_only_sequence_leaves_with_its_first_token(steps_in_flight: int)
     assert source.scheduler._state.num_prefill_only == 0
 
 
+def chunked_pair(network: FakeKvNetwork | None = None, **config: Any) -> tuple[Driver, Driver]:
+    """Return a replica that computes prompts in chunks of 8 tokens, and one that continues the sequences."""
+    network = network or FakeKvNetwork()
+    config = {"max_num_batched_tokens": 8, "max_model_len": 64, "num_blocks": 40} | config
+    return make_replica(network, "a", role="prefill", **config), make_replica(
+        network, "b", role="decode", **config
+    )
+
+
+def fetch(source: Driver, target: Driver, prompt: list[int]) -> None:
+    """Pass on what was lent of a prompt, as a gateway does."""
+    for lent in source.lent:
+        target.add(50_000, prompt, max_tokens=1, fetch_only=True, kv=lent.kv)
+    source.lent.clear()
+
+
+def read_all(target: Driver) -> None:
+    for pull_id in sorted(peer_of(target).pulls):
+        peer_of(target).read(pull_id)
+
+
+LONG_PROMPT = random_prompt(29)
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_chunks_of_a_prompt_travel_while_the_rest_is_computed(steps_in_flight: int) -> None:
+    source, target = chunked_pair()
+    source.add(1, LONG_PROMPT, max_tokens=20, prefill_only=True)
+    num_ahead = 0
+    while 1 not in source.moved:
+        source.step(steps_in_flight)
+        read_all(target)  # of chunks whose leases the ranks have heard of in this step
+        assert all(lent.handle == 1 for lent in source.lent)
+        num_ahead = max([num_ahead, *(4 * lent.kv.num_blocks for lent in source.lent)])
+        fetch(source, target, LONG_PROMPT)
+        target.step()
+    source.step()
+    read_all(target)
+    target.step()
+    assert num_ahead == 24, "three chunks were computed before the last one"
+    assert target.scheduler.kv_moves.num_kv_ahead_tokens == 24
+    target.outputs[1] = []
+    target.add(1, LONG_PROMPT, max_tokens=20, generated=source.outputs[1], kv=source.moved[1].kv)
+    source.step()
+    target.step()
+    ((pull_id, pull),) = peer_of(target).pulls.items()
+    assert pull.sources.size == 1, "what has come already is read again"
+    peer_of(target).read(pull_id)
+    before = target.group.num_executed_tokens
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(LONG_PROMPT, 20)
+    assert target.group.num_executed_tokens - before == len(LONG_PROMPT) + 20 - 1 - 28
+    source.run()
+    assert source.scheduler.kv_moves.num_kv_leases == 0
+    assert target.scheduler.blocks.num_held_blocks == source.scheduler.blocks.num_held_blocks == 0
+
+
+def test_sequence_does_not_read_again_what_a_fetch_is_reading() -> None:
+    source, target = chunked_pair()
+    source.add(1, LONG_PROMPT, max_tokens=20, prefill_only=True)
+    while 1 not in source.moved:
+        source.step()
+    fetch(source, target, LONG_PROMPT)
+    target.outputs[1] = []
+    target.add(1, LONG_PROMPT, max_tokens=20, generated=source.outputs[1], kv=source.moved[1].kv)
+    source.step()
+    target.step()
+    assert [pull.sources.size for pull in peer_of(target).pulls.values()] == [2, 2, 2, 1]
+    read_all(target)
+    before = target.group.num_executed_tokens
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(LONG_PROMPT, 20)
+    assert target.group.num_executed_tokens - before == len(LONG_PROMPT) + 20 - 1 - 28
+
+
+def test_prompt_is_computed_from_the_chunks_that_came_when_its_replica_dies() -> None:
+    network = FakeKvNetwork()
+    source, target = chunked_pair(network)
+    source.add(1, LONG_PROMPT, max_tokens=20, prefill_only=True)
+    for _ in range(3):
+        source.step()
+    fetch(source, target, LONG_PROMPT)
+    target.step()
+    first, *_ = sorted(peer_of(target).pulls)
+    peer_of(target).read(first)
+    peer_of(source).restart()
+    read_all(target)
+    target.step()
+    before = target.group.num_executed_tokens
+    target.add(1, LONG_PROMPT, max_tokens=20)
+    target.run()
+    assert target.outputs[1] == oracle(LONG_PROMPT, 20)
+    assert target.group.num_executed_tokens - before == len(LONG_PROMPT) + 20 - 1 - 8
+    assert target.scheduler.kv_moves.num_kv_failures[list(KvFailure).index(KvFailure.UNREACHABLE)] > 0
+
+
+@pytest.mark.parametrize("end", ["deadline", "lost ranks", "drain"])
+def test_fetch_ends_without_its_sequence(end: str) -> None:
+    source, target = chunked_pair()
+    source.add(1, LONG_PROMPT, max_tokens=20, prefill_only=True)
+    while 1 not in source.moved:
+        source.step()
+    if end == "drain":
+        target.scheduler.drain(0.0, target.now)
+    fetch(source, target, LONG_PROMPT)
+    if end == "deadline":
+        target.step()
+        target.now += 60.0
+    elif end == "lost ranks":
+        target.step()
+        target.lose_ranks()
+    for _ in range(5):
+        read_all(target)
+        target.step()
+    assert not len(target.scheduler.blocks.pulls)
+    assert target.scheduler.blocks.num_held_blocks == 0
+    source.now += 60.0
+    source.run()
+    assert source.scheduler.blocks.num_held_blocks == 0, "leases that nobody reads stay"
+
+
+def test_small_chunks_do_not_travel_by_themselves() -> None:
+    source, _ = chunked_pair()
+    source.scheduler._state.costs.prefill_tokens_per_s = 1000.0  # a chunk takes 8 ms
+    source.add(1, LONG_PROMPT, max_tokens=20, prefill_only=True)
+    while 1 not in source.moved:
+        source.scheduler._state.costs.prefill_tokens_per_s = 1000.0
+        source.step()
+    assert [lent.kv.num_blocks for lent in source.lent] == [6]
+
+
 def test_prefill_only_sequence_stays_where_its_blocks_cannot_be_lent() -> None:
     alone = Driver(small_config())
     alone.add(1, PROMPT, max_tokens=20, prefill_only=True)
@@ -344,15 +475,16 @@ class TwoReplicas(RuleBasedStateMachine):
             int, tuple[list[int], int, list[int]]
         ] = {}  # handle |-> prompt, length, tokens before
         self.place: dict[int, int] = {}  # handle |-> its replica
-        self.num_made = 0
+        self.num_made = self.num_fetched = 0
 
     @rule(
         where=st.integers(0, 1),
         shared=st.integers(0, 16),
         own=st.lists(st.integers(2, VOCAB_SIZE - 1), min_size=1, max_size=6),
         max_tokens=st.integers(1, 16),
+        splits=st.booleans(),
     )
-    def arrives(self, where: int, shared: int, own: list[int], max_tokens: int) -> None:
+    def arrives(self, where: int, shared: int, own: list[int], max_tokens: int, splits: bool) -> None:
         prompt, handle, driver = (
             random_prompt(20)[:shared] + own,
             len(self.requests) + 1,
@@ -363,7 +495,28 @@ class TwoReplicas(RuleBasedStateMachine):
         self.num_made += 1
         handle = self.num_made
         self.requests[handle], self.place[handle] = (prompt, max_tokens, []), where
-        assert driver.add(handle, prompt, max_tokens=max_tokens) is None
+        assert driver.add(handle, prompt, max_tokens=max_tokens, prefill_only=splits) is None
+
+    @rule(where=st.integers(0, 1), is_lost=st.sampled_from([False, False, True]))
+    def passes_on(self, where: int, is_lost: bool) -> None:
+        """Tell the other replica of the chunks that were computed, and of the sequences with a first token."""
+        source, target = self.replicas[where], self.replicas[1 - where]
+        for lent in source.lent:
+            if lent.handle in self.requests and not is_lost:
+                self.num_fetched += 1
+                prompt = self.requests[lent.handle][0]
+                target.add(50_000 + self.num_fetched, prompt, max_tokens=1, fetch_only=True, kv=lent.kv)
+        source.lent.clear()
+        self.follow_moved(where)
+
+    def follow_moved(self, where: int) -> None:
+        """Continue the sequences that left a replica by themselves."""
+        source, target = self.replicas[where], self.replicas[1 - where]
+        for handle in list(source.moved):
+            finish, tokens = source.moved.pop(handle), source.outputs.pop(handle)
+            prompt, max_tokens, before = self.requests[handle]
+            self.requests[handle], self.place[handle] = (prompt, max_tokens, before + tokens), 1 - where
+            target.add(handle, prompt, max_tokens=max_tokens, generated=before + tokens, kv=finish.kv)
 
     @rule(where=st.integers(0, 1), depth=st.integers(1, 3), steps=st.integers(1, 12))
     def run_on(self, where: int, depth: int, steps: int) -> None:
@@ -377,7 +530,11 @@ class TwoReplicas(RuleBasedStateMachine):
 
     @rule(data=st.data(), brings_kv=st.sampled_from([True, True, True, False]))
     def moves(self, data: st.DataObject, brings_kv: bool) -> None:
-        alive = [h for h in self.requests if h not in self.replicas[self.place[h]].finishes]
+        alive = [
+            handle
+            for handle, place in self.place.items()
+            if handle not in {**self.replicas[place].finishes, **self.replicas[place].moved}
+        ]
         if not alive:
             return
         handle = data.draw(st.sampled_from(alive))
@@ -423,7 +580,7 @@ class TwoReplicas(RuleBasedStateMachine):
         if self.requests:
             handle = data.draw(st.sampled_from(sorted(self.requests)))
             driver = self.replicas[self.place[handle]]
-            if handle not in driver.finishes:
+            if handle not in {**driver.finishes, **driver.moved}:
                 driver.abort(handle)
                 del self.requests[handle], self.place[handle]
                 driver.outputs.pop(handle, None)
@@ -435,7 +592,14 @@ class TwoReplicas(RuleBasedStateMachine):
             assert output == oracle(prompt, max_tokens)[: len(output)]
 
     def teardown(self) -> None:
-        for driver in getattr(self, "replicas", []):
+        for _ in range(2):
+            self.run_all()
+        for handle, (prompt, max_tokens, before) in getattr(self, "requests", {}).items():
+            assert before + self.replicas[self.place[handle]].outputs[handle] == oracle(prompt, max_tokens)
+
+    def run_all(self) -> None:
+        """Run both replicas until nothing is left, and pass on what leaves them."""
+        for where, driver in enumerate(getattr(self, "replicas", [])):
             for _ in range(3000):
                 for pull_id in list(peer_of(driver).pulls):
                     peer_of(driver).read(pull_id)
@@ -443,14 +607,15 @@ class TwoReplicas(RuleBasedStateMachine):
                     break
                 driver.now += 0.05
             assert not driver.scheduler.has_work
+            self.follow_moved(where)
         for driver in getattr(self, "replicas", []):
             for _ in range(3000):  # releases of the other one's leases
                 if not driver.step(2):
                     break
                 driver.now += 0.05
-            assert driver.scheduler.blocks.num_held_blocks == 0, "blocks are held for nobody"
-        for handle, (prompt, max_tokens, before) in getattr(self, "requests", {}).items():
-            assert before + self.replicas[self.place[handle]].outputs[handle] == oracle(prompt, max_tokens)
+            assert driver.scheduler.has_work or driver.scheduler.blocks.num_held_blocks == 0, (
+                "blocks are held for nobody"
+            )
 
 
 def machine_settings(max_examples: int) -> settings:

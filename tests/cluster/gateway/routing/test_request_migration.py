@@ -30,6 +30,7 @@ class FakeClient:
 
     Attributes:
         placed: (request, its receiver), in the order of their submission.
+        fetched: requests whose blocks it is to read.
     """
 
     def __init__(self, replica_id: str) -> None:
@@ -39,6 +40,14 @@ class FakeClient:
         self.aborted: list[int] = []
         self.problem = ""
         self.latest_status: ReplicaStatus | None = None
+        self.fetched: list[Request] = []
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.problem)
+
+    def fetch(self, request: Request) -> None:
+        self.fetched.append(request)
 
     def submit_with(self, request: Request, make_receiver: Callable[[range], Any]) -> Any:
         if self.problem:
@@ -173,6 +182,50 @@ def test_prompt_is_computed_by_one_replica_and_continued_by_another() -> None:
         assert picker.stages == [Stage.BEGINS, Stage.BRINGS_KV]
         assert not moves
         assert not picker.drained
+
+    run(scenario)
+
+
+def test_replica_that_will_continue_reads_the_chunks_of_the_prompt() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        picker.prefill_s = 60.0
+        picker.b.latest_status = ReplicaStatus("b", "m", query_id=0, kv_layout=b"layout")
+        running = MigratingRequest(request(prompt_logprobs=1), picker, clock)
+        running.start()
+        receiver = picker.a.placed[0][1]
+        for _ in range(2):
+            receiver.put(100, SequenceUpdate(lent=offer()))
+        assert picker.stages == [Stage.BEGINS, Stage.BRINGS_KV], "the reader is chosen more than once"
+        first, _ = picker.b.fetched
+        assert first.fetch_only
+        assert not first.prefill_only
+        assert first.kv is not None
+        assert first.kv.generation == offer().generation
+        assert first.prompt_token_ids.tolist() == [1, 2, 3]
+        assert (first.tenant, first.salt) == ("gold", b"s")
+        assert first.sampling.prompt_logprobs is None, "a prompt that is scored has no use for a cache"
+        picker.b.problem = "killed"
+        receiver.put(100, SequenceUpdate(lent=offer()))
+        assert len(picker.stages) == 3
+        picker.b.problem = ""
+        picker.a.send_update(0, 0, 10, reason=FinishReason.MOVED, kv=offer())
+        await settle()
+        assert [len(placed.generated_token_ids) for placed, _ in picker.b.placed] == [1]
+        running.abort()
+
+    run(scenario)
+
+
+def test_chunks_are_not_read_by_a_replica_with_another_layout() -> None:
+    async def scenario(picker: FakeReplicaPicker, clock: Clock) -> None:
+        picker.prefill_s = 60.0
+        running = MigratingRequest(request(), picker, clock)
+        running.start()
+        picker.a.placed[0][1].put(100, SequenceUpdate(lent=offer()))
+        picker.b.latest_status = ReplicaStatus("b", "m", query_id=0, kv_layout=b"other")
+        picker.a.placed[0][1].put(100, SequenceUpdate(lent=offer()))
+        assert picker.b.fetched == []
+        running.abort()
 
     run(scenario)
 
