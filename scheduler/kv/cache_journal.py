@@ -70,7 +70,8 @@ class CacheJournal:
         if since <= 0 or not 0 <= num_changes <= min(len(self._changes), len(self._places)):
             newest = islice(reversed(self._places), self._max_hashes)
             return CacheReport(self.version, 0, b"".join(newest), b"", self._window_blocks)
-        changed = set(islice(reversed(self._changes), num_changes))
+        # Each once, in an order that does not depend on the process.
+        changed = dict.fromkeys(islice(reversed(self._changes), num_changes))
         added = [name for name in changed if name in self._places]
         removed = [name for name in changed if name not in self._places]
         return CacheReport(self.version, since, b"".join(added), b"".join(removed), self._window_blocks)

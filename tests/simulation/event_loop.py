@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import random
 import secrets
 import selectors
@@ -55,8 +57,11 @@ async def _call_inline(function: Callable[..., T], /, *arguments: object) -> T:
 
 @contextmanager
 def _simulated_world(clock: SimulatedClock, rng: random.Random) -> Iterator[None]:
-    """Replace the clocks, the threads and the sources of randomness of this process."""
-    make_random = random.Random
+    """Replace the clocks, the threads and the sources of randomness of this process.
+
+    The garbage collector is off: the place where it closes something depends on the rest of the process.
+    """
+    make_random, state_before = random.Random, random.getstate()
 
     def seeded(*seed: Any) -> random.Random:
         return make_random(*(seed or (rng.getrandbits(64),)))
@@ -66,12 +71,17 @@ def _simulated_world(clock: SimulatedClock, rng: random.Random) -> Iterator[None
             (time, "monotonic", clock),
             (time, "time", lambda: START + clock.now),
             (secrets, "token_hex", lambda length: f"{rng.getrandbits(8 * length):0{2 * length}x}"),
+            (os, "urandom", rng.randbytes),
             (random, "Random", seeded),
             (asyncio, "to_thread", _call_inline),
             # Its default was bound to the real clock when it was imported.
             (MigratingRequest.__init__, "__defaults__", (clock, ignore_move)),
         ):
             patches.enter_context(patch.object(target, name, value))
+        patches.callback(random.setstate, state_before)
+        random.seed(rng.getrandbits(64))  # of the module's own functions
+        patches.callback(gc.enable)
+        gc.disable()
         yield
 
 

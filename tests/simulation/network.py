@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Callable
+from hashlib import blake2b
 
 from quire.proto.errors import ReplicaUnavailable
 
@@ -15,23 +16,46 @@ USUAL_DELAY_S = 0.0005, 0.003
 RECONNECT_S = 0.1
 
 
+class EventLog:
+    """The events of a run in order. Equal runs have equal logs, to the byte.
+
+    Args:
+        write: called with each line; None to keep the digest alone.
+    """
+
+    def __init__(self, write: Callable[[str], object] | None = None) -> None:
+        self._digest, self._write = blake2b(digest_size=16), write
+        self.num_events = 0
+
+    def add(self, at: float, event: str) -> None:
+        line = f"{at!r} {event}\n"
+        self._digest.update(line.encode())
+        self.num_events += 1
+        if self._write is not None:
+            self._write(line)
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+
 class Network:
     """Links between named processes.
 
     Attributes:
+        log: has every delivery.
         num_messages: frames that were delivered.
-        digest: changes with every delivery: equal runs have equal digests.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, log: EventLog) -> None:
         self._rng = rng
         self._partitions: set[frozenset[str]] = set()
         self._slow: dict[str, float] = {}  # process |-> its further delay
         self._connections: list[SimulatedConnection] = []
         self._healed = asyncio.Event()
         self._num_connections = 0
+        self.log = log
         self.num_messages = 0
-        self.digest = 0
 
     def next_identity(self) -> bytes:
         self._num_connections += 1
@@ -149,7 +173,7 @@ class _Pipe:
                 continue
             self._frames.popleft()
             self._network.num_messages += 1
-            self._network.digest = hash((self._network.digest, round(1e6 * loop.time()), len(frame)))
+            self._network.log.add(loop.time(), f"{'/'.join(self._ends)} {identity.decode()} {frame.hex()}")
             self._deliver(identity, frame)
 
 

@@ -15,7 +15,7 @@ from quire.cluster.simulation.replica import SimulatedClock
 from quire.proto.errors import QuireError
 
 from .event_loop import run_simulated
-from .network import Network
+from .network import EventLog, Network
 from .processes import ControllerProcess, Gateway, deployment, without_models
 from .replicas import Cluster, SimulatedReplica
 from .workload import Job, make_job, run_job
@@ -41,14 +41,14 @@ class Outcome:
     Attributes:
         faults: kind |-> how many.
         outcomes: of requests |-> how many.
-        digest: equal for equal runs.
+        digest: of the run's events; equal for equal runs.
     """
 
     faults: Counter[str]
     outcomes: Counter[str]
     num_messages: int
     seconds: float
-    digest: int
+    digest: str
 
 
 @dataclass
@@ -239,9 +239,9 @@ async def _retry(action: Callable[[], Awaitable[None]]) -> None:
     raise AssertionError("a process did not start 20 times")
 
 
-async def simulate(clock: SimulatedClock, rng: random.Random) -> Outcome:
+async def simulate(clock: SimulatedClock, rng: random.Random, log: EventLog) -> Outcome:
     """Run one scenario and check it. Raises AssertionError at a violated invariant."""
-    cluster = Cluster(Network(rng), rng, live={}, departing={}, texts={})
+    cluster = Cluster(Network(rng, log), rng, live={}, departing={}, texts={})
     world = World(clock, rng, cluster, ControllerProcess(cluster))
     await world.controller.start()
     assert world.controller.fleet is not None
@@ -267,10 +267,8 @@ async def simulate(clock: SimulatedClock, rng: random.Random) -> Outcome:
         await asyncio.gather(checking, return_exceptions=True)
     _check_outcomes(world)
     await _close(world)
-    network = cluster.network
-    digest = hash((network.digest, network.num_messages, round(1e6 * clock.now)))
     outcomes = Counter(job.outcome for job in world.jobs)
-    return Outcome(world.faults, outcomes, network.num_messages, clock.now, digest)
+    return Outcome(world.faults, outcomes, cluster.network.num_messages, clock.now, log.digest)
 
 
 async def _all_or_first_failure(tasks: list[asyncio.Future[None]], until: int) -> None:
@@ -286,6 +284,7 @@ async def _all_or_first_failure(tasks: list[asyncio.Future[None]], until: int) -
 async def _run_later(world: World, job: Job) -> None:
     await asyncio.sleep(world.rng.uniform(0.0, ARRIVALS_S))
     await run_job(job, world.gateways, world.rng)
+    world.cluster.network.log.add(world.clock.now, f"job {job.number} {job.outcome} {job.received}")
 
 
 async def _make_faults(world: World) -> None:
@@ -295,6 +294,7 @@ async def _make_faults(world: World) -> None:
         (kind,) = world.rng.choices(kinds, weights)
         if await kind(world):
             world.faults[kind.__name__] += 1
+            world.cluster.network.log.add(world.clock.now, kind.__name__)
 
 
 async def _check_health(world: World) -> None:
@@ -404,7 +404,8 @@ async def _close(world: World) -> None:
         replica.close()
 
 
-def run_seed(seed: int) -> Outcome:
-    """Run the scenario of a seed."""
+def run_seed(seed: int, write_event: Callable[[str], object] | None = None) -> Outcome:
+    """Run the scenario of a seed; `write_event` gets the line of each event."""
+    log = EventLog(write_event)
     with without_models():
-        return run_simulated(simulate, seed)
+        return run_simulated(lambda clock, rng: simulate(clock, rng, log), seed)

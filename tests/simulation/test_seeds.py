@@ -8,14 +8,20 @@ A failing seed is repeated exactly, with the fleet's log, by
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.simulation.scenario import FAULTS, run_seed
 
 NUM_QUICK, NUM_SLOW, SEEDS_PER_TEST = 50, 10_000, 50
+# Time of a process for a few seeds on a very busy machine.
+PROCESS_TIMEOUT_S = 400.0
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +62,24 @@ def test_equal_seeds_give_equal_runs() -> None:
     digests = [run_seed(seed).digest for seed in (3, 4, 13)]
     assert [run_seed(seed).digest for seed in (3, 4, 13)] == digests
     assert len(set(digests)) == 3
+
+
+@pytest.mark.timeout(2 * PROCESS_TIMEOUT_S)
+def test_processes_write_equal_events(tmp_path: Path) -> None:
+    """Hashes of strings, the modules that are loaded and the time of day differ."""
+    written = []
+    for hash_seed in ("1", "2"):
+        events = tmp_path / hash_seed
+        subprocess.run(
+            [sys.executable, "-m", "tests.simulation", "--seeds", "5-9", "--events", str(events)],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": hash_seed,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
+            check=True,
+            timeout=PROCESS_TIMEOUT_S,
+            cwd=Path(__file__).parents[2],
+        )
+        written.append(events.read_text())
+    assert written[0] == written[1]

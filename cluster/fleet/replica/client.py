@@ -597,6 +597,8 @@ class ReplicaClient:
         status = self.latest_status
         if status is None or not status.reports_changes or status.activity is not Activity.IDLE:
             return False
+        if status.num_running + status.num_waiting:
+            return False  # it has just been sent a request: the step comes, and no canary is sent meanwhile
         waits = any(not each.done() for each in (*self._queries.values(), *self._next_statuses))
         return not (self._running or waits or self._problem)
 

@@ -244,7 +244,13 @@ def test_quiet_replica_is_asked_rarely_and_at_once_for_a_request(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "changes", [{"activity": Activity.BUSY}, {"problem": "a rank failed"}, {"reports_changes": False}]
+    "changes",
+    [
+        {"activity": Activity.BUSY},
+        {"num_waiting": 1},
+        {"problem": "a rank failed"},
+        {"reports_changes": False},
+    ],
 )
 def test_replica_with_work_or_problems_owes_messages(changes: dict[str, Any]) -> None:
     async def scenario() -> None:
