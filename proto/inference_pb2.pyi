@@ -32,6 +32,14 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 
+class RequestPiece(_message.Message):
+    __slots__ = ("data", "num_bytes")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    num_bytes: int
+    def __init__(self, data: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "tenant", "priority", "cache_salt", "add_special_tokens", "after_sequence_number", "resumable", "received")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -621,17 +629,19 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "models", "resume_window_s", "retention_s", "max_message_bytes")
+    __slots__ = ("version", "uptime_s", "models", "resume_window_s", "retention_s", "max_message_bytes", "max_request_bytes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     RESUME_WINDOW_S_FIELD_NUMBER: _ClassVar[int]
     RETENTION_S_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     models: _containers.RepeatedCompositeFieldContainer[Model]
     resume_window_s: float
     retention_s: float
     max_message_bytes: int
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., resume_window_s: _Optional[float] = ..., retention_s: _Optional[float] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    max_request_bytes: int
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ..., resume_window_s: _Optional[float] = ..., retention_s: _Optional[float] = ..., max_message_bytes: _Optional[int] = ..., max_request_bytes: _Optional[int] = ...) -> None: ...

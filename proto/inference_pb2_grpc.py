@@ -45,6 +45,16 @@ class InferenceStub:
                 request_serializer=quire_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_proto_dot_inference__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.GenerateInPieces = channel.stream_unary(
+                '/quire.v1.Inference/GenerateInPieces',
+                request_serializer=quire_dot_proto_dot_inference__pb2.RequestPiece.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.GenerateStreamInPieces = channel.stream_stream(
+                '/quire.v1.Inference/GenerateStreamInPieces',
+                request_serializer=quire_dot_proto_dot_inference__pb2.RequestPiece.SerializeToString,
+                response_deserializer=quire_dot_proto_dot_inference__pb2.GenerateEvent.FromString,
+                _registered_method=True)
         self.Embed = channel.unary_unary(
                 '/quire.v1.Inference/Embed',
                 request_serializer=quire_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
@@ -90,6 +100,21 @@ class InferenceServicer:
 
     def GenerateStream(self, request, context):
         """Streams the same output: one Started, then Deltas and one Finished per completion.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateInPieces(self, request_iterator, context):
+        """Generate for a request that is larger than max_message_bytes, for example one with large images: its encoded message
+        in pieces.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateStreamInPieces(self, request_iterator, context):
+        """GenerateStream for such a request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +173,16 @@ def add_InferenceServicer_to_server(servicer, server):
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
                     request_deserializer=quire_dot_proto_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=quire_dot_proto_dot_inference__pb2.GenerateEvent.SerializeToString,
+            ),
+            'GenerateInPieces': grpc.stream_unary_rpc_method_handler(
+                    servicer.GenerateInPieces,
+                    request_deserializer=quire_dot_proto_dot_inference__pb2.RequestPiece.FromString,
+                    response_serializer=quire_dot_proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateStreamInPieces': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateStreamInPieces,
+                    request_deserializer=quire_dot_proto_dot_inference__pb2.RequestPiece.FromString,
                     response_serializer=quire_dot_proto_dot_inference__pb2.GenerateEvent.SerializeToString,
             ),
             'Embed': grpc.unary_unary_rpc_method_handler(
@@ -235,6 +270,60 @@ class Inference:
             target,
             '/quire.v1.Inference/GenerateStream',
             quire_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
+            quire_dot_proto_dot_inference__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateInPieces(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/quire.v1.Inference/GenerateInPieces',
+            quire_dot_proto_dot_inference__pb2.RequestPiece.SerializeToString,
+            quire_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateStreamInPieces(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/quire.v1.Inference/GenerateStreamInPieces',
+            quire_dot_proto_dot_inference__pb2.RequestPiece.SerializeToString,
             quire_dot_proto_dot_inference__pb2.GenerateEvent.FromString,
             options,
             channel_credentials,

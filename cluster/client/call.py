@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import grpc
@@ -25,6 +25,27 @@ MAX_DELAY_S = 2.0
 _SCHEMES = ("ipv4:", "ipv6:", "dns:", "unix:", "unix-abstract:", "vsock:", "xds:")
 
 T = TypeVar("T")
+
+# Requests up to this size are sent as one message, of which servers accept 4 MiB; larger ones in such pieces.
+_MAX_WHOLE_BYTES = 3 << 20
+_PIECE_BYTES = 1 << 20
+
+
+def by_size(whole: Any, in_pieces: Any) -> Any:
+    """Return a method that sends a request as one message, or in pieces if it is too large for one."""
+
+    def send(request: inference_pb2.GenerateRequest, **options: Any) -> Any:
+        if request.ByteSize() <= _MAX_WHOLE_BYTES:
+            return whole(request, **options)
+        return in_pieces(_pieces(request.SerializeToString()), **options)
+
+    return send
+
+
+def _pieces(raw: bytes) -> Iterator[inference_pb2.RequestPiece]:
+    for start in range(0, len(raw), _PIECE_BYTES):
+        num_bytes = len(raw) if start == 0 else 0
+        yield inference_pb2.RequestPiece(data=raw[start : start + _PIECE_BYTES], num_bytes=num_bytes)
 
 
 def split_target(target: str) -> list[str]:

@@ -20,7 +20,7 @@ from ..text.requests.chat import Chat, Tool
 from ..text.requests.chat_messages import Message
 from ..text.requests.outputs import RequestOutput, StreamEvent
 from ..text.requests.request import Prompt
-from .call import Call, ResumableCall, Servers, split_target
+from .call import Call, ResumableCall, Servers, by_size, split_target
 from .waiting import stream, unary
 from .wire.admin_messages import deployment_to_message, fleet_event_from_message, mode_to_message, read_tags
 from .wire.message_fields import from_message
@@ -491,12 +491,15 @@ class Methods:
         def read(response: inference_pb2.GenerateResponse) -> RequestOutput:
             return output_from_message(response, text, token_ids)
 
-        return self._resumable(self._inference.Generate, prompt, sampling_params, options, read)
+        stubs = self._inference
+        methods = [*map(by_size, stubs.Generate, stubs.GenerateInPieces)]
+        return self._resumable(methods, prompt, sampling_params, options, read)
 
     def _generate_stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None, options: RequestOptions
     ) -> Call[StreamEvent]:
-        methods = self._inference.GenerateStream
+        stubs = self._inference
+        methods = [*map(by_size, stubs.GenerateStream, stubs.GenerateStreamInPieces)]
         return self._resumable(methods, prompt, sampling_params, options, event_from_message)
 
     def _resumable(

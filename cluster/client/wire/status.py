@@ -166,6 +166,7 @@ class ServerInfo:
         resume_window_s: how long a resumable request runs on without a connection.
         retention_s: how long the output of a finished request with a request_id is kept.
         max_message_bytes: largest message that the server accepts.
+        max_request_bytes: largest request that it accepts in pieces; 0 if it accepts none.
     """
 
     version: str
@@ -174,6 +175,7 @@ class ServerInfo:
     resume_window_s: float
     retention_s: float
     max_message_bytes: int
+    max_request_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -26,11 +26,14 @@ from ..admin.services import GatewayServices, server_version
 from ..generation.generation import GenerationCall
 from ..generation.pooled_calls import PooledResponse, check_num_inputs, pool_all
 from ..routing.served_models import ServedModel
+from .large_requests import MAX_REQUEST_BYTES, LargeRequests
 from .message_guard import check_counts
 from .responses import Context, convert_errors, write_in_time
 
 # As many as a JSON body may have.
 MAX_DETOKENIZED = 1 << 19
+
+Pieces = AsyncIterator[inference_pb2.RequestPiece]
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -42,10 +45,33 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._authenticator = services.authenticator
         self._on_refused = services.on_refused
         self._max_message_bytes = max_message_bytes
+        self._large_requests = LargeRequests()
         self._started_at = time.monotonic()
 
     @convert_errors
     async def Generate(
+        self, message: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        return await self._generate(message, context)
+
+    @convert_errors
+    async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
+        await self._generate_stream(message, context)
+
+    @convert_errors
+    async def GenerateInPieces(self, pieces: Pieces, context: Context) -> inference_pb2.GenerateResponse:
+        return await self._generate(await self._receive(pieces, context), context)
+
+    @convert_errors
+    async def GenerateStreamInPieces(self, pieces: Pieces, context: Context) -> None:
+        await self._generate_stream(await self._receive(pieces, context), context)
+
+    async def _receive(self, pieces: Pieces, context: Context) -> inference_pb2.GenerateRequest:
+        """Return a request that comes in pieces."""
+        with self._counting_refusals():
+            return await self._large_requests.receive(pieces, self._tenant("", context))
+
+    async def _generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         async with self._generation.run(self._call(message, context)) as generation:
@@ -61,8 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             return output_to_message(output, request.sampling)
         return await asyncio.to_thread(output_to_message, output, request.sampling)
 
-    @convert_errors
-    async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
+    async def _generate_stream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
         async with self._generation.run(self._call(message, context)) as generation:
             sampling = generation.request.sampling
             async for number, event in generation.numbered_events:
@@ -138,6 +163,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             resume_window_s=limits.resume_window_s,
             retention_s=limits.retention_s,
             max_message_bytes=self._max_message_bytes,
+            max_request_bytes=MAX_REQUEST_BYTES,
         )
 
     def _call(self, message: inference_pb2.GenerateRequest, context: Context) -> GenerationCall:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sized
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sized
+from contextlib import aclosing
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -36,7 +37,7 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
 
 class MessageGuard(grpc.aio.ServerInterceptor):
-    """Interceptor that parses the requests of calls with one request.
+    """Interceptor that parses requests, of calls with one and with many.
 
     gRPC itself ends a call whose request cannot be parsed with UNKNOWN, and logs a traceback per call. And it parses
     in the event loop whatever has the size of a message: 4 MB of small fields hold up all streams for a second.
@@ -56,7 +57,7 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        if handler is None or handler.request_deserializer is None:
             return handler
         known, guarded = self._guarded.get(method, (None, None))
         if known is not handler or guarded is None:
@@ -67,6 +68,16 @@ class MessageGuard(grpc.aio.ServerInterceptor):
     def _guard(self, handler: Handler, method: str) -> Handler:
         """Return the handler of raw requests that parses each."""
         kind = descriptor_pool.Default().FindMethodByName(method.lstrip("/").replace("/", ".")).input_type
+        if handler.request_streaming:
+            behavior, make = (
+                (handler.stream_stream, grpc.stream_stream_rpc_method_handler)
+                if handler.response_streaming
+                else (handler.stream_unary, grpc.stream_unary_rpc_method_handler)
+            )
+            return make(
+                _parsing_each(behavior, kind, self._on_refused),
+                response_serializer=handler.response_serializer,
+            )
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(
                 _parsing(handler.unary_stream, kind, self._on_refused),
@@ -107,6 +118,24 @@ def _parsing(handle: Any, kind: Descriptor, on_refused: OnRefused) -> Any:
             await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED, f"this server does not have {kind.name}'s call"
             )
+
+    return call
+
+
+def _parsing_each(handle: Any, kind: Descriptor, on_refused: OnRefused) -> Any:
+    """Return the handler of streams of raw requests that parses each for `handle`, a coroutine function."""
+
+    async def parsed(raws: AsyncIterator[bytes], context: Context) -> AsyncGenerator[Message, None]:
+        async for raw in raws:
+            try:
+                yield parse(raw, kind)
+            except InvalidRequest as error:
+                on_refused(error)
+                await context.abort_with_status(to_grpc_status(error))
+
+    async def call(raws: AsyncIterator[bytes], context: Context) -> Any:
+        async with aclosing(parsed(raws, context)) as messages:
+            return await handle(messages, context)
 
     return call
 

@@ -16,6 +16,7 @@ from local_server import ThreadedServer, threaded_server
 
 from quire import LLM
 from quire.cluster.client.client import Client
+from quire.cluster.text.requests.outputs import CompletionDelta
 from quire.proto.errors import InvalidRequest
 from quire.proto.sampling import SamplingParams
 
@@ -126,6 +127,22 @@ def test_clients_of_grpc_send_images(server: ThreadedServer, expected: str) -> N
             client.chat(
                 [{"role": "user", "content": [{"type": "image", "image": "https://example.com/a.png"}]}]
             )
+
+
+def test_clients_of_grpc_send_large_images_in_pieces(server: ThreadedServer, expected: str) -> None:
+    """Bytes behind the end of a PNG file are ignored."""
+    files = [file_of(image) + bytes(5 << 20) for image in IMAGES]
+    messages = [{"role": "user", "content": [*({"type": "image", "image": file} for file in files), TEXT]}]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with Client(server.server.target) as client:
+        info = client.server_info()
+        assert info.max_message_bytes < 10 << 20 < info.max_request_bytes
+        assert client.chat(messages, params).outputs[0].text == expected
+        deltas = [each for each in client.chat_stream(messages, params) if isinstance(each, CompletionDelta)]
+        assert "".join(each.text for each in deltas) == expected
+        large = {"type": "image", "image": files[0] + bytes(info.max_request_bytes)}
+        with pytest.raises(InvalidRequest, match=r"num_bytes: is \d+, must be from 1 to 33554432"):
+            client.chat([{"role": "user", "content": [large]}])
 
 
 def bomb(width: int, height: int) -> bytes:
