@@ -26,7 +26,7 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ START_TIMEOUT_S, CALL_TIMEOUT_S = 300.0, 600.0
 ONE_MEGAPIXEL, FOUR_MEGAPIXELS = (1024, 1024), (2048, 2048)
 NUM_FIRST_TOKENS = 8
 NUM_AT_ONCE, NUM_RATE_IMAGES = 4, 16
-NUM_STREAMS, STREAM_TOKENS, NUM_ROUNDS = 4, 300, 3
+NUM_STREAMS, STREAM_TOKENS, NUM_ROUNDS, NUM_ROUND_IMAGES = 4, 1200, 3, 8
 MAX_MODEL_LEN = 8192
 OPTIONS = "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"
 
@@ -169,17 +169,25 @@ async def measure_gaps(caller: Caller, deadline: float) -> dict[str, Figure]:
     rng, seeds = random.Random(2), itertools.count(5000)
     image = image_part(FOUR_MEGAPIXELS, next(seeds))
     _, num_tokens = await caller.call([image])
-    ways: dict[str, Callable[[], list[Part]] | None] = {
-        "alone": None,
-        "beside_text": lambda: [text_part(words(rng, num_tokens))],
-        "beside_images": lambda: [image_part(FOUR_MEGAPIXELS, next(seeds))],
+
+    def texts() -> Iterator[Part]:
+        return (text_part(words(rng, num_tokens)) for _ in itertools.count())
+
+    def images() -> Iterator[Part]:
+        """Draw the images of a round before it: drawing one takes longer than a step."""
+        return iter([image_part(FOUR_MEGAPIXELS, next(seeds)) for _ in range(NUM_ROUND_IMAGES)])
+
+    ways: dict[str, Callable[[], Iterator[Part]]] = {
+        "alone": lambda: iter(()),
+        "beside_text": texts,
+        "beside_images": images,
     }
     gaps: dict[str, list[float]] = {way: [] for way in ways}
     arrived = dict.fromkeys(ways, 0)
     for _ in range(NUM_ROUNDS):
         for way, other in ways.items():
             if time.monotonic() < deadline or not gaps[way]:
-                found, count = await _round(caller, other, rng)
+                found, count = await _round(caller, other(), rng)
                 gaps[way] += found
                 arrived[way] += count
     figures = {}
@@ -191,26 +199,23 @@ async def measure_gaps(caller: Caller, deadline: float) -> dict[str, Figure]:
     return figures
 
 
-async def _round(
-    caller: Caller, other: Callable[[], list[Part]] | None, rng: random.Random
-) -> tuple[list[float], int]:
+async def _round(caller: Caller, others: Iterator[Part], rng: random.Random) -> tuple[list[float], int]:
     """Return the gaps of NUM_STREAMS streams, and the number of other prompts that were answered meanwhile."""
     count = 0
 
-    async def others(make: Callable[[], list[Part]]) -> None:
+    async def call_others() -> None:
         nonlocal count
-        while True:
-            await caller.call(make())
+        for part in others:
+            await caller.call([part])
             count += 1
 
-    beside = asyncio.create_task(others(other)) if other is not None else None
+    beside = asyncio.create_task(call_others())
     streams: list[Awaitable[list[float]]] = [caller.gaps(words(rng, 16)) for _ in range(NUM_STREAMS)]
     try:
         found = await asyncio.gather(*streams)
     finally:
-        if beside is not None:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
+        beside.cancel()
+        await asyncio.gather(beside, return_exceptions=True)
     return [gap for own in found for gap in own], count
 
 

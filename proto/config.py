@@ -30,6 +30,8 @@ from .vision import VisionSpec
 MAX_KV_BLOCKS = 1 << 28
 # Steps of which the cache of encoder outputs holds the largest images.
 ENCODER_CACHE_STEPS = 4
+# Work of the encoder in a step, as a share of that of a step full of text: it is computed beside chunks of text.
+ENCODER_STEP_SHARE = 0.25
 # Most jump-forward tokens of a row in a step, and such tokens that have room beside all rows.
 MAX_JUMP_FORWARD_TOKENS = 16
 
@@ -352,6 +354,20 @@ class EngineConfig:
         if self.cache.encoder_cache_memory is not None:
             return self.cache.encoder_cache_memory
         return ENCODER_CACHE_STEPS * self.scheduler.max_num_batched_tokens * self.encoder_row_bytes
+
+    @property
+    def encoder_step_work(self) -> int:
+        """Return the multiplications of the encoder of images in a step, beside its tokens.
+
+        They are a share of those of `max_num_batched_tokens` of text, for which a transformer has about 12 squares of
+        its hidden size per layer (4 of attention, 8 of the feed-forward network; mixtures of experts compute
+        as many).
+        """
+        vision, model = self.model.vision, self.model
+        if vision is None:
+            return 0
+        per_token = 12 * model.num_layers * vision.embedding_size**2
+        return max(1, int(ENCODER_STEP_SHARE * self.scheduler.max_num_batched_tokens * per_token))
 
     @property
     def max_decode_tokens(self) -> int:

@@ -8,7 +8,7 @@ A sequence is sent in full once, then as diffs. A *row* is a batch slot. A rank 
    its first tokens and the state of its constraint from its `source_row`;
 3. shorten the block tables of `trimmed_rows` to `trimmed_lens`, then append `appended_ids` to those of
    `appended_rows`; the tables, with the encoder outputs, must then have `digest`;
-   Then drop the encoder outputs of `media_drops`, and compute those of `encodes`;
+   Then drop the encoder outputs of `media_drops`, and compute those of `encodes`, or a part of them;
 4. move blocks, before anything is computed: all of `swap_out`, then all of `swap_in`, then all of `copies`; then
    move states, all of `state_swap_out`, `state_swap_in` and `state_copies` in this order; then begin `stored_orders`;
 5. replace the newest tokens of `selected_rows`, which the ranks sampled, by `selected_ids` (beam search);
@@ -57,6 +57,8 @@ from .structured_outputs import OutputConstraint
 VERSION = 5
 # Of an EncoderInput's frame, in which it tells it from a plan.
 MEDIA_VERSION = 128
+# StepPlan.encode_shares of an image whose encoder output is there after the step.
+WHOLE_IMAGE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ class StepPlan:
     Attributes:
         step_id: counts the steps of an epoch from 1.
         epoch: counts the restarts of the worker group; results of an earlier epoch are dropped.
-        digest: digest of the block tables, state slots and encoder outputs after points 1 to 3.
+        digest: digest of the block tables, state slots and encoder outputs after points 1 to 3; of the outputs those
+            in part as well.
         trimmed_lens: number of blocks that the tables of `trimmed_rows` keep, in all cache groups.
         appended_rows: numbers of tables (see BlockTables): rows, if there is one cache group.
         draft_lens: most drafted tokens of each of `draft_rows`, which decode in this step; at least 1.
@@ -257,6 +260,8 @@ class StepPlan:
         keeps_states: a draft head is to get the hidden states of the step.
         media_drops: media_ids of encoder outputs to drop, before others are computed.
         encodes: media_ids of images to encode before the step computes tokens; their EncoderInputs came before.
+        encode_shares: the share of each one's work that is done after the step, in parts of WHOLE_IMAGE. Ranks keep
+            what they have of an image until it is whole, and do at least so much.
     """
 
     step_id: int
@@ -291,6 +296,7 @@ class StepPlan:
     encodes: IntArray = sent_if_set(NO_INTS)
     state_swap_out: PairArray = sent_if_set(NO_PAIRS)
     state_swap_in: PairArray = sent_if_set(NO_PAIRS)
+    encode_shares: IntArray = sent_if_set(NO_INTS)
 
     def encode(self) -> bytes:
         return _plans.encode(self)

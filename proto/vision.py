@@ -32,6 +32,8 @@ class VisionSpec:
         attends_within: layers in which the tokens of an image attend to each other in both directions.
         num_deep_features: further embeddings of each image token, which the first layers add to their outputs.
         num_parameters: of the encoder, which every rank holds whole.
+        layer_windows: patches that a patch attends to in each layer, 0 for all of the image.
+        patch_bytes: of the tensors of a patch.
         hf: the encoder's own configuration.
     """
 
@@ -43,6 +45,8 @@ class VisionSpec:
     attends_within: AttendsWithin = "none"
     num_deep_features: int = 0
     num_parameters: int = 0
+    layer_windows: tuple[int, ...] = ()
+    patch_bytes: int = 0
     hf: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,6 +58,14 @@ class VisionSpec:
     def row_size(self) -> int:
         """Return the numbers of one row of the encoder's output: an embedding and its deep features."""
         return self.embedding_size * (1 + self.num_deep_features)
+
+    def work(self, item: MediaItem) -> int:
+        """Return the multiplications of the encoder for an image, about."""
+        if not self.patch_bytes:
+            return 0
+        num_patches = item.num_bytes // self.patch_bytes
+        num_attended = sum(min(window or num_patches, num_patches) for window in self.layer_windows)
+        return num_patches * (self.num_parameters + 2 * num_attended * int(self.hf.get("hidden_size", 0)))
 
     def check_item(self, item: MediaItem) -> str:
         """Return what is wrong with an image for this model; empty if nothing is."""

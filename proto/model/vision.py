@@ -188,10 +188,7 @@ def _vit_parameters(
         num_norms: norms before and after the layers.
     """
     size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    side, patch = (
-        int(length[0] if isinstance(length, (list, tuple)) else length)
-        for length in (vision["image_size"], vision["patch_size"])
-    )
+    side, patch = _length(vision["image_size"]), _length(vision["patch_size"])
     layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
     patches = (int(vision.get("num_channels", 3)) * patch**2 + patch_bias) * size
     places = ((side // patch) ** 2 + 2 * has_class) * size
@@ -337,6 +334,26 @@ VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
 }
 
 
+def _with_layers(spec: VisionSpec) -> VisionSpec:
+    """Return the spec with what its layers attend to, by which its work is counted."""
+    hf, side = spec.hf, _length(spec.hf["patch_size"])
+    num_layers = int(next(hf[key] for key in ("num_used_layers", "depth", "num_hidden_layers") if key in hf))
+    windows = [0] * num_layers
+    if "num_used_layers" in hf:  # tiles of one size
+        windows = [(_length(hf["image_size"]) // side) ** 2] * num_layers
+    elif "fullatt_block_indexes" in hf:
+        window = (int(hf["window_size"]) // side) ** 2
+        windows = [0 if index in hf["fullatt_block_indexes"] else window for index in range(num_layers)]
+    num_channels = int(hf.get("in_channels", hf.get("num_channels", 3)))
+    patch_len = num_channels * int(hf.get("temporal_patch_size", 1)) * side**2
+    return replace(spec, layer_windows=tuple(windows), patch_bytes=4 * patch_len)
+
+
+def _length(value: Any) -> int:
+    """Return the length of a side, which some configurations state twice."""
+    return int(value[0] if isinstance(value, (list, tuple)) else value)
+
+
 def read_vision(name: str, architecture: str, hf: Mapping[str, Any]) -> VisionSpec | None:
     """Return the encoder of a model; None for one that is served with text alone.
 
@@ -350,7 +367,7 @@ def read_vision(name: str, architecture: str, hf: Mapping[str, Any]) -> VisionSp
     if reader is None:
         return None
     try:
-        return reader(name, hf)
+        return _with_layers(reader(name, hf))
     except (LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{name}: the configuration of its image encoder cannot be read: {error!r}"

@@ -428,9 +428,13 @@ class SchedulerState:
         return self.blocks.forget_unconfirmed()
 
     def requests_in(self, step: InFlightStep) -> set[int]:
-        """Return the arrivals of the requests in a step in flight, without those that have lost their rows since."""
+        """Return the arrivals of the requests in a step in flight, without those that have lost their rows since.
+
+        Those whose images are encoded in it may have no row yet.
+        """
         rows = (row for row in step.all_rows if self.rows.entered_at_step[row] <= step.step_id)
-        return {self._running[row].arrival for row in rows}
+        users = self.media.users_of(step.encodes) if step.encodes else ()
+        return {self._running[row].arrival for row in rows} | {sequence.arrival for sequence in users}
 
     def resume(self, sequence: Sequence, token_id: int) -> None:
         """Let a suspended beam wait for a row; its search has chosen its next token."""

@@ -19,11 +19,12 @@ from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
 from quire.proto.kv_transfer import KvReport
 from quire.proto.lora import LoraReport
-from quire.proto.media import MediaItem, MediaTensors
+from quire.proto.media import MEDIA_DIGEST_BYTES, MediaItem, MediaTensors
 from quire.proto.pooling import Pooled, PoolingParams
 from quire.proto.replica_status import RankStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.step import (
+    WHOLE_IMAGE,
     EncoderInput,
     Logprobs,
     NewSequence,
@@ -62,6 +63,7 @@ def small_config(
     num_host_state_slots: int = 0,
     encoder_cache_rows: int | None = None,
     attends_within: AttendsWithin = "none",
+    image_work: int = 0,
     num_stages: int = 1,
     **scheduler: Any,
 ) -> EngineConfig:
@@ -75,6 +77,7 @@ def small_config(
         encoder_cache_rows: of a model that reads images, the image tokens that the encoder cache holds; None for one
             that reads none.
         attends_within: as in VisionSpec.
+        image_work: multiplications of the encoder for an image; a step has `EngineConfig.encoder_step_work`.
         num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
         num_stages: pipeline stages, with as many steps in flight and one more.
     """
@@ -86,7 +89,10 @@ def small_config(
         has_states=num_state_slots is not None,
         vision=None
         if encoder_cache_rows is None
-        else VisionSpec("fake", IMAGE_TOKEN, embedding_size=1, attends_within=attends_within),
+        else VisionSpec(
+            "fake", IMAGE_TOKEN, embedding_size=1, attends_within=attends_within, num_parameters=image_work,
+            patch_bytes=MEDIA_DIGEST_BYTES,
+        ),
     )  # fmt: skip
     defaults: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_queue_len": 1000}
     options = EngineOptions(
@@ -386,6 +392,7 @@ class FakeWorkerGroup:
         self.seen: list[list[int]] = [[] for _ in range(rows)]
         self.images_at: list[dict[int, tuple[int, bytes]]] = [{} for _ in range(rows)]
         self.outputs: dict[int, bytes] = {}  # media_id |-> digest of the encoded image
+        self.in_part: dict[int, tuple[bytes, int]] = {}  # media_id |-> digest, and the share that is done
 
     def broadcast(self, plan: StepPlan) -> None:
         if plan.command is not None:
@@ -399,10 +406,16 @@ class FakeWorkerGroup:
 
     def _encode(self, plan: StepPlan) -> None:
         for media_id in plan.media_drops.tolist():
-            del self.outputs[media_id]
-        for media_id in plan.encodes.tolist():
+            if self.in_part.pop(media_id, None) is None:
+                del self.outputs[media_id]
+        for media_id, share in zip(plan.encodes.tolist(), plan.encode_shares.tolist(), strict=True):
             assert media_id not in self.outputs, f"image {media_id} is encoded twice"
-            self.outputs[media_id] = bytes(self.images[media_id].pop(0).data)
+            data, done = self.in_part.pop(media_id, None) or (bytes(self.images[media_id].pop(0).data), 0)
+            assert share >= done, f"image {media_id} loses a part of what is done"
+            if share == WHOLE_IMAGE:
+                self.outputs[media_id] = data
+            else:
+                self.in_part[media_id] = data, share
 
     def _input(self, row: int, place: int) -> int:
         """Return what the model reads at a place of a row."""
@@ -657,7 +670,7 @@ class FakeWorkerGroup:
             self.pooling[new.row] = new.pooling
             self.num_hidden[new.row] = 0
         self._encode(plan)
-        digest = add_digests(self.tables.digest, outputs_digest(self.outputs))
+        digest = add_digests(self.tables.digest, outputs_digest([*self.outputs, *self.in_part]))
         assert digest == plan.digest, f"block tables or encoder outputs differ at step {plan.step_id}"
         self._check_partitions(plan)
         for source, destination in plan.swap_out.tolist():

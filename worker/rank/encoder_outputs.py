@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ...proto.block_tables import outputs_digest
-from ...proto.step import EncoderInput, StepPlan
+from ...proto.step import WHOLE_IMAGE, EncoderInput, StepPlan
 from ...proto.vision import VisionSpec
 from ..memory.host_to_device import to_device_once
 from ..models.media_embeddings import MediaEmbeddings
 from ..models.vision.encoder import Encoder
+from ..models.vision.parts import Encoding
 from ..step.media_rows import StepMedia
 
 
@@ -25,6 +26,7 @@ class EncoderOutputs:
         self._vision, self._device = vision, device
         self._inputs: dict[int, EncoderInput] = {}
         self._outputs: dict[int, Tensor] = {}
+        self._in_part: dict[int, _ImageInPart] = {}
 
     def take(self, image: EncoderInput) -> None:
         """Keep the tensors of an image until the plan that has it encoded."""
@@ -32,27 +34,34 @@ class EncoderOutputs:
 
     def digest_after(self, plan: StepPlan) -> int:
         """Return the part of the encoder outputs in the digest of a plan."""
-        if not (plan.encodes.size or plan.media_drops.size or self._outputs):
+        held = self._outputs.keys() | self._in_part.keys()
+        if not (plan.encodes.size or plan.media_drops.size or held):
             return 0
-        return outputs_digest(
-            (self._outputs.keys() - {*plan.media_drops.tolist()}) | {*plan.encodes.tolist()}
-        )
+        return outputs_digest((held - {*plan.media_drops.tolist()}) | {*plan.encodes.tolist()})
 
     def apply(self, plan: StepPlan, encoder: Encoder | None) -> None:
-        """Drop and compute the outputs of a plan.
+        """Drop and compute the outputs of a plan, or the next parts of them.
 
         Raises:
             ValueError: the tensors of an image are not there, or do not fit the encoder.
         """
         for media_id in plan.media_drops.tolist():
-            del self._outputs[media_id]
-        for media_id in plan.encodes.tolist():
-            if encoder is None or media_id not in self._inputs:
-                raise ValueError(f"the plan encodes image {media_id}, whose tensors have not come")
-            tensors = self._inputs.pop(media_id).tensors()
-            self._outputs[media_id] = encoder.encode(
-                {name: to_device_once(each, self._device) for name, each in tensors.items()}
-            )
+            if self._in_part.pop(media_id, None) is None:
+                del self._outputs[media_id]
+        for media_id, share in zip(plan.encodes.tolist(), plan.encode_shares.tolist(), strict=True):
+            image = self._in_part.pop(media_id, None) or self._begin(media_id, encoder)
+            output = image.encode_up_to(share)
+            if output is None:
+                self._in_part[media_id] = image
+            else:
+                self._outputs[media_id] = output
+
+    def _begin(self, media_id: int, encoder: Encoder | None) -> _ImageInPart:
+        if encoder is None or media_id not in self._inputs:
+            raise ValueError(f"the plan encodes image {media_id}, whose tensors have not come")
+        tensors = self._inputs.pop(media_id).tensors()
+        on_device = {name: to_device_once(each, self._device) for name, each in tensors.items()}
+        return _ImageInPart(encoder.encode(on_device))
 
     def embeddings(self, media: StepMedia) -> MediaEmbeddings:
         """Return the embeddings of a step's image tokens.
@@ -75,3 +84,22 @@ class EncoderOutputs:
         """Forget all outputs and tensors."""
         self._inputs.clear()
         self._outputs.clear()
+        self._in_part.clear()
+
+
+class _ImageInPart:
+    """An image that is being encoded, over several steps."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._done = 0.0
+
+    def encode_up_to(self, share: int) -> Tensor | None:
+        """Do at least a share of the work, in parts of WHOLE_IMAGE; return the output if it is whole."""
+        try:
+            while share >= WHOLE_IMAGE or self._done * WHOLE_IMAGE < share:
+                self._done = next(self._encoding)
+        except StopIteration as end:
+            output: Tensor = end.value
+            return output
+        return None

@@ -75,7 +75,7 @@ class PlanBuilder:
         if rows.num_beam_rows:
             rows.freeze(sampling[rows.is_beam[sampling]])
         num_tokens = int(advancing.size) + sum(self.chunk_lens)
-        media_drops, encodes = state.media.take_orders()
+        media_drops, encodes, encode_shares = state.media.take_orders()
         state.in_flight.add(
             InFlightStep(
                 self.step_id,
@@ -87,7 +87,7 @@ class PlanBuilder:
                 num_drafted if draft_rows.size else None,
                 tuple(self.chunk_rows),
                 tuple(sorted(self.pooled_rows)),
-                encodes=encodes.size > 0,
+                encodes=tuple(encodes.tolist()),
             )
         )
         trimmed_rows, trimmed_lens = state.deltas.take_trimmed()
@@ -130,6 +130,7 @@ class PlanBuilder:
             stored_orders=state.blocks.stored.take_orders(self.now),
             media_drops=media_drops,
             encodes=encodes,
+            encode_shares=encode_shares,
         )
 
     def _keeps_states(self, state: SchedulerState) -> bool:

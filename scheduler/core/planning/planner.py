@@ -87,7 +87,7 @@ class Planner:
             advancing = advancing[staying]
             builder.num_drafted = None if builder.num_drafted is None else builder.num_drafted[staying]
         computes = bool(advancing.size or builder.chunk_rows)
-        must_step = computes or self._must_load() or self._must_store(now)
+        must_step = computes or state.media.is_encoding or self._must_load() or self._must_store(now)
         plan = builder.commit(self._state, advancing, self.epoch) if must_step else None
         if plan is not None:
             self._groups.note(state.in_flight.newest_rows(1)[0], plan.step_id)
@@ -368,6 +368,8 @@ class Planner:
                 num_cached_tokens = sequence.num_host_tokens or places[0].num_cached_tokens
                 if not self._can_read_from(builder, sequence, num_cached_tokens):
                     without_images.add(sequence.seq_id)
+                    if state.media.has_begun_for(sequence):
+                        state.waiting.keep_turn(sequence)
                     if len(without_images) >= MAX_PASSED:
                         break
                     continue

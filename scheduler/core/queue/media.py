@@ -7,7 +7,7 @@ there is room, so that an evicted output or a replaced rank costs no second uplo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ....proto.block_tables import IntArray
@@ -59,9 +59,9 @@ class MediaQueue:
 
     def __init__(self, config: EngineConfig) -> None:
         vision = config.model.vision
-        self._cuts_images = vision is None or vision.cuts_images
+        self._vision, self._cuts_images = vision, vision is None or vision.cuts_images
         self.cache = EncoderCache(
-            config.encoder_cache_bytes, config.encoder_row_bytes, config.scheduler.max_num_batched_tokens
+            config.encoder_cache_bytes, config.encoder_row_bytes, config.encoder_step_work
         )
         self._ids: dict[tuple[bytes, bytes], int] = {}  # root and digest |-> media_id
         self._num_ids = 0
@@ -69,7 +69,8 @@ class MediaQueue:
         self._uploads: dict[bytes, _Upload] = {}  # digest |-> tensors, those sent longest ago first
         self._excess: bytes | None = None  # digest of the image that exceeds MAX_HELD_BYTES
         self._asks: list[tuple[Sequence, bytes]] = []
-        self._chosen: dict[int, bytes] = {}  # media_id |-> digest of images that the next plan has encoded
+        self._begun: dict[int, bytes] = {}  # media_id |-> digest of images of which the ranks have a part
+        self._chosen: list[int] = []  # of these, those that the next plan begins
         self._inputs: list[EncoderInput] = []
 
     @property
@@ -108,8 +109,14 @@ class MediaQueue:
     def ask(self, sequence: Sequence, num_cached_tokens: int, now: float) -> None:
         """Ask for the images of a sequence that came, except those of its cached prefix, as far as there is room."""
         for item, media_id in zip(sequence.media, sequence.media_ids, strict=True):
-            if item.end > num_cached_tokens and media_id not in self.cache:
+            is_there = media_id in self.cache or self.cache.has_begun(media_id)
+            if item.end > num_cached_tokens and not is_there:
                 self._ask(sequence, item, now, is_next=False)
+
+    def users_of(self, media_ids: Collection[int]) -> list[Sequence]:
+        """Return the sequences that have one of some images."""
+        users = (each for users in self._users.values() for each in users.values())
+        return [each for each in users if not set(media_ids).isdisjoint(each.media_ids)]
 
     # Plans
 
@@ -125,7 +132,8 @@ class MediaQueue:
     def chunk_len(self, sequence: Sequence, start: int, num_tokens: int, now: float) -> int:
         """Return how many tokens from `start` on the next plan may compute, at most `num_tokens`.
 
-        It ends before an image that cannot be read yet. The others are encoded by the plan, if they were not before.
+        It ends before an image that cannot be read yet. The plan encodes those that were not before, or the next part
+        of them.
         """
         end = start + num_tokens
         for item, media_id in zip(sequence.media, sequence.media_ids, strict=True):
@@ -143,21 +151,34 @@ class MediaQueue:
         if media_id in self.cache:
             self.cache.pin(media_id)
             return True
+        has_begun = self.cache.has_begun(media_id)
         upload = self._uploads.get(item.digest)
-        if upload is None or not upload.is_ready:
+        if not has_begun and (upload is None or not upload.is_ready):
             self._ask(sequence, item, now, is_next=True)
             return False
-        if not self.cache.encode(media_id, item.num_embeddings):
-            return False
-        self._chosen[media_id] = item.digest
-        upload.is_sent = False
-        return True
+        assert self._vision is not None, "a model that reads no images has one"
+        is_whole = self.cache.encode(media_id, item.num_embeddings, self._vision.work(item))
+        if not has_begun and (is_whole or self.cache.has_begun(media_id)):
+            assert upload is not None, "an image is begun without its tensors"
+            self._begun[media_id] = item.digest
+            self._chosen.append(media_id)
+            upload.is_sent = False
+        return is_whole
 
-    def take_orders(self) -> tuple[IntArray, IntArray]:
-        """Return StepPlan.media_drops and encodes of the plan that is made now; see `take_inputs`."""
-        drops, encodes = self.cache.take_orders()
-        for media_id in encodes.tolist():
-            digest = self._chosen[media_id]
+    def has_begun_for(self, sequence: Sequence) -> bool:
+        """Return whether a part of one of a sequence's images is encoded."""
+        return any(map(self.cache.has_begun, sequence.media_ids))
+
+    @property
+    def is_encoding(self) -> bool:
+        """Return whether the next plan has images encoded."""
+        return self.cache.is_encoding
+
+    def take_orders(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return StepPlan.media_drops, encodes and encode_shares of the plan that is made now; see `take_inputs`."""
+        orders = self.cache.take_orders()
+        for media_id in self._chosen:
+            digest = self._begun[media_id]
             upload = self._uploads.pop(digest)
             assert upload.assembly is not None, "an image is encoded before its tensors are there"
             self._inputs.append(EncoderInput(media_id, upload.assembly.layout, upload.assembly.data))
@@ -165,9 +186,10 @@ class MediaQueue:
             self._uploads[digest] = upload
             if self._excess == digest:
                 self._excess = None
-        if encodes.size:
-            self._chosen = {}
-        return drops, encodes
+        self._chosen = []
+        if self._begun:
+            self._begun = {each: own for each, own in self._begun.items() if self.cache.has_begun(each)}
+        return orders
 
     def take_inputs(self) -> list[EncoderInput]:
         """Return what the ranks must get before the latest plan."""
@@ -177,7 +199,7 @@ class MediaQueue:
     def reset(self) -> None:
         """Forget the encoder outputs: the ranks have none. The tensors are kept."""
         self.cache.reset()
-        self._inputs, self._chosen = [], {}
+        self._inputs, self._begun, self._chosen = [], {}, []
 
     # Uploads
 
@@ -266,10 +288,12 @@ class MediaQueue:
         self._asks.append((sequence, item.digest))
 
     def _cancel(self, digest: bytes) -> None:
-        """Encode an image that nobody needs any more in no plan: a try to plan chose it, and ended without one."""
-        for media_id in [each for each, chosen in self._chosen.items() if chosen == digest]:
+        """Stop encoding an image that nobody needs any more."""
+        for media_id in [each for each, begun in self._begun.items() if begun == digest]:
             self.cache.cancel(media_id)
-            del self._chosen[media_id]
+            del self._begun[media_id]
+            if media_id in self._chosen:
+                self._chosen.remove(media_id)
 
     def _free(self, digest: bytes) -> None:
         """Drop tensors."""

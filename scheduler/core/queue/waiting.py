@@ -244,8 +244,9 @@ class _LongestPrefixOrder:
 class WaitingQueue:
     """Sequences that wait for a row.
 
-    Sequences that ran before (preempted, or forked from a running one) or keep their turn come first, by priority and
-    arrival, under each policy. Only a sequence of higher priority goes before them, if the policy is ``priority``.
+    Sequences that ran before (preempted, or forked from a running one), or keep their turn while an image is
+    encoded for them, come first, by priority and arrival, under each policy. Only a sequence of higher priority goes
+    before them, if the policy is ``priority``.
 
     Args:
         policy: ``fcfs``, ``priority``, ``fair``, ``shortest-prefill`` or ``longest-prefix``.

@@ -28,7 +28,7 @@ class InFlightStep:
         chunk_rows: rows whose prompt tokens it computes.
         pooled_rows: of these, the pooled rows whose last token it computes, ascending.
         is_command: the ranks carry out an EngineCommand in it, which takes a while.
-        encodes: images are encoded in it, which its number of tokens does not show.
+        encodes: media_ids of the images that are encoded in it, which its number of tokens does not show.
     """
 
     step_id: int
@@ -41,7 +41,7 @@ class InFlightStep:
     chunk_rows: tuple[int, ...] = ()
     pooled_rows: tuple[int, ...] = ()
     is_command: bool = False
-    encodes: bool = False
+    encodes: tuple[int, ...] = ()
 
     @property
     def has_results(self) -> bool:

@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stores_blocks=st.booleans(),
         encoder_cache_rows=st.sampled_from([3, 5, 30]),
         attends_within=st.booleans(),
+        image_work=st.sampled_from([0, 30, 500]),
         num_stages=st.sampled_from([1, 1, 2, 4]),
     )
     def start(self, budget: int, stores_blocks: bool, attends_within: bool, **config: Any) -> None:
@@ -395,6 +396,11 @@ def evict_an_image_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncoderCache, "pin", lambda cache, media_id: None)
 
 
+def read_an_image_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: a chunk may read an image of which a part is encoded."""
+    monkeypatch.setattr(EncoderCache, "__contains__", lambda cache, media_id: media_id in cache._outputs)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -405,6 +411,7 @@ def evict_an_image_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         give_a_fork_an_old_state,
         hit_a_prefix_with_another_image,
         evict_an_image_that_is_read,
+        read_an_image_in_part,
     ],
 )
 def test_state_machine_finds_planted_faults(

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quantized_models import SCHEMES, write_quantized
@@ -27,10 +28,15 @@ from vision_models import (
     save_model,
 )
 
+from quire.proto.block_tables import outputs_digest
 from quire.proto.config import EngineConfig
 from quire.proto.engine_command import Action, EngineCommand
-from quire.proto.media import MediaTensors
+from quire.proto.media import MediaTensors, layout_of
 from quire.proto.model.vision import read_vision
+from quire.proto.step import WHOLE_IMAGE, EncoderInput, StepPlan
+from quire.worker.models.vision.parts import encode_whole
+from quire.worker.rank.encoder_outputs import EncoderOutputs
+from quire.worker.step.media_rows import Piece, StepMedia
 
 # Width and height, one of them far from square.
 SIZES = ((32, 32), (80, 16), (20, 44), (9, 70))
@@ -216,8 +222,38 @@ def test_encoder_outputs_are_those_of_transformers(
     assert engine.config.model.vision.num_parameters == num_parameters
     for tensors, expected in model.encoded():
         with torch.inference_mode():
-            ours = encoder.encode({name: torch.from_numpy(each.copy()) for name, each in tensors.items()})
+            ours = encode_whole(
+                encoder.encode({name: torch.from_numpy(each.copy()) for name, each in tensors.items()})
+            )
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_images_are_encoded_alike_in_any_parts(kind: str, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    engine = make_engine(model.folder, max_model_len=1024, num_blocks=256)
+    encoder = engine.runners[0].memory.loaded.encoder
+    for media_id, (tensors, _) in enumerate(model.encoded()):
+        on_device = {name: torch.from_numpy(each.copy()) for name, each in tensors.items()}
+        with torch.inference_mode():
+            whole = encode_whole(encoder.encode(on_device))
+            shares = list(encoder.encode(on_device))
+        assert shares == sorted(shares)
+        assert len(shares) > 2
+        assert shares[-1] == pytest.approx(1.0)
+        data = b"".join(each.tobytes() for each in tensors.values())
+        outputs = EncoderOutputs(engine.config.model.vision, torch.device("cpu"))
+        outputs.take(EncoderInput(media_id, layout_of(tensors), data))
+        for share in (1, WHOLE_IMAGE // 3, WHOLE_IMAGE // 2, WHOLE_IMAGE):
+            orders = {"encodes": media_id, "encode_shares": share}
+            plan = StepPlan(1, 1, 0, **{name: np.array([each], np.int32) for name, each in orders.items()})
+            digest = outputs.digest_after(plan)
+            with torch.inference_mode():
+                outputs.apply(plan, encoder)
+            assert digest == outputs.digest_after(StepPlan(2, 1, 0)) == outputs_digest([media_id])
+        vision = engine.config.model.vision
+        found = outputs.embeddings(StepMedia(np.arange(len(whole)), (Piece(media_id, 0, len(whole)),)))
+        assert torch.equal(found.rows, whole[:, : vision.embedding_size])
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)

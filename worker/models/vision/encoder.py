@@ -16,6 +16,7 @@ from ...lora.layers import NO_LORA
 from ..load_context import LoadContext
 from .gemma4 import Gemma4Encoder
 from .glm4v import Glm4vEncoder
+from .parts import Encoding
 from .pixtral import PixtralEncoder
 from .qwen2_5_vl import Qwen2_5VLEncoder
 from .qwen3_vl import Qwen3VLEncoder
@@ -23,13 +24,13 @@ from .vit import MlpProjector, PooledProjector, Projector, ShuffledProjector, Ti
 
 
 class Encoder(Protocol):
-    """Encoder of images, which every rank holds whole. It computes one image at a time.
+    """Encoder of images, which every rank holds whole. It computes each image alone.
 
     So its output does not depend on what else is in a step, and is the same on each rank.
     """
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the embeddings of an image, [rows, VisionSpec.row_size].
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
+        """Return the embeddings of an image, [rows, VisionSpec.row_size], computed in pieces.
 
         Args:
             tensors: name |-> tensor, as the model's image processor returned it for one image.

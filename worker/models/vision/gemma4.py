@@ -13,7 +13,7 @@ from torch import Tensor
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..load_context import LoadContext
-from .parts import EncoderLayer, LayerForm, read_linear, rotate
+from .parts import EncoderLayer, Encoding, LayerForm, encode_layers, read_linear, rotate
 
 _LAYER = LayerForm(
     ("input_layernorm", "pre_feedforward_layernorm"),
@@ -76,7 +76,7 @@ class Gemma4Encoder:
             load, [f"{root}embed_vision.embedding_projection"], size, spec.embedding_size, bias=False
         )
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image, [rows, E]; its patches are padded at the end."""
         places = tensors["image_position_ids"].reshape(-1, 2)
         is_patch = (places != -1).all(dim=1)
@@ -92,8 +92,8 @@ class Gemma4Encoder:
             parts = [rotate(half, cos[:, axis], sin[:, axis]) for axis, half in enumerate(halves)]
             return torch.cat(parts, dim=-1)
 
-        for layer in self._layers:
-            x = layer.forward(x, [(1, len(x))], rotation)
+        runs = [(1, len(x))]
+        x = yield from encode_layers(self._layers, x, lambda index: runs, rotation)
         columns, rows = (places.amax(0) + 1).tolist()
         grid = x.float().t().reshape(1, self._size, rows, columns)
         pooled = F.avg_pool2d(grid, self._side).flatten(2)[0].t().to(x.dtype).float() * self._size**0.5

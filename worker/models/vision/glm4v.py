@@ -17,8 +17,10 @@ from ..load_context import LoadContext
 from .parts import (
     ACTIVATIONS,
     EncoderLayer,
+    Encoding,
     LayerForm,
     block_order,
+    encode_layers,
     grid_angles,
     read_layer_norm,
     read_linear,
@@ -82,7 +84,7 @@ class Glm4vEncoder:
         self._down = read_linear(load, [f"{merger}.down_proj"], inner, merged, bias=False)
         self._activation = ACTIVATIONS[hf["hidden_act"]]
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image, [rows, E]."""
         patches = tensors["pixel_values"].to(self._patches.dtype)
         frames, rows, columns = tensors["image_grid_thw"].flatten().tolist()
@@ -93,8 +95,8 @@ class Glm4vEncoder:
         if self._places is not None:
             places = self._positions(self._places, rows, columns).to(x.dtype)
             x = rms_norm(x, self._first_norm, self._eps) + places.repeat(frames, 1)
-        for layer in self._layers:
-            x = layer.forward(x, [(frames, rows * columns)], rotation)
+        runs = [(frames, rows * columns)]
+        x = yield from encode_layers(self._layers, x, lambda index: runs, rotation)
         x = rms_norm(x, self._last_norm, self._eps).view(-1, self._merge.shape[1])
         x = self._projection.forward(F.linear(x, self._merge, self._merge_bias))
         gate, up = self._gate_up.forward(F.gelu(self._merger_norm.apply(x))).chunk(2, dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,26 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
+
+
+# The encoding of an image in pieces: yields the share of the work that is done, and returns the embeddings.
+Encoding = Generator[float, None, Tensor]
+# The work of a layer in pieces: yields the multiplications of each, and returns the layer's output.
+Pieces = Generator[int, None, Tensor]
+# Queries and keys of a piece of attention, and its least number of queries, which keep a GPU busy.
+_PIECE_PAIRS, _MIN_PIECE_QUERIES = 1 << 22, 512
+# Runs of tokens that attend to each other: (number, length) of equal runs in order.
+Runs = Sequence[tuple[int, int]]
+
+
+def encode_whole(encoding: Encoding) -> Tensor:
+    """Return the embeddings of an image, computed at once."""
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as end:
+            embeddings: Tensor = end.value
+            return embeddings
 
 
 def read_linear(
@@ -91,8 +111,8 @@ class EncoderLayer:
         head_dim: int | None = None,
     ) -> None:
         head_dim = size // num_heads if head_dim is None else head_dim
-        self._num_heads, self._eps = num_heads, form.eps
-        self._scale = head_dim**-0.5 if form.scale is None else form.scale
+        self._num_heads, self._eps, self._inner_size = num_heads, form.eps, inner
+        self._scale, self._size = head_dim**-0.5 if form.scale is None else form.scale, size
         self._norms = [read_norm(load, f"{name}.{norm}", size, form) for norm in form.norms]
         self._after = [read_norm(load, f"{name}.{norm}", size, form) for norm in form.after]
         self._factors = [load.replicated(f"{name}.{factor}", size) for factor in form.factors]
@@ -105,7 +125,7 @@ class EncoderLayer:
                 return ClippedLinears(load, names, in_features, out_features)
             return read_linear(load, names, in_features, out_features, bias=bias)
 
-        heads = num_heads * head_dim
+        self._heads_size = heads = num_heads * head_dim
         self._qkv = linear(form.qkv, size, heads * 3 // len(form.qkv), form.qkv_bias)
         self._output = linear([form.output], heads, size, form.output_bias)
         self._up = linear(form.up, size, inner, form.mlp_bias)
@@ -113,13 +133,26 @@ class EncoderLayer:
         self._gate = form.activation if len(form.up) == 2 else None
         self._activation = ACTIVATIONS[form.activation]
 
-    def forward(
-        self, x: Tensor, lens: Sequence[tuple[int, int]], rotation: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def work(self, num_tokens: int, runs: Runs) -> int:
+        """Return the multiplications of the layer: the sum of what `forward` yields."""
+        return sum(self._linear_work(num_tokens, part) for part in range(3)) + self._pair_work(
+            sum(count * length**2 for count, length in runs)
+        )
+
+    def _linear_work(self, num_tokens: int, part: int) -> int:
+        """Return the multiplications of the projections before attention, of that after it, and of the network."""
+        num_inner = 3 if self._gate is not None else 2
+        outputs = (3 * self._heads_size, self._heads_size, num_inner * self._inner_size)
+        return num_tokens * self._size * outputs[part]
+
+    def _pair_work(self, num_pairs: int) -> int:
+        return 2 * num_pairs * self._heads_size
+
+    def forward(self, x: Tensor, runs: Runs, rotation: Callable[[Tensor], Tensor] | None = None) -> Pieces:
         """[N, E] -> [N, E].
 
         Args:
-            lens: runs of tokens that attend to each other, as for `attend_within`.
+            runs: of tokens that attend to each other.
             rotation: of queries and keys [N, H, D]; None for none.
         """
         q, k, v = self._qkv.forward(self._norms[0](x)).view(len(x), 3, self._num_heads, -1).unbind(1)
@@ -132,9 +165,16 @@ class EncoderLayer:
             v = rms_norm(v.contiguous(), self._value_norm, self._eps)
         if rotation is not None:
             q, k = rotation(q), rotation(k)
-        attended = attend_within(q, k, v, lens, self._scale)
-        x = x + self._addend(self._output.forward(attended.flatten(1)), 0)
-        return x + self._addend(self._down.forward(self._inner(self._norms[1](x))), 1)
+        yield self._linear_work(len(x), 0)
+        attended = []
+        for piece, num_pairs in attend_within(q, k, v, runs, self._scale):
+            attended.append(piece)
+            yield self._pair_work(num_pairs)
+        x = x + self._addend(self._output.forward(torch.cat(attended).flatten(1)), 0)
+        yield self._linear_work(len(x), 1)
+        x = x + self._addend(self._down.forward(self._inner(self._norms[1](x))), 1)
+        yield self._linear_work(len(x), 2)
+        return x
 
     def _inner(self, x: Tensor) -> Tensor:
         if self._gate is None:
@@ -216,15 +256,56 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def attend_within(q: Tensor, k: Tensor, v: Tensor, lens: Sequence[tuple[int, int]], scale: float) -> Tensor:
-    """Return attention of [N, H, D] within runs of tokens; `lens` has (number, length) of equal runs in order."""
-    outputs, start = [], 0
-    for count, length in lens:
+def attend_within(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float) -> Iterator[tuple[Tensor, int]]:
+    """Yield attention of [N, H, D] within runs of tokens, of one tokens after the other.
+
+    How it is cut depends on the runs alone, so that its numbers do not depend on the steps in which it is computed.
+
+    Yields:
+        A piece [n, H, D], and its pairs of queries and keys.
+    """
+    start = 0
+    for count, length in runs:
         end = start + count * length
         own_q, own_k, own_v = (
             each[start:end].view(count, length, *each.shape[1:]).transpose(1, 2) for each in (q, k, v)
         )
-        attended = F.scaled_dot_product_attention(own_q, own_k, own_v, scale=scale)
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
         start = end
-    return torch.cat(outputs)
+        num_runs = max(1, _PIECE_PAIRS // length**2)
+        num_queries = length if num_runs > 1 else max(_MIN_PIECE_QUERIES, _PIECE_PAIRS // length)
+        for first in range(0, count, num_runs):
+            some = slice(first, first + num_runs)
+            for query in range(0, length, num_queries):
+                queries = own_q[some, :, query : query + num_queries]
+                attended = F.scaled_dot_product_attention(queries, own_k[some], own_v[some], scale=scale)
+                num_pairs = attended.shape[0] * attended.shape[2] * length
+                yield attended.transpose(1, 2).flatten(0, 1), num_pairs
+
+
+def encode_layers(
+    layers: Sequence[EncoderLayer],
+    x: Tensor,
+    runs: Callable[[int], Runs],
+    rotation: Callable[[Tensor], Tensor] | None = None,
+    after: Callable[[int, Tensor], None] = lambda index, x: None,
+) -> Encoding:
+    """Pass [N, E] through the layers of an encoder, in pieces.
+
+    Args:
+        runs: of tokens that attend to each other in a layer.
+        rotation: of queries and keys; None for none.
+        after: called with each layer's output.
+    """
+    total = sum(layer.work(len(x), runs(index)) for index, layer in enumerate(layers))
+    done = 0
+    for index, layer in enumerate(layers):
+        pieces = layer.forward(x, runs(index), rotation)
+        while True:
+            try:
+                done += next(pieces)
+            except StopIteration as end:
+                x = end.value
+                break
+            yield done / total
+        after(index, x)
+    return x

@@ -15,7 +15,7 @@ from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..layers import ColumnParallelLinear
 from ..load_context import LoadContext
-from .parts import ACTIVATIONS, EncoderLayer, LayerForm, read_linear, rotate
+from .parts import ACTIVATIONS, EncoderLayer, Encoding, LayerForm, encode_layers, read_linear, rotate
 
 _NORM_EPS = 1e-5
 _LAYER = LayerForm(
@@ -72,7 +72,7 @@ class PixtralEncoder:
         )
         self._activation = ACTIVATIONS[hf["projector_hidden_act"]]
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image, row by row, [rows, E]."""
         height, width = tensors["image_sizes"].flatten().tolist()
         pixels = tensors["pixel_values"].to(self._patches.dtype)
@@ -88,8 +88,8 @@ class PixtralEncoder:
         ).to(x.device)
         rotation = partial(rotate, cos=angles.cos(), sin=angles.sin())
         x = rms_norm(x.flatten(1).t().contiguous(), self._norm, _NORM_EPS)
-        for layer in self._layers:
-            x = layer.forward(x, [(1, len(x))], rotation)
+        runs = [(1, len(x))]
+        x = yield from encode_layers(self._layers, x, lambda index: runs, rotation)
         if self._merge is not None:
             x = rms_norm(x, self._last_norm, self._eps)
             side, size = self._merge_size, x.shape[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..load_context import LoadContext
-from .parts import EncoderLayer, LayerForm, grid_angles, read_linear, rotate
+from .parts import EncoderLayer, Encoding, LayerForm, encode_layers, grid_angles, read_linear, rotate
 
 _NORM_EPS = 1e-6
 _THETA = 10000.0
@@ -54,7 +54,7 @@ class Qwen2_5VLEncoder:
         self._inner = read_linear(load, [f"{name}.merger.mlp.0"], merged, merged)
         self._output = read_linear(load, [f"{name}.merger.mlp.2"], merged, spec.embedding_size)
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image, [rows, E]; its frames are attended to one by one."""
         patches = tensors["pixel_values"].to(self._patches.dtype)
         frames, rows, columns = tensors["image_grid_thw"].flatten().tolist()
@@ -70,9 +70,10 @@ class Qwen2_5VLEncoder:
         x = x.view(-1, unit, x.shape[1])[order].flatten(0, 1)
         in_windows = [(count, length * unit) for count, length in windows]
         # The windows of a frame follow each other, so that each frame is one run for the layers without windows.
-        for index, layer in enumerate(self._layers):
-            lens = [(frames, rows * columns)] if index in self._whole_layers else in_windows
-            x = layer.forward(x, lens, rotation)
+        whole = [(frames, rows * columns)]
+        x = yield from encode_layers(
+            self._layers, x, lambda index: whole if index in self._whole_layers else in_windows, rotation
+        )
         x = rms_norm(x, self._norm, _NORM_EPS).view(len(order), -1)
         x = self._output.forward(F.gelu(self._inner.forward(x)))
         return torch.empty_like(x).index_copy_(0, order, x)

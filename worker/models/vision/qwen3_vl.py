@@ -15,8 +15,10 @@ from ..layers import LayerNorm
 from ..load_context import LoadContext
 from .parts import (
     EncoderLayer,
+    Encoding,
     LayerForm,
     block_order,
+    encode_layers,
     grid_angles,
     read_layer_norm,
     read_linear,
@@ -69,7 +71,7 @@ class Qwen3VLEncoder:
             for index, layer in enumerate(hf.get("deepstack_visual_indexes") or ())
         }
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image with the deep features, [rows, (1 + D) * E]."""
         patches = tensors["pixel_values"].to(self._patches.dtype)
         frames, rows, columns = tensors["image_grid_thw"].flatten().tolist()
@@ -78,11 +80,13 @@ class Qwen3VLEncoder:
         rotation = partial(rotate, cos=angles.cos(), sin=angles.sin())
         x = F.linear(patches, self._patches, self._patch_bias)
         x = x + self._positions(rows, columns).repeat(frames, 1)
-        deep = []
-        for index, layer in enumerate(self._layers):
-            x = layer.forward(x, [(frames, rows * columns)], rotation)
+        deep, runs = list[Tensor](), [(frames, rows * columns)]
+
+        def merge_deep(index: int, output: Tensor) -> None:
             if index in self._deep:
-                deep.append(self._deep[index].forward(x))
+                deep.append(self._deep[index].forward(output))
+
+        x = yield from encode_layers(self._layers, x, lambda index: runs, rotation, merge_deep)
         return torch.cat((self._merger.forward(x), *deep), dim=1)
 
     def _positions(self, rows: int, columns: int) -> Tensor:

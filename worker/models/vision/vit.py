@@ -16,7 +16,16 @@ from torch import Tensor
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..load_context import LoadContext
-from .parts import ACTIVATIONS, EncoderLayer, LayerForm, read_layer_norm, read_linear, read_norm
+from .parts import (
+    ACTIVATIONS,
+    EncoderLayer,
+    Encoding,
+    LayerForm,
+    encode_layers,
+    read_layer_norm,
+    read_linear,
+    read_norm,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +129,11 @@ class VitEncoder:
         self._tower = _Tower(load, spec.hf, root, _FORMS[spec.hf["model_type"]])
         self._projector = projector(load, spec, root)
 
-    def encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
+    def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image, [rows, E]."""
         pixels = tensors["pixel_values"]
-        return self._projector.project(self._tower.forward(pixels.view(-1, *pixels.shape[-3:])), tensors)
+        x = yield from self._tower.forward(pixels.view(-1, *pixels.shape[-3:]))
+        return self._projector.project(x, tensors)
 
 
 class _Tower:
@@ -169,7 +179,7 @@ class _Tower:
         ends = form.last_norm and hf["has_last_norm"]
         self._last_norm = read_norm(load, f"{tower}.{form.last_norm}", size, plain) if ends else None
 
-    def forward(self, pixels: Tensor) -> Tensor:
+    def forward(self, pixels: Tensor) -> Encoding:
         """[tiles, C, H, W] -> [tiles, tokens, E]."""
         x = F.conv2d(pixels.to(self._patches.dtype), self._patches, self._patch_bias, stride=self._patch_size)
         places = self._places if x.shape[2:] == (self._side, self._side) else self._find_places(*x.shape[2:])
@@ -181,8 +191,8 @@ class _Tower:
         x = x.flatten(0, 1)
         if self._first_norm is not None:
             x = self._first_norm(x)
-        for layer in self._layers:
-            x = layer.forward(x, [(num_tiles, num_tokens)])
+        runs = [(num_tiles, num_tokens)]
+        x = yield from encode_layers(self._layers, x, lambda index: runs)
         if self._last_norm is not None:
             x = self._last_norm(x)
         return x.view(num_tiles, num_tokens, -1)

@@ -9,7 +9,9 @@ import pytest
 from driver import Driver
 from fakes import IMAGE_TOKEN, images_of, oracle, see, small_config
 
+from quire.proto.errors import RequestQuarantined
 from quire.proto.media import MediaItem
+from quire.proto.step import WHOLE_IMAGE
 from quire.proto.stream import MediaUpload, media_uploads
 from quire.scheduler.core.queue import media
 from quire.scheduler.kv.kv_tiers import KvTiers
@@ -168,6 +170,85 @@ def test_ranks_that_were_replaced_encode_again_without_another_upload(kept: KvTi
     driver.run()
     assert driver.outputs[0] == expected
     assert driver.asked == [SECOND, LARGE]
+
+
+def slow_driver(**settings: Any) -> Driver:
+    """Return a driver of a model whose encoder computes a tenth of an image in a step."""
+    driver = make_driver(**settings)
+    work = 10 * driver.config.encoder_step_work
+    return make_driver(image_work=work, **settings)
+
+
+def encoded_shares(driver: Driver) -> list[int]:
+    return [share for plan in driver.plans for share in plan.encode_shares.tolist()]
+
+
+def test_a_large_image_is_encoded_over_several_steps_beside_streams() -> None:
+    driver = slow_driver()
+    driver.add(0, [7, 8, 9], max_tokens=40)
+    driver.step()
+    expected = add(driver, 1, FIRST, LARGE)
+    driver.run(depth=2)
+    tenths = [WHOLE_IMAGE * tenth // 10 for tenth in range(1, 11)]
+    assert encoded_shares(driver) == tenths * 2
+    assert driver.outputs[1] == expected
+    assert len(driver.outputs[0]) == 40
+    # The stream has a token in each step in which a part of an image is computed.
+    assert not any(plan.held_rows.size for plan in driver.plans if plan.encodes.size)
+
+
+def test_small_images_are_encoded_together() -> None:
+    work = make_driver(max_num_batched_tokens=64).config.encoder_step_work // 2
+    driver = make_driver(image_work=work, max_num_batched_tokens=64)
+    expected = add(driver, 0, FIRST, SECOND, THIRD)
+    driver.run()
+    assert driver.outputs[0] == expected
+    assert encoded_shares(driver) == [WHOLE_IMAGE] * 3
+    assert [plan.encodes.size for plan in driver.plans if plan.encodes.size] == [2, 1]
+
+
+def test_an_image_in_part_is_dropped_with_the_request_that_waits_for_it() -> None:
+    driver = slow_driver()
+    driver.add(0, [7, 8, 9], max_tokens=40)
+    add(driver, 1, LARGE)
+    for _ in range(4):
+        driver.step()
+    (media_id,) = {each for plan in driver.plans for each in plan.encodes.tolist()}
+    assert driver.scheduler.media.cache.num_bytes
+    driver.abort(1)
+    driver.run()
+    assert [plan.media_drops.tolist() for plan in driver.plans if plan.media_drops.size] == [[media_id]]
+    assert driver.scheduler.media.cache.num_bytes == driver.scheduler.media.cache.num_encoded == 0
+    expected = add(driver, 2, LARGE)
+    driver.run()
+    assert driver.outputs[2] == expected
+
+
+def test_ranks_that_were_replaced_begin_an_image_in_part_again() -> None:
+    driver = slow_driver()
+    expected = add(driver, 0, LARGE)
+    for _ in range(4):
+        driver.step()
+    driver.lose_ranks()
+    driver.run()
+    assert driver.outputs[0] == expected
+    assert driver.asked == [LARGE]
+    assert encoded_shares(driver).count(WHOLE_IMAGE) == 1
+
+
+def test_an_image_that_fails_the_ranks_before_its_prompt_has_a_row_is_quarantined() -> None:
+    driver = slow_driver()
+    prompt, items = prompt_with(LARGE, text=0)
+    driver.add(0, [*prompt, 5], media=items, max_tokens=4)
+    driver.add(1, [7, 8, 9], max_tokens=40)
+    for _ in range(2):
+        while not (plan := driver.plan()) or not plan.encodes.size:
+            driver.apply_result()
+        assert not any(new.media for new in plan.new)
+        driver.lose_ranks(is_step_error=True, step_id=plan.step_id)
+    driver.run()
+    assert driver.finishes[0].error_reason == RequestQuarantined.reason
+    assert len(driver.outputs[1]) == 40
 
 
 def test_an_encoder_output_is_found_by_a_later_request() -> None:
