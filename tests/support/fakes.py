@@ -410,7 +410,9 @@ class FakeWorkerGroup:
                 del self.outputs[media_id]
         for media_id, share in zip(plan.encodes.tolist(), plan.encode_shares.tolist(), strict=True):
             assert media_id not in self.outputs, f"image {media_id} is encoded twice"
-            data, done = self.in_part.pop(media_id, None) or (bytes(self.images[media_id].pop(0).data), 0)
+            if media_id not in self.in_part:
+                self.in_part[media_id] = bytes(self.images[media_id].pop(0).data), 0
+            data, done = self.in_part.pop(media_id)
             assert share >= done, f"image {media_id} loses a part of what is done"
             if share == WHOLE_IMAGE:
                 self.outputs[media_id] = data
