@@ -41,7 +41,7 @@ async def control_replicas(pool: ReplicaPool, command: EngineCommand) -> None:
     if not clients:
         raise ReplicaUnavailable(f"no replica of {pool.model} runs")
     if command.action is Action.UPDATE_WEIGHTS:
-        command = replace(command, timestamp=new_timestamp())
+        command = replace(command, timestamp=new_timestamp(after=pool.weights.timestamp))
     results = await asyncio.gather(
         *(client.control(command, COMMAND_TIMEOUT_S) for client in clients), return_exceptions=True
     )

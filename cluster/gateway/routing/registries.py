@@ -85,8 +85,8 @@ class LoraRegistry:
             ReplicaUnavailable: no replica answers.
         """
         self._check(name, path, replace)
-        entry = LoraReference(name, str(Path(path).absolute()), new_timestamp())
         previous = self._entries.get(name)
+        entry = LoraReference(name, str(Path(path).absolute()), self._next_version(name))
         clients = list(clients)
         results = await asyncio.gather(
             *(client.load_lora(entry, LOAD_TIMEOUT_S) for client in clients), return_exceptions=True
@@ -106,7 +106,7 @@ class LoraRegistry:
         """
         if self.find(name) is None:
             raise ModelNotFound(f"adapter {name!r} is not loaded")
-        entry = LoraReference(name, "", new_timestamp())
+        entry = LoraReference(name, "", self._next_version(name))
         merge_references(self._entries, [entry])
         for client in clients:
             client.register_lora(entry)
@@ -124,12 +124,16 @@ class LoraRegistry:
                 client.register_lora(entry)
         return self.adapters != known
 
+    def _next_version(self, name: str) -> str:
+        entry = self._entries.get(name)
+        return new_timestamp(after="" if entry is None else entry.version)
+
     def _take_back(
         self, clients: Iterable[ReplicaClient], entry: LoraReference, previous: LoraReference | None
     ) -> None:
         """Have replicas that may have read an adapter forget it, and know the previous one of the name again."""
         path = "" if previous is None else previous.path
-        restored = LoraReference(entry.name, path, new_timestamp())
+        restored = LoraReference(entry.name, path, new_timestamp(after=entry.version))
         merge_references(self._entries, [restored])
         for client in clients:
             client.register_lora(restored)
@@ -152,9 +156,14 @@ class LoraRegistry:
             raise LoraLoadError(f"{MAX_REGISTERED_LORAS} adapters are loaded, which is the most; unload one")
 
 
-def new_timestamp() -> str:
-    """Return a text that sorts after those of earlier calls, on clocks that agree, and is unique."""
-    return f"{time.time_ns():020d}-{secrets.token_hex(4)}"
+def new_timestamp(after: str = "") -> str:
+    """Return a unique text that sorts after another of its kind, and after earlier ones of clocks that agree.
+
+    A clock that is set back must not make an operator's next order older than the one that is in use. So the time
+    goes on from the latest known one (as a hybrid logical clock's does: Kulkarni et al., 2014).
+    """
+    known_ns = int(after.partition("-")[0]) if after else 0
+    return f"{max(time.time_ns(), known_ns + 1):020d}-{secrets.token_hex(4)}"
 
 
 class WeightsRegistry:

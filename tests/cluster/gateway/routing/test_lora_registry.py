@@ -131,6 +131,27 @@ def test_second_gateway_learns_adapters_from_replicas(
     asyncio.run(scenario())
 
 
+def test_adapter_can_be_unloaded_after_the_clock_went_back(
+    adapted: Adapted, replicas: list[LocalReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        pool = ReplicaPool("tiny", 16)
+        pool.adapters.configure(replicas[0].config.lora)
+        pool.add(connect(replicas[0], "replica-0"))
+        try:
+            await until(lambda: pool.is_ready)
+            await pool.adapters.load(pool.clients.values(), "sql", adapted.path)
+            monkeypatch.setattr("time.time_ns", lambda: 1)
+            pool.adapters.unload(pool.clients.values(), "sql")
+            assert pool.adapters.find("sql") is None
+            await pool.adapters.load(pool.clients.values(), "sql", adapted.path)
+            assert pool.adapters.find("sql") is not None
+        finally:
+            await pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_later_version_of_a_name_wins_in_any_order() -> None:
     entries = [LoraReference("a", f"/{version}", version) for version in ("3", "1", "2")]
     entries.append(LoraReference("b", "", "9"))

@@ -101,6 +101,22 @@ def test_gateway_learns_of_an_update_by_another_one(
     asyncio.run(scenario())
 
 
+def test_update_after_the_clock_went_back_is_the_latest(
+    folders: tuple[Path, Path], replicas: list[LocalReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        pool = ReplicaPool("tiny", 16)
+        connect(pool, replicas[0], "replica-0")
+        await until_ready(pool, "replica-0")
+        for seconds, version in ((2_000, "step-1"), (1_000, "step-2")):
+            monkeypatch.setattr("time.time_ns", lambda now=seconds: now * 10**9)
+            await control_replicas(pool, update_command(str(folders[1]), version, PauseMode.KEEP))
+            assert [status.weights_version for status in pool.statuses] == [version]
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_refused_update_leaves_the_weights_of_all_replicas(
     folders: tuple[Path, Path], replicas: list[LocalReplica]
 ) -> None:
