@@ -187,9 +187,11 @@ class Scheduler:
         sequences = self._make_sequences(gateway, submit, now)
         width = submit.sampling.beam_width
         self._state.add_request(sequences, None if width is None else self._make_beams(sequences[0], width))
-        self._state.blocks.read_ahead(sequences[0], self._state.costs.prefill_tokens_per_s, now)
+        self._state.blocks.tiers.read_ahead(sequences[0], self._state.costs.prefill_tokens_per_s, now)
         if submit.media:
-            self._state.media.ask(sequences[0], self._state.blocks.num_cached_tokens(sequences[0]), now)
+            self._state.media.ask(
+                sequences[0], self._state.blocks.prefixes.num_cached_tokens(sequences[0]), now
+            )
         return None
 
     def _fetch(self, gateway: bytes, submit: Submit, now: float) -> None:

@@ -101,7 +101,7 @@ class SchedulerState:
         self.rows: Final = RowState(limits.max_num_seqs, config.cache.block_size)
         self.pace: Final = Pace()
         self.waiting: Final = WaitingQueue(
-            limits.policy, self.blocks.num_cached_tokens, limits.tenant_weights, self.pace
+            limits.policy, self.blocks.prefixes.num_cached_tokens, limits.tenant_weights, self.pace
         )
         self.prefilling: Final = PrefillQueue()
         self.requests: Final = RequestTable()
@@ -301,8 +301,10 @@ class SchedulerState:
         # in flight too, so that it is computed again from a snapshot.
         may_swap = num_tokens > 0 and not sequence.is_scoring and not sequence.pools_all_tokens
         may_swap = may_swap and not self.blocks.state_slots.is_on
-        if may_swap and self.costs.swap_is_cheaper(self.blocks.num_blocks_to_swap(num_tokens), num_tokens):
-            sequence.host_blocks = self.blocks.swap_out(row, num_tokens) or []
+        if may_swap and self.costs.swap_is_cheaper(
+            self.blocks.tiers.num_blocks_to_swap(num_tokens), num_tokens
+        ):
+            sequence.host_blocks = self.blocks.tiers.swap_out(row, num_tokens) or []
             sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
         sequence.preempted_at = now
         self._requeue(sequence)
@@ -378,7 +380,7 @@ class SchedulerState:
         surplus = tables.lens[rows] > needed
         if np.count_nonzero(surplus):
             trimmed, lens = rows[surplus], needed[surplus]
-            self.blocks.trim(trimmed, lens, self.in_flight.newest_id)
+            self.blocks.rows.trim(trimmed, lens, self.in_flight.newest_id)
             self.deltas.trim_rows(trimmed, lens)
 
     def interrupt_all(self, now: float) -> None:
@@ -413,7 +415,7 @@ class SchedulerState:
     def _drop_host_blocks(self, is_void: Callable[[Sequence], bool]) -> None:
         for sequence in self._alive.values():
             if sequence.host_blocks and is_void(sequence):
-                self.blocks.drop_host_blocks(sequence.host_blocks)
+                self.blocks.tiers.drop(sequence.host_blocks)
                 sequence.host_blocks, sequence.num_host_tokens = [], 0
 
     def _requeue_running(self) -> set[int]:
@@ -459,7 +461,7 @@ class SchedulerState:
             self._discard_lora(sequence)
             return
         self._discard_lora(sequence)
-        self.blocks.drop_host_blocks(sequence.host_blocks)
+        self.blocks.tiers.drop(sequence.host_blocks)
         sequence.host_blocks = []
         self.detach_children(sequence)
         if sequence.is_suspended:
@@ -489,7 +491,7 @@ class SchedulerState:
             assert sequence.row == row, f"sequence {sequence.seq_id} in row {row} has row {sequence.row}"
             assert sequence.seq_id in self.alive, f"sequence {sequence.seq_id} runs after its end"
             held, planned = int(tables.lens[row]), int(rows.num_scheduled[row])
-            assert held == self.blocks.num_blocks_for(planned), (
+            assert held == self.blocks.rows.num_blocks_for(planned), (
                 f"row {row} has {held} blocks for {planned} tokens"
             )
             assert planned < int(rows.num_tokens[row]) + max(1, self.in_flight.max_row_tokens), (

@@ -432,7 +432,7 @@ class StepLoop:
             num_running=scheduler.num_running,
             queued_tokens=scheduler.num_queued_tokens,
             oldest_wait_s=scheduler.oldest_wait_s(now),
-            fullest_kv_use=blocks.max_partition_use,
+            fullest_kv_use=blocks.pool.max_partition_use,
             last_step_s=now - scheduler.throughput.last_step_at,
             reports_changes=True,
             num_state_slots=blocks.state_slots.num_slots,

@@ -16,11 +16,11 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
     30,000 blocks, 256 rows: 3.6 ms on an Intel Xeon; made only while an operator looks, at most once per second.
     """
     blocks = state.blocks
-    stride = -(-blocks.last_block // MAX_MAP_CELLS)
-    shown = range(1, blocks.last_block + 1, stride)
+    stride = -(-blocks.pool.last_block // MAX_MAP_CELLS)
+    shown = range(1, blocks.pool.last_block + 1, stride)
     rows = np.full(len(shown), NO_ROW, np.int32)
     for row in state.running:
-        held = blocks.held_ids(row) - 1
+        held = blocks.rows.held_ids(row) - 1
         rows[held[held % stride == 0] // stride] = row
     slots = blocks.state_slots
     shown_slots = range(1, 1 + min(slots.num_slots, MAX_MAP_CELLS))
@@ -31,15 +31,15 @@ def make_block_map(state: SchedulerState, query_id: int) -> BlockMap:
     by_size = sorted(state.running.items(), key=lambda item: -int(blocks.tables.lens[item[0]]))
     return BlockMap(
         query_id=query_id,
-        num_blocks=blocks.last_block,
+        num_blocks=blocks.pool.last_block,
         stride=stride,
-        states=blocks.states(shown),
+        states=blocks.pool.states(shown),
         rows=rows,
         sequences=tuple(
             MappedSequence(
                 row=row,
                 request_id=sequence.request_id,
-                num_blocks=blocks.held_ids(row).size,
+                num_blocks=blocks.rows.held_ids(row).size,
                 num_tokens=int(state.rows.num_scheduled[row]),
                 num_prompt_tokens=sequence.num_prompt_tokens,
             )

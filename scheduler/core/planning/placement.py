@@ -86,7 +86,7 @@ class Placement:
         a prompt that many requests share does not bring all of them to one rank. A sequence that fits nowhere goes
         on waiting for the same partition: others fill the rest meanwhile.
         """
-        partitions = (each for each in self._blocks.partitions_for(sequence) if each not in self._kept)
+        partitions = (each for each in self._blocks.tiers.partitions_for(sequence) if each not in self._kept)
         places = [self._place(sequence, partition) for partition in partitions]
 
         def preference(place: Place) -> tuple[bool, bool, bool, int]:
@@ -110,16 +110,16 @@ class Placement:
 
     def _place(self, sequence: Sequence, partition: int) -> Place:
         blocks, num_tokens = self._blocks, len(sequence.token_ids) + (sequence.pooling is None)
-        num_free, num_unheld = blocks.num_free_in(partition), blocks.num_unheld_in(partition)
+        num_free, num_unheld = blocks.pool.num_free_in(partition), blocks.pool.num_unheld_in(partition)
         prefix = Prefix(partition=partition)
         if not sequence.host_blocks:
-            prefix = blocks.find_prefix(sequence, partition)
+            prefix = blocks.prefixes.find(sequence, partition)
         num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
         if prefix.partial is not None and num_needed > num_free:
             # While it is copied, the source of a copy is held as well: one block more than there may be.
             prefix = prefix.without_partial()
             num_needed = blocks.num_blocks_to_open(prefix, num_tokens)
-        num_blocks = blocks.num_blocks_in(partition)
+        num_blocks = blocks.pool.num_blocks_per_partition
         if num_unheld < num_blocks:  # sequences run there
             num_needed += int(WATERMARK * num_blocks)
         is_full, states = partition in self._full, blocks.state_slots

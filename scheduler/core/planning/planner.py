@@ -105,7 +105,7 @@ class Planner:
         if state.in_flight or not state.blocks.stored.is_on:
             return False
         if not state.running:
-            state.blocks.write_behind(now - state.throughput.last_step_at, now)
+            state.blocks.tiers.write_behind(now - state.throughput.last_step_at, now)
         return state.blocks.stored.wants_step(now)
 
     # Trials: while a request is on trial, no other is in a step
@@ -225,21 +225,21 @@ class Planner:
         if blocks.layout.has_windows:
             self._release_behind_windows(np.append(at_boundary, list(chunks)).astype(np.intp))
         needs = {
-            row: blocks.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
+            row: blocks.rows.num_lacking_blocks(row, int(num_scheduled[row]) + n) for row, n in chunks.items()
         }
         growing = (
             at_boundary if builder.num_drafted is None else self._growing(advancing, builder.num_drafted)
         )
-        lacking = blocks.lacking_partitions(growing, needs)
+        lacking = blocks.rows.lacking_partitions(growing, needs)
         if lacking and self._state.kv_moves.free_blocks(self._state.in_flight.newest_id):
-            lacking = blocks.lacking_partitions(growing, needs)
+            lacking = blocks.rows.lacking_partitions(growing, needs)
         if lacking and builder.num_drafted is not None:
             self._drop_drafts(builder)
             growing = at_boundary
-            lacking = blocks.lacking_partitions(growing, needs)
+            lacking = blocks.rows.lacking_partitions(growing, needs)
         if not lacking:
             if growing.size:
-                builder.grown_rows, builder.grown_ids = blocks.grow_by_one(growing)
+                builder.grown_rows, builder.grown_ids = blocks.rows.grow_by_one(growing)
             return advancing, set()
         needs |= dict.fromkeys(at_boundary.tolist(), blocks.num_groups)
         preempted, stalled = ration_blocks(self._state, builder, needs, chunks)
@@ -252,7 +252,7 @@ class Planner:
 
     def _partitions_at_work(self, rows: Iterable[int]) -> set[int]:
         """Return the partitions that have some of `rows` or rows of steps in flight: they make progress."""
-        return self._state.blocks.partitions_of({*rows, *self._state.in_flight.rows})
+        return self._state.blocks.rows.partitions_of({*rows, *self._state.in_flight.rows})
 
     def _release_behind_windows(self, rows: RowArray) -> None:
         """Release the blocks that are behind the windows of rows that grow.
@@ -261,7 +261,7 @@ class Planner:
         """
         state = self._state
         positions = np.minimum(state.rows.num_scheduled[rows], state.rows.num_tokens[rows] - 1)
-        state.blocks.release_behind_windows(rows, positions, state.in_flight.newest_id)
+        state.blocks.rows.release_behind_windows(rows, positions, state.in_flight.newest_id)
 
     def _growing(self, advancing: RowArray, num_drafted: IntArray) -> RowArray:
         """Return the rows that lack blocks for their next and drafted tokens, each as often as it lacks one."""
@@ -285,7 +285,7 @@ class Planner:
         if sequence.prefill_only and start and num_tokens >= self._state.blocks.block_size:
             self._state.lend_prompt(sequence, start, builder.now)
         self._state.rows.schedule(row, num_tokens)
-        self._state.blocks.publish(row, sequence, start, start + num_tokens)
+        self._state.blocks.prefixes.publish(row, sequence, start, start + num_tokens)
         if start + num_tokens in sequence.snapshot_ends:
             self._state.blocks.save_state(row, sequence, start + num_tokens)
         builder.chunk_rows.append(row)
@@ -326,8 +326,8 @@ class Planner:
             return False
         if not state.blocks.state_slots.has_room:
             return False
-        blocks, partition = state.blocks, state.blocks.partition_of(parent.row)
-        lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.num_free_in(partition)
+        blocks, partition = state.blocks, state.blocks.rows.partition_of(parent.row)
+        lacks_blocks = blocks.num_blocks_to_fork(num_tokens) > blocks.pool.num_free_in(partition)
         if partition in builder.full_partitions or lacks_blocks:
             return False
         if not self._can_read_from(builder, child, num_tokens):
@@ -478,7 +478,7 @@ class Planner:
         row = state.start(sequence, builder.step_id)
         sequence.awaited_partition = None
         if sequence.host_blocks:
-            num_cached_tokens = blocks.swap_in(row, sequence)
+            num_cached_tokens = blocks.tiers.swap_in(row, sequence)
         else:
             num_cached_tokens = blocks.open(row, sequence, prefix)
         state.kv_moves.on_start(sequence)
@@ -509,7 +509,7 @@ class Planner:
         state.rows.schedule(row, num_cached_tokens)
         num_tokens = self._chunk_len(builder, sequence, len(sequence.token_ids) - num_cached_tokens)
         builder.num_tokens_left -= num_tokens
-        state.blocks.grow(row, num_cached_tokens + num_tokens)
+        state.blocks.rows.grow(row, num_cached_tokens + num_tokens)
         sampling, num_source_tokens = sequence.row_sampling(), 0
         takes_constraint = parent_row is not None and sampling.constraint is not None
         if parent_row is not None:

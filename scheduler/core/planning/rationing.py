@@ -33,14 +33,14 @@ def ration_blocks(
         row = sequence.row
         if row is None:  # preempted for an earlier one just now
             continue
-        partition = blocks.partition_of(row)
-        while blocks.num_unheld_in(partition) < needs[row]:
+        partition = blocks.rows.partition_of(row)
+        while blocks.pool.num_unheld_in(partition) < needs[row]:
             victim = find_victim(state, builder, sequence, partition)
             if victim is None:
                 break
             preempted.add(row_of(victim))
             state.preempt(victim, builder.now)
-        if partition in full or blocks.num_free_in(partition) < needs[row]:
+        if partition in full or blocks.pool.num_free_in(partition) < needs[row]:
             stalled.add(row)
             full.add(partition)
         else:
@@ -64,7 +64,7 @@ def find_victim(
     others = [
         sequence
         for row, sequence in state.running.items()
-        if row not in in_plan and partition in (None, blocks.partition_of(row))
+        if row not in in_plan and partition in (None, blocks.rows.partition_of(row))
     ]
     victim = choose_victim(others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)]))
     if victim is None and beneficiary.beams is not None:
@@ -75,6 +75,6 @@ def find_victim(
 
 def grow(state: SchedulerState, builder: PlanBuilder, row: int, num_tokens: int) -> None:
     """Allocate the blocks that a row's table lacks for its next `num_tokens`."""
-    tables, ids = state.blocks.grow(row, int(state.rows.num_scheduled[row]) + num_tokens)
+    tables, ids = state.blocks.rows.grow(row, int(state.rows.num_scheduled[row]) + num_tokens)
     builder.appended_rows += tables
     builder.appended_ids += ids

@@ -161,8 +161,8 @@ class KvMoves:
             return None
         if len(self._blocks.leases) >= MAX_LEASES:
             return None
-        digests = self._blocks.digests_of(sequence, tokens, num_blocks)
-        table = self._blocks.find_lendable(row, digests)
+        digests = self._blocks.prefixes.digests_of(sequence, tokens, num_blocks)
+        table = self._blocks.prefixes.find_lendable(row, digests)
         if table is None:
             return None
         generation = self._blocks.leases.grant(sequence.request_id, table[table != 0].tolist(), now)
@@ -228,7 +228,7 @@ class KvMoves:
 
     def _pull(self, sequence: Sequence, offer: KvOffer, now: float, num_running: int) -> bool:
         """Begin to pull the blocks that a sequence lacks; return whether that is possible and worth it."""
-        lacking, cached = self._blocks.find_lacking(sequence, offer.num_blocks)
+        lacking, cached = self._blocks.prefixes.find_lacking(sequence, offer.num_blocks)
         coming = self._fetched_blocks()
         wanted = [
             (group, index, int(offer.block_ids[group * offer.num_blocks + index]))
@@ -236,7 +236,7 @@ class KvMoves:
             if (group, sequence.block_digests[index]) not in coming
         ]
         is_lent = all(source for _, _, source in wanted)
-        has_room = len(wanted) + len(cached) <= self._blocks.num_free_in(0)
+        has_room = len(wanted) + len(cached) <= self._blocks.pool.num_free_in(0)
         if not (wanted and is_lent and has_room and self._pays(wanted, num_running)):
             # The ranks release the lease when the pull ends.
             self._blocks.pulls.cancel(
@@ -280,7 +280,7 @@ class KvMoves:
             return False
         if offer.block_ids.size != num_blocks * self._blocks.num_groups or not offer.endpoints:
             return False
-        sequence.block_digests = self._blocks.digests_of(sequence, sequence.token_ids, num_blocks)
+        sequence.block_digests = self._blocks.prefixes.digests_of(sequence, sequence.token_ids, num_blocks)
         return sequence.block_digests[-1] == offer.digest
 
     def _pays(self, wanted: list[tuple[int, int, int]], num_running: int) -> bool:
@@ -355,7 +355,7 @@ class KvMoves:
         if sequence is None:
             pulls.release(pull)
             return
-        self._blocks.publish_pulled(sequence, pull.complete)
+        self._blocks.prefixes.publish_pulled(sequence, pull.complete)
         num_tokens = self._blocks.block_size * len({each.index for each in pull.complete})
         self.num_kv_pulled_tokens += num_tokens
         if sequence.seq_id in self._fetches:

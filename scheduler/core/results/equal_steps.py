@@ -50,7 +50,7 @@ class EqualSteps:
             if not is_same or not np.array_equal(step.rows, advancing):
                 return 0
         count = min(most, rows.num_safe_tokens)
-        while count > 0 and state.blocks.lacking_partitions(self._growing(advancing, count), {}):
+        while count > 0 and state.blocks.rows.lacking_partitions(self._growing(advancing, count), {}):
             count //= 2
         return max(0, count)
 
@@ -92,7 +92,7 @@ class EqualSteps:
         state.blocks.begin_plan()
         growing = self._growing(rows, count)
         if growing.size:
-            state.blocks.grow_by_one(growing)
+            state.blocks.rows.grow_by_one(growing)
         state.rows.advance_by(rows, count)
         begun = [*(step.planned_at for step in state.in_flight), *planned_at]
         for began_at, now in zip(begun, done_at, strict=False):

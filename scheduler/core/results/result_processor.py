@@ -242,7 +242,9 @@ class ResultProcessor:
         for sequence, start, tokens in zip(sequences, starts.tolist(), blocks, strict=True):
             del sequence.token_ids[start:]
             sequence.token_ids.frombytes(tokens)
-        state.blocks.publish_next(sequences, state.blocks.blocks_at(rows, starts // block_size), blocks)
+        state.blocks.prefixes.publish_next(
+            sequences, state.blocks.rows.blocks_at(rows, starts // block_size), blocks
+        )
         num_output_tokens = np.clip(starts + block_size - state.rows.num_prompt_tokens[rows], 0, block_size)
         state.waiting.charge_outputs(sequences, num_output_tokens.tolist())
 

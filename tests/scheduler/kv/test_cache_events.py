@@ -35,7 +35,7 @@ class Reader:
             else:
                 assert known >= set(event.digests)
                 known.difference_update(event.digests)
-        of_device = {digest for cache in self.blocks._caches for digest in cache.full_digests()}
+        of_device = {digest for cache in self.blocks.prefixes.caches for digest in cache.full_digests()}
         of_host = set(self.blocks.host.full_digests()) if self.blocks.host else set()
         assert self.cached == {DEVICE_MEDIUM: of_device, HOST_MEDIUM: of_host}
         return events

@@ -26,7 +26,7 @@ def make_driver(num_blocks: int, num_kv_partitions: int = 2, **settings: Any) ->
 
 def partition_of(driver: Driver, handle: int) -> int:
     (row,) = (row for row, each in driver.scheduler._state.running.items() if each.handle == handle)
-    return driver.scheduler.blocks.partition_of(row)
+    return driver.scheduler.blocks.rows.partition_of(row)
 
 
 def add(driver: Driver, handle: int, prompt: list[int], max_tokens: int = 4) -> None:
@@ -53,9 +53,9 @@ def test_use_is_reported_of_the_fullest_partition() -> None:
     for handle, prompt in prompts.items():
         add(driver, handle, prompt, 20)
     blocks = driver.scheduler.blocks
-    assert (blocks.num_held_blocks, blocks.max_partition_use) == (4 + 2, 4 / 20)
+    assert (blocks.num_held_blocks, blocks.pool.max_partition_use) == (4 + 2, 4 / 20)
     finish(driver, prompts, 20)
-    assert blocks.max_partition_use == 0.0
+    assert blocks.pool.max_partition_use == 0.0
 
 
 def test_sequence_starts_in_the_least_used_partition() -> None:

@@ -286,7 +286,7 @@ def test_graphs_of_data_parallel_attention_give_same_tokens(
             for _ in range(3):
                 driver.step(depth=2)
                 state = driver.scheduler._state
-                of_rows = [state.blocks.partition_of(row) for row in state.running]
+                of_rows = [state.blocks.rows.partition_of(row) for row in state.running]
                 partitions.add((of_rows.count(0), of_rows.count(1)))
         driver.run(depth=2)
         return driver.outputs

@@ -177,8 +177,10 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
     driver.group = RankedDriver(driver.config, ranks.engine.step).group  # no plans in flight
     ranks.engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), ranks.engine.runners)
-    listed = {block for cache in driver.scheduler.blocks._caches for block in cache._digest_of if kept}
-    ranks.engine.lose_blocks([block for block in range(NUM_BLOCKS) if block not in listed])
+    caches = driver.scheduler.blocks.prefixes.caches if kept else []
+    ranks.engine.lose_blocks(
+        [block for block in range(NUM_BLOCKS) if not any(block in cache for cache in caches)]
+    )
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert (driver.scheduler.stats.num_retained_tokens > 0) == bool(kept)

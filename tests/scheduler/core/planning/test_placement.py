@@ -47,7 +47,7 @@ class Load:
     def running(self) -> dict[int, int]:
         """Return handle |-> partition of the running sequences."""
         state = self.driver.scheduler._state
-        return {each.handle: state.blocks.partition_of(row) for row, each in state.running.items()}
+        return {each.handle: state.blocks.rows.partition_of(row) for row, each in state.running.items()}
 
     def finish(self) -> None:
         self.driver.run(depth=2)

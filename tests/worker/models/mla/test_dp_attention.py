@@ -86,7 +86,7 @@ def numbered(prompts: list[list[int]]) -> dict[int, list[int]]:
 
 def partitions_in_use(driver: RankedDriver) -> set[int]:
     state = driver.scheduler._state
-    return {state.blocks.partition_of(row) for row in state.running}
+    return {state.blocks.rows.partition_of(row) for row in state.running}
 
 
 def test_sequences_are_divided_among_the_ranks(ranks: Ranks) -> None:
@@ -191,11 +191,11 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
     driver.group = RankedDriver(driver.config, engine.step).group  # no plans in flight
     engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), engine.runners)
-    listed = {block for cache in driver.scheduler.blocks._caches for block in cache._digest_of if kept}
+    caches = driver.scheduler.blocks.prefixes.caches if kept else []
     for rank, runner in enumerate(engine.runners):
         for layer in runner.memory.kv.cache.layers:
             for block in range(MANY):
-                if rank * MANY + block not in listed:
+                if not any(rank * MANY + block in cache for cache in caches):
                     layer.blocks[block].fill_(torch.nan)
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
