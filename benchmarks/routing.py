@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.common import Figure, make_parser, median, report
 from benchmarks.replay import NO_LIMIT, Ended, ReplicaModel, busy_s
 from benchmarks.trace import Trace, read_traces
-from quire.cluster.gateway.routing.router import ReplicaLoad, Router
+from quire.cluster.fleet.routing.router import ReplicaLoad, Router
 from quire.cluster.simulation.fleet import Choose, SimulatedFleet
 from quire.proto.digests import CACHE_HASH_BYTES
 from quire.proto.stream import CacheReport

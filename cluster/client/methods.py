@@ -18,11 +18,12 @@ from ...proto.sampling import SamplingParams
 from ..config.deployment import Deployment
 from ..text.requests.chat import Chat, Tool
 from ..text.requests.chat_messages import Message
+from ..text.requests.engine_commands import read_tags
 from ..text.requests.outputs import RequestOutput, StreamEvent
 from ..text.requests.request import Prompt
 from .call import Call, ResumableCall, Servers, by_size, split_target
 from .waiting import stream, unary
-from .wire.admin_messages import deployment_to_message, fleet_event_from_message, mode_to_message, read_tags
+from .wire.admin_messages import deployment_to_message, fleet_event_from_message, mode_to_message
 from .wire.message_fields import from_message
 from .wire.request_messages import as_invalid_request, sampling_to_message, set_prompt
 from .wire.response_messages import event_from_message, output_from_message

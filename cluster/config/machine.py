@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...proto.errors import ConfigError
 from ...worker import cuda_device_count
-from ..os_utils.nvml import smallest_gpu_bytes
+from .nvml import smallest_gpu_bytes
 
 GIB = 1 << 30
 # name |-> GB, as the vendors' data sheets have it. The larger variant of a GPU that exists in two sizes has a suffix.

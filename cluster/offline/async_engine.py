@@ -19,15 +19,15 @@ from ...proto.pooling import PoolingParams
 from ...proto.replica_status import ReplicaStatus
 from ...proto.sampling import RequestOutputKind, SamplingParams
 from ...proto.stream import FlushCache
-from ..client.wire.engine_commands import (
+from ..config.engine_options import EngineOptions
+from ..fleet.replica.client import ReplicaClient, SubmittedRequest
+from ..text.requests.engine_commands import (
     RESET_PREFIX_CACHE,
     collective_results,
     read_collective_call,
     sleep_command,
     wake_up_command,
 )
-from ..config.engine_options import EngineOptions
-from ..fleet.replica.client import ReplicaClient, SubmittedRequest
 from ..text.requests.outputs import RequestOutput, StreamEvent
 from ..text.requests.pooling import PoolingOutput, PoolingRequestOutput, collect_pooled
 from .engine import OutputCollector

@@ -41,7 +41,7 @@ from ...worker import (
     on_device,
 )
 from ..fleet.replica.loading_bar import LoadingBar
-from ..os_utils.stopwatch import Stopwatch
+from ..fleet.replica.stopwatch import Stopwatch
 from ..text.requests.sequence_update import SequenceUpdate, updates_by_handle
 from .engine import OutputCollector
 

@@ -20,7 +20,10 @@ from ...proto.errors import InvalidRequest
 from ...proto.options.option import write_table
 from ...proto.pooling import PoolingParams
 from ...proto.sampling import SamplingParams
-from ..client.wire.engine_commands import (
+from ..config.engine_options import EngineOptions
+from ..text.requests.chat import Chat, Tool
+from ..text.requests.chat_messages import Message
+from ..text.requests.engine_commands import (
     RESET_PREFIX_CACHE,
     collective_results,
     read_collective_call,
@@ -28,9 +31,6 @@ from ..client.wire.engine_commands import (
     update_command,
     wake_up_command,
 )
-from ..config.engine_options import EngineOptions
-from ..text.requests.chat import Chat, Tool
-from ..text.requests.chat_messages import Message
 from ..text.requests.outputs import RequestOutput
 from ..text.requests.pooling import (
     ClassificationRequestOutput,

@@ -30,8 +30,8 @@ from ..fleet.controller.autoscaler import (
 )
 from ..fleet.controller.fleet_state import Demand, ReplicaState
 from ..fleet.controller.reconcile import ReplicaView, plan
-from ..gateway.routing.prefill_split import PromptAt, estimate_split
-from ..gateway.routing.router import ReplicaLoad, Router
+from ..fleet.routing.prefill_split import PromptAt, estimate_split
+from ..fleet.routing.router import ReplicaLoad, Router
 from .kv_network import KvNetwork
 from .replica import SimulatedReplica
 from .step_time import TimesSteps

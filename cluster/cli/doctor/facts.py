@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....worker import LIBRARIES, LibraryState, available_bytes, cache_directory, library_state
+from ...config.nvml import GpuDriver, gpu_driver
 from ...config.server_options import ServerOptions
-from ...os_utils.nvml import GpuDriver, gpu_driver
 
 PACKAGES = ("quire", "torch", "ray", "transformers", "triton", "grpcio", "huggingface_hub")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -22,6 +22,7 @@ from ...fleet.replica.launch import launch_replica
 from ...fleet.replica.record import ReplicaRecord
 from ...fleet.replica.replica import Replica, new_replica_id
 from ...fleet.replica.scheduler_start import replace_scheduler
+from ...fleet.replica.stopwatch import Stopwatch
 from ...fleet.replica.supervised_replica import ReplicaT, SupervisedReplica
 from ...gateway.access.security import Security
 from ...gateway.admin.services import GatewayServices
@@ -36,7 +37,6 @@ from ...os_utils.signals import (
     raise_on_signals,
     signals_raise,
 )
-from ...os_utils.stopwatch import Stopwatch
 from ...os_utils.without_torch import keep_torch_out
 from ...text.requests.observer import RequestObserver
 from ...text.requests.tokenizer import Tokenizer, load_tokenizer

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ....proto import admin_pb2
 from ....proto.block_map import BlockMap
-from ....proto.engine_command import PauseMode, SleepTag
+from ....proto.engine_command import PauseMode
 from ....proto.errors import ConfigError, InvalidRequest, ProtocolError
 from ....proto.replica_status import ReplicaStatus
 from ...config.deployment import Deployment
+from ...text.requests.engine_commands import read_mode
 from .message_fields import from_message, to_message
 from .status import DeploymentInfo, FleetEvent, NodeInfo, ReplicaInfo
 
@@ -80,25 +79,6 @@ _MODES: dict[int, PauseMode] = {
     admin_pb2.PAUSE_MODE_WAIT: PauseMode.WAIT,
     admin_pb2.PAUSE_MODE_ABORT: PauseMode.ABORT,
 }
-
-
-def read_mode(text: str) -> PauseMode:
-    """Return the treatment of running requests of a name. Raises InvalidRequest for an unknown one."""
-    try:
-        return PauseMode(text)
-    except ValueError:
-        raise InvalidRequest("mode", f"is {text!r}, must be one of {', '.join(PauseMode)}") from None
-
-
-def read_tags(texts: Iterable[str]) -> tuple[SleepTag, ...]:
-    """Return the parts of the memory that tags name. Raises InvalidRequest for an unknown one."""
-    tags = dict[SleepTag, None]()
-    for text in texts:
-        try:
-            tags[SleepTag(text)] = None
-        except ValueError:
-            raise InvalidRequest("tags", f"have {text!r}, must be of {', '.join(SleepTag)}") from None
-    return tuple(tags)
 
 
 def mode_from_message(number: int) -> PauseMode:

@@ -17,7 +17,6 @@ from ....proto.config import EngineConfig
 from ....proto.model.parallel_split import ParallelSplit
 from ....worker import LoadReport, RankProcess, StartRecord, build_ops
 from ...config.hub import download_model
-from ...os_utils.stopwatch import Stopwatch, format_seconds
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget
 from .launch_progress import LaunchProgress, LaunchStage, OnProgress
@@ -28,6 +27,7 @@ from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
 from .replica import Replica, remove_replica
 from .scheduler_start import start_serving
+from .stopwatch import Stopwatch, format_seconds
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -20,10 +20,10 @@ from ....proto.replica_status import RankStatus
 from ....scheduler import KvTiers, Rebuilt
 from ....worker import RankProcess, SegmentAddress
 from ...os_utils.process_exit import ProcessExit, last_lines
-from ...os_utils.stopwatch import Stopwatch
 from ..ray.errors import await_all, describe
 from .process_starter import ProcessStarter, StandbyProcess
 from .retained_memory import RetainedKv, RetainedWeights
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from ray import ObjectRef

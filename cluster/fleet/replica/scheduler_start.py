@@ -16,7 +16,6 @@ from ....proto.errors import ReplicaUnavailable
 from ....proto.model.parallel_split import ParallelSplit
 from ....proto.replica_status import RankStatus
 from ....worker import RankProcess
-from ...os_utils.stopwatch import Stopwatch
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget
 from .channel_group import ChannelGroupFactory
@@ -24,6 +23,7 @@ from .process_starter import ProcessStarter
 from .rank_lookup import end_standbys, find_rank
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .replica import Replica
+from .stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -11,8 +11,8 @@ from ....proto import admin_pb2, admin_pb2_grpc
 from ....proto.engine_command import Action, EngineCommand
 from ....proto.errors import ConfigError, ShuttingDown
 from ...client.wire.admin_messages import block_map_to_message, deployment_from_message, mode_from_message
-from ...client.wire.engine_commands import sleep_command, update_command, wake_up_command
 from ...fleet.controller.fleet_state import FleetCommand
+from ...text.requests.engine_commands import sleep_command, update_command, wake_up_command
 from ..admin.engine_control import (
     control_replicas,
     flush_caches,

@@ -19,12 +19,12 @@ from ....proto.stream import CacheQuery, CacheReport, RecalledOutput, best_outpu
 from ...fleet.controller.fleet_state import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
+from ...fleet.routing.prefill_split import PromptAt, SplitEstimate, estimate_split
+from ...fleet.routing.router import ReplicaLoad, Router
 from ...os_utils.event_loop import ChangeNotifier, run_in_background
 from ...text.requests.request import Request
-from .prefill_split import PromptAt, SplitEstimate, estimate_split
 from .registries import LoraRegistry, WeightsRegistry
 from .request_migration import MigratingRequest, MoveListener, Placement, Stage, ignore_move
-from .router import ReplicaLoad, Router
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0

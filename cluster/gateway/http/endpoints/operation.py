@@ -13,11 +13,11 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from .....proto.engine_command import Action, EngineCommand, PauseMode
-from ....client.wire.admin_messages import read_mode
-from ....client.wire.engine_commands import (
+from ....text.requests.engine_commands import (
     RESET_PREFIX_CACHE,
     collective_results,
     read_collective_call,
+    read_mode,
     sleep_command,
     update_command,
     wake_up_command,

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cluster.cli.doctor.facts import MachineFacts, Space, machine_facts, read_cpu_quota, space_at
 from quire.cluster.cli.doctor.findings import Verdict, examine
-from quire.cluster.os_utils.nvml import Gpu, GpuDriver
+from quire.cluster.config.nvml import Gpu, GpuDriver
 from quire.worker.rank.ops_state import LibraryState
 
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from fake_fleet import FakeLauncher, FakeReplica, SlowWorkers
 from fakes import oracle
 
 from quire.cluster.config.deployment import Deployment
-from quire.cluster.gateway.routing.prefill_split import PromptAt, SplitEstimate, estimate_split
+from quire.cluster.fleet.routing.prefill_split import PromptAt, SplitEstimate, estimate_split
 from quire.cluster.gateway.routing.replica_pool import ReplicaPool
 from quire.cluster.text.requests.request import Request
 from quire.proto.replica_status import ReplicaRole, ReplicaStatus

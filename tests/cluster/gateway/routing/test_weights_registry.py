@@ -13,10 +13,10 @@ from local_replica import DEADLINE_S, LocalReplica, local_replica
 from local_server import local_config
 from reference import Reference
 
-from quire.cluster.client.wire.engine_commands import update_command
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.gateway.admin.engine_control import control_replicas
 from quire.cluster.gateway.routing.replica_pool import ReplicaPool
+from quire.cluster.text.requests.engine_commands import update_command
 from quire.cluster.text.requests.request import Request
 from quire.proto.engine_command import PauseMode
 from quire.proto.errors import InvalidRequest, ReplicaUnavailable

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.os_utils import nvml
+from quire.cluster.config import nvml
 
 SIZES = [80 << 30, 24 << 30, 40 << 30]
 

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.gateway.routing.router import KV_SLACK, QUEUE_SLACK_TOKENS, ReplicaLoad, Router
+from quire.cluster.fleet.routing.router import KV_SLACK, QUEUE_SLACK_TOKENS, ReplicaLoad, Router
 from quire.proto.digests import make_root, prefix_hashes
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import CacheReport

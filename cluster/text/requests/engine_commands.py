@@ -12,14 +12,32 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ....proto.engine_command import Action, EngineCommand, PauseMode
+from ....proto.engine_command import Action, EngineCommand, PauseMode, SleepTag
 from ....proto.errors import InvalidRequest, InvalidType
 from ....proto.replica_status import RankStatus
-from ...text.requests.json_values import check_text
-from .admin_messages import read_tags
+from .json_values import check_text
 
 MAX_VERSION_CHARS = 256
 MAX_PATH_CHARS = 4096
+
+
+def read_mode(text: str) -> PauseMode:
+    """Return the treatment of running requests of a name. Raises InvalidRequest for an unknown one."""
+    try:
+        return PauseMode(text)
+    except ValueError:
+        raise InvalidRequest("mode", f"is {text!r}, must be one of {', '.join(PauseMode)}") from None
+
+
+def read_tags(texts: Iterable[str]) -> tuple[SleepTag, ...]:
+    """Return the parts of the memory that tags name. Raises InvalidRequest for an unknown one."""
+    tags = dict[SleepTag, None]()
+    for text in texts:
+        try:
+            tags[SleepTag(text)] = None
+        except ValueError:
+            raise InvalidRequest("tags", f"have {text!r}, must be of {', '.join(SleepTag)}") from None
+    return tuple(tags)
 
 
 def sleep_command(level: int = 1, mode: PauseMode = PauseMode.KEEP) -> EngineCommand:

@@ -1,0 +1,1 @@
+"""Which replica gets a request: pure functions of the replicas' states, for gateways and simulations."""
