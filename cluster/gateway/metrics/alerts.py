@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from . import of_fleet, of_replicas, of_requests
+from . import fleet_definitions, replica_definitions, request_definitions
 from .definition import MODEL
 from .expressions import Scope
 
@@ -46,9 +46,9 @@ def alerts() -> list[Alert]:
 
 
 def _availability() -> list[Alert]:
-    ready = _SHORT.total(of_replicas.REPLICA_READY, MODEL)
-    target = f"max by ({MODEL}) ({_SHORT.select(of_fleet.TARGET)})"
-    running = _SHORT.per_replica(of_replicas.REQUESTS_RUNNING)
+    ready = _SHORT.total(replica_definitions.REPLICA_READY, MODEL)
+    target = f"max by ({MODEL}) ({_SHORT.select(fleet_definitions.TARGET)})"
+    running = _SHORT.per_replica(replica_definitions.REQUESTS_RUNNING)
     return [
         Alert(
             "QuireNoReadyReplica",
@@ -60,7 +60,7 @@ def _availability() -> list[Alert]:
         ),
         Alert(
             "QuireReplicaStalled",
-            f"({running} > 0) and ({_SHORT.per_replica(of_replicas.STEPS)} == 0)",
+            f"({running} > 0) and ({_SHORT.per_replica(replica_definitions.STEPS)} == 0)",
             "2m",
             "page",
             "Replica {{ $labels.engine }} has running requests and makes no steps",
@@ -68,7 +68,7 @@ def _availability() -> list[Alert]:
         ),
         Alert(
             "QuireReplicaSilent",
-            f"{_SHORT.per_replica(of_replicas.REPLICA_SILENCE)} > 15",
+            f"{_SHORT.per_replica(replica_definitions.REPLICA_SILENCE)} > 15",
             "1m",
             "page",
             "Replica {{ $labels.engine }} has not answered for {{ $value | humanizeDuration }}",
@@ -84,7 +84,7 @@ def _availability() -> list[Alert]:
         ),
         Alert(
             "QuireReplicaLost",
-            f"sum by ({MODEL}) (increase({_LONG.select(of_requests.MOVES, cause='failure')}[10m])) > 0",
+            f"sum by ({MODEL}) (increase({_LONG.select(request_definitions.MOVES, cause='failure')}[10m])) > 0",
             "0m",
             "ticket",
             "A replica of {{ $labels.model_name }} failed under requests",
@@ -92,7 +92,7 @@ def _availability() -> list[Alert]:
         ),
         Alert(
             "QuireFleetStateStale",
-            f"max({_SHORT.select(of_fleet.STALE)}) > 0",
+            f"max({_SHORT.select(fleet_definitions.STALE)}) > 0",
             "5m",
             "ticket",
             "The fleet's controller does not answer",
@@ -102,17 +102,17 @@ def _availability() -> list[Alert]:
 
 
 def _requests() -> list[Alert]:
-    failed = _SHORT.total(of_requests.REQUEST_SUCCESS, MODEL, finished_reason="error")
-    by_gateway = _SHORT.total(of_requests.REFUSALS, reason="overloaded")
-    by_scheduler = _SHORT.total(of_requests.ERRORS, reason="overloaded")
+    failed = _SHORT.total(request_definitions.REQUEST_SUCCESS, MODEL, finished_reason="error")
+    by_gateway = _SHORT.total(request_definitions.REFUSALS, reason="overloaded")
+    by_scheduler = _SHORT.total(request_definitions.ERRORS, reason="overloaded")
     return [
         Alert(
             "QuireRequestsFail",
-            f"{failed} / {_SHORT.total(of_requests.REQUEST_SUCCESS, MODEL)} > 0.05",
+            f"{failed} / {_SHORT.total(request_definitions.REQUEST_SUCCESS, MODEL)} > 0.05",
             "5m",
             "page",
             "{{ $value | humanizePercentage }} of the completions of {{ $labels.model_name }} fail",
-            f"{of_requests.ERRORS.sample_name} names the kinds of error.",
+            f"{request_definitions.ERRORS.sample_name} names the kinds of error.",
         ),
         Alert(
             "QuireOverloaded",
@@ -124,7 +124,7 @@ def _requests() -> list[Alert]:
         ),
         Alert(
             "QuireSlowFirstToken",
-            f"{_LONG.quantile(0.99, of_requests.TIME_TO_FIRST_TOKEN)} > 10",
+            f"{_LONG.quantile(0.99, request_definitions.TIME_TO_FIRST_TOKEN)} > 10",
             "10m",
             "ticket",
             "1 % of the requests wait {{ $value | humanizeDuration }} for their first token",
@@ -132,7 +132,7 @@ def _requests() -> list[Alert]:
         ),
         Alert(
             "QuireSlowTokens",
-            f"{_LONG.quantile(0.99, of_requests.INTER_TOKEN_LATENCY)} > 0.5",
+            f"{_LONG.quantile(0.99, request_definitions.INTER_TOKEN_LATENCY)} > 0.5",
             "10m",
             "ticket",
             "1 % of the tokens come {{ $value | humanizeDuration }} after the one before",
@@ -142,11 +142,11 @@ def _requests() -> list[Alert]:
 
 
 def _capacity() -> list[Alert]:
-    usage = _SHORT.per_replica(of_replicas.FULLEST_KV_USAGE)
+    usage = _SHORT.per_replica(replica_definitions.FULLEST_KV_USAGE)
     return [
         Alert(
             "QuireKvCacheFull",
-            f"({usage} > 0.95) and ({_SHORT.per_replica(of_replicas.PREEMPTIONS)} > 0)",
+            f"({usage} > 0.95) and ({_SHORT.per_replica(replica_definitions.PREEMPTIONS)} > 0)",
             "10m",
             "ticket",
             "Replica {{ $labels.engine }} preempts sequences for want of KV blocks",
@@ -154,7 +154,7 @@ def _capacity() -> list[Alert]:
         ),
         Alert(
             "QuireQueueOld",
-            f"{_SHORT.per_replica(of_replicas.OLDEST_WAIT)} > 30",
+            f"{_SHORT.per_replica(replica_definitions.OLDEST_WAIT)} > 30",
             "5m",
             "ticket",
             "A request has waited {{ $value | humanizeDuration }} for replica {{ $labels.engine }}",

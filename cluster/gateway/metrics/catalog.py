@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import of_fleet, of_replicas, of_requests
+from . import fleet_definitions, replica_definitions, request_definitions
 from .definition import Metric
 
 
@@ -18,8 +18,8 @@ def _metrics_of(module: ModuleType) -> tuple[Metric, ...]:
 
 
 GROUPS: dict[str, tuple[Metric, ...]] = {
-    "Replicas": _metrics_of(of_replicas),
-    "Requests": _metrics_of(of_requests),
-    "Fleet": _metrics_of(of_fleet),
+    "Replicas": _metrics_of(replica_definitions),
+    "Requests": _metrics_of(request_definitions),
+    "Fleet": _metrics_of(fleet_definitions),
 }
 ALL: tuple[Metric, ...] = tuple(metric for group in GROUPS.values() for metric in group)

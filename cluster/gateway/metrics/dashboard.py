@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import of_fleet, of_replicas, of_requests
+from . import fleet_definitions, replica_definitions, request_definitions
 from .definition import MODEL, REPLICA, Metric
 from .expressions import Scope
 
@@ -16,9 +16,9 @@ _SCOPE = Scope("$__rate_interval", ((MODEL, "$model_name"), (REPLICA, "$engine")
 
 QUANTILES = (0.5, 0.9, 0.99)
 STAGES = {
-    "queued": of_requests.QUEUE_TIME,
-    "prefill": of_requests.PREFILL_TIME,
-    "decode": of_requests.DECODE_TIME,
+    "queued": request_definitions.QUEUE_TIME,
+    "prefill": request_definitions.PREFILL_TIME,
+    "decode": request_definitions.DECODE_TIME,
 }
 
 
@@ -77,34 +77,49 @@ def _overview() -> Row:
     return Row(
         "Now",
         [
-            _figure("Ready replicas", of_replicas.REPLICA_READY.help, scope.total(of_replicas.REPLICA_READY)),
-            _figure("Running", of_replicas.REQUESTS_RUNNING.help, scope.total(of_replicas.REQUESTS_RUNNING)),
-            _figure("Waiting", of_replicas.REQUESTS_WAITING.help, scope.total(of_replicas.REQUESTS_WAITING)),
+            _figure(
+                "Ready replicas",
+                replica_definitions.REPLICA_READY.help,
+                scope.total(replica_definitions.REPLICA_READY),
+            ),
+            _figure(
+                "Running",
+                replica_definitions.REQUESTS_RUNNING.help,
+                scope.total(replica_definitions.REQUESTS_RUNNING),
+            ),
+            _figure(
+                "Waiting",
+                replica_definitions.REQUESTS_WAITING.help,
+                scope.total(replica_definitions.REQUESTS_WAITING),
+            ),
             _figure(
                 "Generated tokens/s",
-                of_requests.GENERATION_TOKENS.help,
-                scope.total(of_requests.GENERATION_TOKENS),
+                request_definitions.GENERATION_TOKENS.help,
+                scope.total(request_definitions.GENERATION_TOKENS),
             ),
             _figure(
                 "First token, p99",
-                of_requests.TIME_TO_FIRST_TOKEN.help,
-                scope.quantile(0.99, of_requests.TIME_TO_FIRST_TOKEN),
+                request_definitions.TIME_TO_FIRST_TOKEN.help,
+                scope.quantile(0.99, request_definitions.TIME_TO_FIRST_TOKEN),
                 "s",
             ),
             _figure(
                 "Between tokens, p99",
-                of_requests.INTER_TOKEN_LATENCY.help,
-                scope.quantile(0.99, of_requests.INTER_TOKEN_LATENCY),
+                request_definitions.INTER_TOKEN_LATENCY.help,
+                scope.quantile(0.99, request_definitions.INTER_TOKEN_LATENCY),
                 "s",
             ),
             _figure(
                 "KV in use",
-                of_replicas.KV_USAGE.help,
-                f"avg({scope.per_replica(of_replicas.KV_USAGE)})",
+                replica_definitions.KV_USAGE.help,
+                f"avg({scope.per_replica(replica_definitions.KV_USAGE)})",
                 "percentunit",
             ),
             _figure(
-                "Prefix cache hits", of_replicas.PREFIX_HITS.help, scope.prefix_hit_rate(), "percentunit"
+                "Prefix cache hits",
+                replica_definitions.PREFIX_HITS.help,
+                scope.prefix_hit_rate(),
+                "percentunit",
             ),
         ],
     )
@@ -115,9 +130,9 @@ def _latency() -> Row:
     return Row(
         "Latency",
         [
-            _quantiles("Time to first token", of_requests.TIME_TO_FIRST_TOKEN),
-            _quantiles("Time between tokens", of_requests.INTER_TOKEN_LATENCY),
-            _quantiles("Time to the last token", of_requests.E2E_LATENCY),
+            _quantiles("Time to first token", request_definitions.TIME_TO_FIRST_TOKEN),
+            _quantiles("Time between tokens", request_definitions.INTER_TOKEN_LATENCY),
+            _quantiles("Time to the last token", request_definitions.E2E_LATENCY),
             Panel(
                 "Where the time goes",
                 "Mean time of a completion by stage.",
@@ -126,96 +141,106 @@ def _latency() -> Row:
                 width=12,
                 stacked=True,
             ),
-            _per_replica("Oldest waiting request", of_replicas.OLDEST_WAIT, width=12),
+            _per_replica("Oldest waiting request", replica_definitions.OLDEST_WAIT, width=12),
         ],
     )
 
 
 def _traffic() -> Row:
     tokens = {
-        "generated": _SCOPE.total(of_requests.GENERATION_TOKENS),
-        "prompt": _SCOPE.total(of_requests.PROMPT_TOKENS),
-        "prompt, from the cache": _SCOPE.total(of_requests.CACHED_PROMPT_TOKENS),
-        "computed again": _SCOPE.total(of_requests.RECOMPUTED_TOKENS),
+        "generated": _SCOPE.total(request_definitions.GENERATION_TOKENS),
+        "prompt": _SCOPE.total(request_definitions.PROMPT_TOKENS),
+        "prompt, from the cache": _SCOPE.total(request_definitions.CACHED_PROMPT_TOKENS),
+        "computed again": _SCOPE.total(request_definitions.RECOMPUTED_TOKENS),
     }
     return Row(
         "Traffic",
         [
             Panel("Tokens per second", "Tokens of requests, by kind.", tokens),
-            _total("Completions", of_requests.REQUEST_SUCCESS, "finished_reason", unit="reqps", stacked=True),
-            _total("Refusals", of_requests.REFUSALS, "reason", unit="reqps", stacked=True),
-            _total("Errors", of_requests.ERRORS, MODEL, "reason", unit="reqps", stacked=True),
-            _total("Sequences that left a replica", of_requests.MOVES, "cause", unit="ops", stacked=True),
-            _total("Completions that survived a failure", of_requests.RECOVERIES, MODEL, unit="ops"),
+            _total(
+                "Completions",
+                request_definitions.REQUEST_SUCCESS,
+                "finished_reason",
+                unit="reqps",
+                stacked=True,
+            ),
+            _total("Refusals", request_definitions.REFUSALS, "reason", unit="reqps", stacked=True),
+            _total("Errors", request_definitions.ERRORS, MODEL, "reason", unit="reqps", stacked=True),
+            _total(
+                "Sequences that left a replica", request_definitions.MOVES, "cause", unit="ops", stacked=True
+            ),
+            _total("Completions that survived a failure", request_definitions.RECOVERIES, MODEL, unit="ops"),
         ],
     )
 
 
 def _scheduler() -> Row:
     sequences = {
-        "{{engine}} running": _SCOPE.per_replica(of_replicas.REQUESTS_RUNNING),
-        "{{engine}} waiting": _SCOPE.per_replica(of_replicas.REQUESTS_WAITING),
+        "{{engine}} running": _SCOPE.per_replica(replica_definitions.REQUESTS_RUNNING),
+        "{{engine}} waiting": _SCOPE.per_replica(replica_definitions.REQUESTS_WAITING),
     }
     return Row(
         "Scheduler and KV cache",
         [
             Panel("Sequences", "Sequences with and without a row.", sequences, width=6),
-            _total("KV blocks", of_replicas.KV_BLOCKS, "state", width=6, stacked=True),
+            _total("KV blocks", replica_definitions.KV_BLOCKS, "state", width=6, stacked=True),
             Panel(
                 "Prefix cache hits",
-                of_replicas.PREFIX_HITS.help,
+                replica_definitions.PREFIX_HITS.help,
                 {"found": _SCOPE.prefix_hit_rate()},
                 "percentunit",
                 width=6,
                 top=1.0,
             ),
-            _per_replica("Preemptions", of_replicas.PREEMPTIONS, unit="ops", width=6),
-            _per_replica("Busy share", of_replicas.STEP_SECONDS, unit="percentunit", width=6, top=1.0),
-            _per_replica("Steps", of_replicas.STEPS, unit="ops", width=6),
+            _per_replica("Preemptions", replica_definitions.PREEMPTIONS, unit="ops", width=6),
+            _per_replica(
+                "Busy share", replica_definitions.STEP_SECONDS, unit="percentunit", width=6, top=1.0
+            ),
+            _per_replica("Steps", replica_definitions.STEPS, unit="ops", width=6),
             Panel(
                 "Mean wait for a plan",
-                of_replicas.PLAN_WAIT_SECONDS.help,
+                replica_definitions.PLAN_WAIT_SECONDS.help,
                 {"{{engine}}": _SCOPE.mean_plan_wait()},
                 "s",
                 width=6,
             ),
-            _per_replica("Prompt tokens in the queue", of_replicas.QUEUED_TOKENS, width=6),
-            _total("Blocks of host memory", of_replicas.HOST_BLOCKS, "state", width=6, stacked=True),
-            _total("Slots for states", of_replicas.STATE_SLOTS, "state", width=6, stacked=True),
-            _total("Encoder outputs", of_replicas.ENCODER_BYTES, "state", width=6, stacked=True),
-            _per_replica("Images with encoder outputs", of_replicas.ENCODER_OUTPUTS, width=6),
-            _per_replica("Encoded images", of_replicas.ENCODED_IMAGES, unit="ops", width=6),
-            _per_replica("Tensors of images", of_replicas.IMAGE_TENSOR_BYTES, unit="bytes", width=6),
-            _per_replica("Swapped blocks", of_replicas.SWAPPED_BLOCKS, unit="ops", width=6),
-            _total("Blocks in files", of_replicas.STORED_BLOCKS, "tier", width=6, stacked=True),
-            _per_replica("Tokens found in files", of_replicas.STORED_HITS, unit="ops", width=6),
-            _per_replica("Computed tokens", of_replicas.COMPUTED_TOKENS, unit="ops", width=6),
-            _per_replica("KV fragmentation", of_replicas.KV_FRAGMENTATION, width=6),
-            _per_replica("KV held for other replicas", of_replicas.KV_LEASES, width=6),
-            _per_replica("KV read from replicas", of_replicas.KV_PULLED_BYTES, unit="Bps", width=6),
-            _total("KV not read", of_replicas.KV_PULL_FAILURES, "reason", unit="ops", width=6),
-            _per_replica("Kernel compilations", of_replicas.COMPILATIONS, unit="ops", width=6),
+            _per_replica("Prompt tokens in the queue", replica_definitions.QUEUED_TOKENS, width=6),
+            _total("Blocks of host memory", replica_definitions.HOST_BLOCKS, "state", width=6, stacked=True),
+            _total("Slots for states", replica_definitions.STATE_SLOTS, "state", width=6, stacked=True),
+            _total("Encoder outputs", replica_definitions.ENCODER_BYTES, "state", width=6, stacked=True),
+            _per_replica("Images with encoder outputs", replica_definitions.ENCODER_OUTPUTS, width=6),
+            _per_replica("Encoded images", replica_definitions.ENCODED_IMAGES, unit="ops", width=6),
+            _per_replica("Tensors of images", replica_definitions.IMAGE_TENSOR_BYTES, unit="bytes", width=6),
+            _per_replica("Swapped blocks", replica_definitions.SWAPPED_BLOCKS, unit="ops", width=6),
+            _total("Blocks in files", replica_definitions.STORED_BLOCKS, "tier", width=6, stacked=True),
+            _per_replica("Tokens found in files", replica_definitions.STORED_HITS, unit="ops", width=6),
+            _per_replica("Computed tokens", replica_definitions.COMPUTED_TOKENS, unit="ops", width=6),
+            _per_replica("KV fragmentation", replica_definitions.KV_FRAGMENTATION, width=6),
+            _per_replica("KV held for other replicas", replica_definitions.KV_LEASES, width=6),
+            _per_replica("KV read from replicas", replica_definitions.KV_PULLED_BYTES, unit="Bps", width=6),
+            _total("KV not read", replica_definitions.KV_PULL_FAILURES, "reason", unit="ops", width=6),
+            _per_replica("Kernel compilations", replica_definitions.COMPILATIONS, unit="ops", width=6),
         ],
     )
 
 
 def _fleet() -> Row:
     replicas = {
-        "target": f"max by ({MODEL}) ({_SCOPE.select(of_fleet.TARGET)})",
-        "ready": _SCOPE.total(of_replicas.REPLICA_READY, MODEL),
+        "target": f"max by ({MODEL}) ({_SCOPE.select(fleet_definitions.TARGET)})",
+        "ready": _SCOPE.total(replica_definitions.REPLICA_READY, MODEL),
     }
-    reasons = {"{{reason}}": f"max by ({MODEL}, reason) ({_SCOPE.select(of_fleet.REASON)})"}
-    states = {"{{state}}": f"max by ({MODEL}, state) ({_SCOPE.select(of_fleet.REPLICAS)})"}
+    reasons = {"{{reason}}": f"max by ({MODEL}, reason) ({_SCOPE.select(fleet_definitions.REASON)})"}
+    states = {"{{state}}": f"max by ({MODEL}, state) ({_SCOPE.select(fleet_definitions.REPLICAS)})"}
     return Row(
         "Fleet",
         [
-            Panel("Replicas, wanted and ready", of_fleet.TARGET.help, replicas, width=6),
-            Panel("Why that many", of_fleet.REASON.help, reasons, width=6, stacked=True),
-            Panel("Replicas by state", of_fleet.REPLICAS.help, states, width=6, stacked=True),
-            _total("Requests without a replica", of_requests.UNPLACED_REQUESTS, MODEL, width=6),
-            _per_replica("Silence of replicas", of_replicas.REPLICA_SILENCE),
-            _per_replica("Memory of ranks", of_replicas.RANK_MEMORY, "rank"),
-            _per_replica("CPU of ranks", of_replicas.RANK_CPU, "rank", unit="short"),
+            Panel("Replicas, wanted and ready", fleet_definitions.TARGET.help, replicas, width=6),
+            Panel("Why that many", fleet_definitions.REASON.help, reasons, width=6, stacked=True),
+            Panel("Replicas by state", fleet_definitions.REPLICAS.help, states, width=6, stacked=True),
+            _total("Requests without a replica", request_definitions.UNPLACED_REQUESTS, MODEL, width=6),
+            _per_replica("Silence of replicas", replica_definitions.REPLICA_SILENCE),
+            _per_replica("Memory of ranks", replica_definitions.RANK_MEMORY, "rank"),
+            _per_replica("CPU of ranks", replica_definitions.RANK_CPU, "rank", unit="short"),
         ],
     )
 
@@ -307,7 +332,7 @@ _STAT_OPTIONS = {
 
 def _variables() -> list[dict[str, Any]]:
     """Return the variables: the data source, the models and the replicas to show."""
-    ready = of_replicas.REPLICA_READY.sample_name
+    ready = replica_definitions.REPLICA_READY.sample_name
     return [
         {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
         _label_variable(MODEL, "Model", f"label_values({ready}, {MODEL})"),

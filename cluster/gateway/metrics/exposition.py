@@ -21,7 +21,7 @@ from ...client.wire.message_fields import from_message
 from ...client.wire.status import FleetInfo
 from ...fleet.replica.client import ReplicaClient
 from ...os_utils.processes import process_usage
-from . import of_fleet, of_replicas, of_requests
+from . import fleet_definitions, replica_definitions, request_definitions
 from .request_metrics import RequestMetrics
 from .values import Samples
 from .views import FleetView, ModelsView
@@ -82,11 +82,11 @@ class Exposition(Collector):
 def collect_replicas(samples: Samples, models: ModelsView) -> None:
     """Add the samples of every replica of this gateway; a replica without a status has only those of its state."""
     for model in models:
-        samples.add(of_requests.UNPLACED_REQUESTS, (model.name,), model.pool.num_waiting)
+        samples.add(request_definitions.UNPLACED_REQUESTS, (model.name,), model.pool.num_waiting)
         for replica_id, client in model.pool.clients.items():
             labels = (model.name, replica_id)
-            samples.add(of_replicas.REPLICA_READY, labels, not model.pool.why_unavailable(replica_id))
-            samples.add(of_replicas.REPLICA_SILENCE, labels, client.silence_s)
+            samples.add(replica_definitions.REPLICA_READY, labels, not model.pool.why_unavailable(replica_id))
+            samples.add(replica_definitions.REPLICA_SILENCE, labels, client.silence_s)
             _collect_status(samples, labels, client)
             if client.latest_status is not None:
                 _collect_cache_config(samples, labels, model.config, client.latest_status)
@@ -97,37 +97,37 @@ def _collect_status(samples: Samples, labels: tuple[str, str], client: ReplicaCl
     status = client.latest_status
     if status is None:
         return
-    for metric, value_of in of_replicas.OF_STATUS.items():
+    for metric, value_of in replica_definitions.OF_STATUS.items():
         samples.add(metric, labels, value_of(status))
-    samples.add_counts(of_replicas.KV_BLOCKS, labels, block_counts(status))
+    samples.add_counts(replica_definitions.KV_BLOCKS, labels, block_counts(status))
     if status.num_host_blocks:
-        samples.add_counts(of_replicas.HOST_BLOCKS, labels, _host_block_counts(status))
-    samples.add_counts(of_replicas.REPLICA_ROLE, labels, {str(status.role): 1})
+        samples.add_counts(replica_definitions.HOST_BLOCKS, labels, _host_block_counts(status))
+    samples.add_counts(replica_definitions.REPLICA_ROLE, labels, {str(status.role): 1})
     if status.kv_layout or status.num_kv_offers:
         _collect_kv_moves(samples, labels, status)
     if status.num_state_slots:
-        samples.add_counts(of_replicas.STATE_SLOTS, labels, _state_slot_counts(status))
+        samples.add_counts(replica_definitions.STATE_SLOTS, labels, _state_slot_counts(status))
     if status.encoder_cache_bytes:
         held = status.encoder_output_bytes
         room = {"held": held, "free": max(0, status.encoder_cache_bytes - held)}
-        samples.add_counts(of_replicas.ENCODER_BYTES, labels, room)
-        for metric, value_of in of_replicas.OF_IMAGES.items():
+        samples.add_counts(replica_definitions.ENCODER_BYTES, labels, room)
+        for metric, value_of in replica_definitions.OF_IMAGES.items():
             samples.add(metric, labels, value_of(status))
     if status.stores_blocks:
         blocks = {"disk": status.num_disk_blocks, "shared": status.num_shared_blocks}
-        samples.add_counts(of_replicas.STORED_BLOCKS, labels, blocks)
+        samples.add_counts(replica_definitions.STORED_BLOCKS, labels, blocks)
         sizes = {"disk": status.disk_bytes, "shared": status.shared_bytes}
-        samples.add_counts(of_replicas.STORED_BYTES, labels, sizes)
+        samples.add_counts(replica_definitions.STORED_BYTES, labels, sizes)
     for rank in status.ranks:
         _collect_rank(samples, labels, rank)
 
 
 def _collect_kv_moves(samples: Samples, labels: tuple[str, str], status: ReplicaStatus) -> None:
-    for metric, value_of in of_replicas.OF_KV_MOVES.items():
+    for metric, value_of in replica_definitions.OF_KV_MOVES.items():
         samples.add(metric, labels, value_of(status))
     failures = zip(KvFailure, status.num_kv_failures or [0] * len(KvFailure), strict=False)
     samples.add_counts(
-        of_replicas.KV_PULL_FAILURES, labels, {str(reason): count for reason, count in failures}
+        replica_definitions.KV_PULL_FAILURES, labels, {str(reason): count for reason, count in failures}
     )
 
 
@@ -135,13 +135,13 @@ def _collect_drafts(
     samples: Samples, labels: tuple[str, str], config: EngineConfig, status: ReplicaStatus
 ) -> None:
     if config.drafts_jump_forward:
-        samples.add(of_replicas.FORCED_TOKENS, labels, sum(status.num_accepted_tokens))
+        samples.add(replica_definitions.FORCED_TOKENS, labels, sum(status.num_accepted_tokens))
     if config.speculative is None:
         return
-    for metric, value_of in of_replicas.OF_DRAFTS.items():
+    for metric, value_of in replica_definitions.OF_DRAFTS.items():
         samples.add(metric, labels, value_of(status))
     accepted = {str(place): count for place, count in enumerate(status.num_accepted_tokens)}
-    samples.add_counts(of_replicas.SPEC_ACCEPTED_PER_POSITION, labels, accepted)
+    samples.add_counts(replica_definitions.SPEC_ACCEPTED_PER_POSITION, labels, accepted)
 
 
 def block_counts(status: ReplicaStatus) -> dict[str, int]:
@@ -167,11 +167,11 @@ def _state_slot_counts(status: ReplicaStatus) -> dict[str, int]:
 
 def _collect_rank(samples: Samples, labels: tuple[str, str], rank: RankStatus) -> None:
     number = str(rank.rank)
-    samples.add(of_replicas.RANK_INFO, (*labels, number, rank.node, rank.device), 1)
+    samples.add(replica_definitions.RANK_INFO, (*labels, number, rank.node, rank.device), 1)
     usage = process_usage(rank.pid) if rank.node == socket.gethostname() else None
     if usage is not None:
-        samples.add(of_replicas.RANK_MEMORY, (*labels, number), usage.resident_bytes)
-        samples.add(of_replicas.RANK_CPU, (*labels, number), usage.cpu_s)
+        samples.add(replica_definitions.RANK_MEMORY, (*labels, number), usage.resident_bytes)
+        samples.add(replica_definitions.RANK_CPU, (*labels, number), usage.cpu_s)
 
 
 def _collect_cache_config(
@@ -179,24 +179,28 @@ def _collect_cache_config(
 ) -> None:
     sizes = str(status.block_size), str(status.num_blocks), str(status.num_host_blocks)
     prefix_caching = str(config.cache.prefix_caching)
-    samples.add(of_replicas.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_cache_dtype, prefix_caching), 1)
+    samples.add(
+        replica_definitions.CACHE_CONFIG, (*labels, *sizes, config.cache.kv_cache_dtype, prefix_caching), 1
+    )
 
 
 def collect_fleet(samples: Samples, state: admin_pb2.GetStatusResponse) -> None:
     """Add the samples of a fleet's state."""
     fleet = from_message(FleetInfo, state)
-    samples.add(of_fleet.STALE, (), bool(fleet.problem))
+    samples.add(fleet_definitions.STALE, (), bool(fleet.problem))
     for deployment in fleet.deployments:
         labels = (deployment.model,)
-        samples.add(of_fleet.TARGET, labels, deployment.target_replicas)
-        samples.add(of_fleet.MIN, labels, deployment.min_replicas)
-        samples.add(of_fleet.MAX, labels, deployment.max_replicas)
-        samples.add(of_fleet.REASON, (*labels, reason_label(deployment.reason)), 1)
+        samples.add(fleet_definitions.TARGET, labels, deployment.target_replicas)
+        samples.add(fleet_definitions.MIN, labels, deployment.min_replicas)
+        samples.add(fleet_definitions.MAX, labels, deployment.max_replicas)
+        samples.add(fleet_definitions.REASON, (*labels, reason_label(deployment.reason)), 1)
     states = Counter((replica.model, replica.state or "unknown") for replica in fleet.replicas)
     for labels_of_state, count in states.items():
-        samples.add(of_fleet.REPLICAS, labels_of_state, count)
+        samples.add(fleet_definitions.REPLICAS, labels_of_state, count)
     draining = sum(node.draining for node in fleet.nodes)
-    samples.add_counts(of_fleet.NODES, (), {"draining": draining, "ready": len(fleet.nodes) - draining})
+    samples.add_counts(
+        fleet_definitions.NODES, (), {"draining": draining, "ready": len(fleet.nodes) - draining}
+    )
 
 
 def reason_label(reason: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import of_replicas
+from . import replica_definitions
 from .definition import MODEL, REPLICA, Kind, Metric
 
 
@@ -66,9 +66,9 @@ class Scope:
         return f"sum({total}) / sum({count})"
 
     def prefix_hit_rate(self) -> str:
-        return f"{self.total(of_replicas.PREFIX_HITS)} / {self.total(of_replicas.PREFIX_QUERIES)}"
+        return f"{self.total(replica_definitions.PREFIX_HITS)} / {self.total(replica_definitions.PREFIX_QUERIES)}"
 
     def mean_plan_wait(self) -> str:
         """Return the mean time that ranks wait for a plan, per replica."""
-        waits = self.per_replica(of_replicas.PLAN_WAITS)
-        return f"{self.per_replica(of_replicas.PLAN_WAIT_SECONDS)} / {waits}"
+        waits = self.per_replica(replica_definitions.PLAN_WAITS)
+        return f"{self.per_replica(replica_definitions.PLAN_WAIT_SECONDS)} / {waits}"

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from ....proto.replica_status import ReplicaStatus
 from ...client.wire.status import LatencyInfo, TrafficInfo
-from . import of_requests
+from . import request_definitions
 from .request_metrics import ERROR, ModelRequests, RequestMetrics
 from .values import quantile
 from .views import ModelsView, ModelView
@@ -43,8 +43,8 @@ class _Totals:
             model.num_generated_tokens,
             model.finished.total(),
             model.finished[ERROR],
-            tuple(model.histograms[of_requests.TIME_TO_FIRST_TOKEN].counts),
-            tuple(model.histograms[of_requests.INTER_TOKEN_LATENCY].counts),
+            tuple(model.histograms[request_definitions.TIME_TO_FIRST_TOKEN].counts),
+            tuple(model.histograms[request_definitions.INTER_TOKEN_LATENCY].counts),
         )
 
 
@@ -83,10 +83,10 @@ class RecentTraffic:
             completions_per_s=(last.num_finished - first.num_finished) / seconds,
             errors_per_s=(last.num_errors - first.num_errors) / seconds,
             first_token=_latency(
-                of_requests.TIME_TO_FIRST_TOKEN.buckets, first.first_token, last.first_token
+                request_definitions.TIME_TO_FIRST_TOKEN.buckets, first.first_token, last.first_token
             ),
             inter_token=_latency(
-                of_requests.INTER_TOKEN_LATENCY.buckets, first.inter_token, last.inter_token
+                request_definitions.INTER_TOKEN_LATENCY.buckets, first.inter_token, last.inter_token
             ),
         )
 

@@ -26,7 +26,7 @@ from ....proto.stream import FinishReason
 from ...text.requests.observer import MoveCause, ObservedCall
 from ...text.requests.outputs import CompletionDelta, CompletionFinished, StreamEvent
 from ...text.requests.request import Request
-from . import catalog, of_requests
+from . import catalog, request_definitions
 from .definition import Kind, Metric
 from .values import HistogramValue, Samples
 
@@ -113,24 +113,24 @@ class RequestMetrics:
 
     def collect(self, samples: Samples) -> None:
         """Add the samples of all models."""
-        samples.add_counts(of_requests.REFUSALS, (), _NO_REFUSALS | self.refusals)
+        samples.add_counts(request_definitions.REFUSALS, (), _NO_REFUSALS | self.refusals)
         for name, model in self.models.items():
             self._collect_model(samples, (name,), model)
 
     def _collect_model(self, samples: Samples, labels: tuple[str], model: ModelRequests) -> None:
         for metric, value in (
-            (of_requests.OPEN_REQUESTS, model.num_open),
-            (of_requests.PROMPT_TOKENS, model.num_prompt_tokens),
-            (of_requests.CACHED_PROMPT_TOKENS, model.num_cached_tokens),
-            (of_requests.GENERATION_TOKENS, model.num_generated_tokens),
-            (of_requests.RECOVERIES, model.num_recoveries),
-            (of_requests.PREEMPTED_SECONDS, model.preempted_s),
-            (of_requests.RECOMPUTED_TOKENS, model.num_recomputed_tokens),
+            (request_definitions.OPEN_REQUESTS, model.num_open),
+            (request_definitions.PROMPT_TOKENS, model.num_prompt_tokens),
+            (request_definitions.CACHED_PROMPT_TOKENS, model.num_cached_tokens),
+            (request_definitions.GENERATION_TOKENS, model.num_generated_tokens),
+            (request_definitions.RECOVERIES, model.num_recoveries),
+            (request_definitions.PREEMPTED_SECONDS, model.preempted_s),
+            (request_definitions.RECOMPUTED_TOKENS, model.num_recomputed_tokens),
         ):
             samples.add(metric, labels, value)
-        samples.add_counts(of_requests.REQUEST_SUCCESS, labels, _NONE_FINISHED | model.finished)
-        samples.add_counts(of_requests.MOVES, labels, _NO_MOVES | model.moves)
-        samples.add_counts(of_requests.ERRORS, labels, model.errors)
+        samples.add_counts(request_definitions.REQUEST_SUCCESS, labels, _NONE_FINISHED | model.finished)
+        samples.add_counts(request_definitions.MOVES, labels, _NO_MOVES | model.moves)
+        samples.add_counts(request_definitions.ERRORS, labels, model.errors)
         for metric, histogram in model.histograms.items():
             samples.add_histogram(metric, labels, histogram)
 
@@ -162,12 +162,12 @@ class _Watch:
 
     def on_accepted(self, model: str, request: Request) -> None:
         self._model, self._request = self._metrics.models[model], request
-        self._inter_token = self._model.histograms[of_requests.INTER_TOKEN_LATENCY]
+        self._inter_token = self._model.histograms[request_definitions.INTER_TOKEN_LATENCY]
         self._model.num_open += 1
         sampling = request.sampling
-        self._observe(of_requests.REQUEST_PARAMS_N, sampling.n)
+        self._observe(request_definitions.REQUEST_PARAMS_N, sampling.n)
         if sampling.max_tokens is not None:
-            self._observe(of_requests.REQUEST_PARAMS_MAX_TOKENS, sampling.max_tokens)
+            self._observe(request_definitions.REQUEST_PARAMS_MAX_TOKENS, sampling.max_tokens)
 
     def on_event(self, event: StreamEvent) -> None:
         if isinstance(event, CompletionDelta):
@@ -214,7 +214,7 @@ class _Watch:
         assert self._request is not None
         if len(self._last_token_at) == 1:  # of the request
             self._model.num_prompt_tokens += len(self._request.prompt_token_ids)
-        self._observe(of_requests.TIME_TO_FIRST_TOKEN, now - self._arrived_at)
+        self._observe(request_definitions.TIME_TO_FIRST_TOKEN, now - self._arrived_at)
 
     def _on_finished(self, event: CompletionFinished) -> None:
         assert self._model is not None
@@ -227,15 +227,19 @@ class _Watch:
         model.num_cached_tokens += usage.cached_tokens
         model.preempted_s += times.preempted_s
         model.num_recomputed_tokens += times.recomputed_tokens
-        self._observe(of_requests.E2E_LATENCY, self._clock() - self._arrived_at)
-        self._observe(of_requests.QUEUE_TIME, times.queued_s)
-        self._observe(of_requests.PREFILL_TIME, times.prefill_s)
-        self._observe(of_requests.DECODE_TIME, times.decode_s)
-        self._observe(of_requests.INFERENCE_TIME, times.prefill_s + times.decode_s + times.preempted_s)
-        self._observe(of_requests.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
-        self._observe(of_requests.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
+        self._observe(request_definitions.E2E_LATENCY, self._clock() - self._arrived_at)
+        self._observe(request_definitions.QUEUE_TIME, times.queued_s)
+        self._observe(request_definitions.PREFILL_TIME, times.prefill_s)
+        self._observe(request_definitions.DECODE_TIME, times.decode_s)
+        self._observe(
+            request_definitions.INFERENCE_TIME, times.prefill_s + times.decode_s + times.preempted_s
+        )
+        self._observe(request_definitions.REQUEST_PROMPT_TOKENS, usage.prompt_tokens)
+        self._observe(request_definitions.REQUEST_GENERATION_TOKENS, usage.completion_tokens)
         if usage.completion_tokens > 1:
-            self._observe(of_requests.TIME_PER_OUTPUT_TOKEN, times.decode_s / (usage.completion_tokens - 1))
+            self._observe(
+                request_definitions.TIME_PER_OUTPUT_TOKEN, times.decode_s / (usage.completion_tokens - 1)
+            )
 
     def _observe(self, metric: Metric, value: float) -> None:
         assert self._model is not None

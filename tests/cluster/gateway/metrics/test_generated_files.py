@@ -13,7 +13,7 @@ import promql_parser
 import pytest
 import yaml
 
-from quire.cluster.gateway.metrics import catalog, of_replicas, of_requests
+from quire.cluster.gateway.metrics import catalog, replica_definitions, request_definitions
 from quire.cluster.gateway.metrics.alerts import alerts
 from quire.cluster.gateway.metrics.dashboard import WIDTH, dashboard
 from quire.cluster.gateway.metrics.expressions import Scope
@@ -89,10 +89,10 @@ def test_panels_have_unique_ids_and_do_not_overlap() -> None:
 
 def test_replicas_are_counted_once_although_every_gateway_reports_them() -> None:
     scope = Scope("1m")
-    assert scope.total(of_replicas.REQUESTS_RUNNING) == (
+    assert scope.total(replica_definitions.REQUESTS_RUNNING) == (
         "sum(max by (model_name, engine) (vllm:num_requests_running))"
     )
-    assert scope.total(of_requests.GENERATION_TOKENS) == "sum(rate(vllm:generation_tokens_total[1m]))"
+    assert scope.total(request_definitions.GENERATION_TOKENS) == "sum(rate(vllm:generation_tokens_total[1m]))"
 
 
 def test_alert_names_are_unique_and_their_labels_exist() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.cluster.client.wire.status import LatencyInfo, TrafficInfo
-from quire.cluster.gateway.metrics import of_requests
+from quire.cluster.gateway.metrics import request_definitions
 from quire.cluster.gateway.metrics.recent_traffic import (
     INTERVAL_S,
     NUM_SAMPLES,
@@ -34,7 +34,7 @@ def advance(recent: RecentTraffic, requests: RequestMetrics, clock: Clock, num_t
     model.num_generated_tokens += num_tokens
     model.num_prompt_tokens += 2 * num_tokens
     model.finished["stop"] += 1
-    model.histograms[of_requests.TIME_TO_FIRST_TOKEN].observe(0.004)
+    model.histograms[request_definitions.TIME_TO_FIRST_TOKEN].observe(0.004)
     recent.sample()
 
 

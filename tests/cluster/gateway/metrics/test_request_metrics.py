@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from quire.cluster.gateway.generation.generation import GenerationCall
-from quire.cluster.gateway.metrics import of_requests
+from quire.cluster.gateway.metrics import request_definitions
 from quire.cluster.gateway.metrics.request_metrics import ModelRequests, RequestMetrics, reason_of
 from quire.cluster.text.requests.observer import MoveCause, RequestWatch
 from quire.cluster.text.requests.outputs import CompletionDelta, CompletionFinished, Usage
@@ -92,7 +92,7 @@ def test_all_tokens_after_the_first_have_a_gap() -> None:
     watch = accept(metrics)
     for num_tokens in (3, 0, 2):
         watch.on_event(delta(num_tokens))
-    assert sum(metrics.models["tiny"].histograms[of_requests.INTER_TOKEN_LATENCY].counts) == 4
+    assert sum(metrics.models["tiny"].histograms[request_definitions.INTER_TOKEN_LATENCY].counts) == 4
 
 
 def test_prompt_of_several_completions_counts_once() -> None:
@@ -102,7 +102,7 @@ def test_prompt_of_several_completions_counts_once() -> None:
         watch.on_event(delta(1, index))
     model = metrics.models["tiny"]
     assert model.num_prompt_tokens == 5
-    assert sum(model.histograms[of_requests.TIME_TO_FIRST_TOKEN].counts) == 2
+    assert sum(model.histograms[request_definitions.TIME_TO_FIRST_TOKEN].counts) == 2
 
 
 @pytest.mark.parametrize("end", [None, asyncio.CancelledError(), GeneratorExit(), RequestAborted("aborted")])
