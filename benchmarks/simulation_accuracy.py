@@ -5,9 +5,9 @@
 
 All times of one rank are processor time of one thread, those of several ranks wall time; where the engine would wait
 for a request, its clock moves there. The steps of an engine are measured and fitted as `quire calibrate` does, with
-one configuration, anew before each workload, since a shared machine's speed changes. Then the workload runs twice
+one configuration, before and after each workload, since a shared machine's speed changes. The workload runs twice
 with the same scheduler: on real ranks, and on ranks that take the fitted time. No workload is in the fit: lengths,
-arrivals and limits are others.
+arrivals and limits are others. The garbage collector is off, since a scheduler's process collects while it is idle.
 
 Figures, those of several ranks with ``tp<ranks>.`` before the workload:
 
@@ -24,6 +24,7 @@ has long prompts in small chunks; ``preemptions`` has too few blocks for the seq
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -187,16 +188,24 @@ class RealGateway:
 
 
 def serve_real(
-    config: EngineConfig, ranks: WorkerGroup, requests: Sequence[TracedRequest], clock: Callable[[], float]
+    config: EngineConfig,
+    ranks: WorkerGroup,
+    requests: Sequence[TracedRequest],
+    clock: Callable[[], float],
+    on_phase: Callable[[], None] = lambda: None,
 ) -> tuple[Summary, float]:
-    """Serve requests on real ranks; return the summary and the seconds."""
-    ranks.rebuild(
-        1
-    )  # empties the rows that an earlier scheduler left, and collects garbage in the first step
+    """Serve requests on real ranks; return the summary and the seconds.
+
+    Args:
+        on_phase: called before the first request, which warms up, and before all requests.
+    """
+    # Empties the rows that an earlier scheduler left, and collects garbage in the first step.
+    ranks.rebuild(1)
     gateway = RealGateway(config.model.vocab_size, clock)
     loop = StepLoop(Scheduler(config), ranks, gateway, "real", gateway.now)
     summary, began_at = Summary(), 0.0
     for phase in (requests[:1], requests):
+        on_phase()
         began_at = gateway.begin(phase, summary := Summary())
         while not gateway.is_done:
             loop.turn()
@@ -237,16 +246,31 @@ def step_errors(step_time: StepTime, steps: Sequence[MeasuredStep]) -> dict[str,
     return figures
 
 
-def run_errors(
+@dataclass(frozen=True, slots=True)
+class RealRun:
+    """A workload on real ranks, with the steps of the calibrations around it.
+
+    Attributes:
+        steps: of all requests at once.
+        arriving: the requests at LOAD of the throughput.
+    """
+
+    calibration: list[MeasuredStep]
+    steps: list[MeasuredStep]
+    at_once: tuple[Summary, float]
+    arriving: list[TracedRequest]
+    at_load: tuple[Summary, float]
+
+
+def run_real(
     config: EngineConfig,
     ranks: WorkerGroup,
-    step_time: StepTime,
     requests: Sequence[TracedRequest],
     clock: Callable[[], float],
-) -> dict[str, Figure]:
-    """Return the relative errors of the throughput of all requests at once, and of the latencies at LOAD of it."""
-    simulated = serve_simulated(config, step_time, requests)
-    steps: list[MeasuredStep] = []
+    calibrate: Callable[[], list[MeasuredStep]],
+) -> RealRun:
+    """Run a workload between two calibrations."""
+    calibration, steps = calibrate(), list[MeasuredStep]()
     metered = MeteredRanks(
         ranks,
         config.scheduler.max_num_seqs,
@@ -254,12 +278,20 @@ def run_errors(
         lambda work, seconds: steps.append(MeasuredStep(work, seconds)),
         is_serial=True,
     )
-    errors = compare(THROUGHPUT, serve_real(config, metered, requests, clock), simulated)
-    errors |= step_errors(step_time, [step for step in steps if step.work.num_tokens])
-    at_once, seconds = simulated
-    requests = with_arrivals(requests, LOAD * at_once.num_ended / seconds)
-    real = serve_real(config, ranks, requests, clock)
-    return errors | compare(LATENCIES, real, serve_simulated(config, step_time, requests))
+    summary, seconds = at_once = serve_real(config, metered, requests, clock, steps.clear)
+    steps = [step for step in steps if step.work.num_tokens]
+    arriving = with_arrivals(requests, LOAD * summary.num_ended / seconds)
+    at_load = serve_real(config, ranks, arriving, clock)
+    return RealRun(calibration + calibrate(), steps, at_once, arriving, at_load)
+
+
+def run_errors(
+    config: EngineConfig, real: RealRun, step_time: StepTime, requests: Sequence[TracedRequest]
+) -> dict[str, Figure]:
+    """Return the relative errors of the throughput of all requests at once, and of the latencies at LOAD of it."""
+    errors = compare(THROUGHPUT, real.at_once, serve_simulated(config, step_time, requests))
+    errors |= step_errors(step_time, real.steps)
+    return errors | compare(LATENCIES, real.at_load, serve_simulated(config, step_time, real.arriving))
 
 
 def compare(
@@ -278,7 +310,7 @@ def compare(
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=400, help="of each workload")
-    parser.add_argument("--repeats", type=int, default=2, help="of the probes of each calibration")
+    parser.add_argument("--repeats", type=int, default=1, help="of the probes, before and after a workload")
     parser.add_argument("--model", type=Path, help="a model directory; default: the demo model")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks (default: %(default)s)")
     arguments = parser.parse_args()
@@ -295,17 +327,23 @@ def main() -> None:
     clock = time.process_time if tp == 1 else time.perf_counter
     assumed = make_engine(options, "cpu").step_time
     figures: dict[str, Figure] = {}
+    gc.disable()
     with open_ranks(resolve(options, Machine(num_cores=tp, num_gpus=0))) as (config, ranks):
         for workload_name, workload in WORKLOADS.items():
             limits = replace(config.scheduler, max_num_batched_tokens=workload.chunk)
             own = replace(
                 config, scheduler=limits, cache=replace(config.cache, num_kv_blocks=workload.num_blocks + 1)
             )
-            ranks.rebuild(1)
-            steps = measure_steps(config, ranks, arguments.repeats, SkippingClock(clock))
-            step_time = replace(assumed, coefficients=fit_coefficients(assumed, steps))
+
+            def calibrate() -> list[MeasuredStep]:
+                ranks.rebuild(1)
+                return measure_steps(config, ranks, arguments.repeats, SkippingClock(clock))
+
             requests = make_requests(workload, arguments.requests, own.max_servable_tokens, seed=7)
-            errors = {**fit_errors(step_time, steps), **run_errors(own, ranks, step_time, requests, clock)}
+            gc.collect()
+            real = run_real(own, ranks, requests, clock, calibrate)
+            step_time = replace(assumed, coefficients=fit_coefficients(assumed, real.calibration))
+            errors = {**fit_errors(step_time, real.calibration), **run_errors(own, real, step_time, requests)}
             label = workload_name if tp == 1 else f"tp{tp}.{workload_name}"
             figures |= {f"simulation.{label}.{figure}": error for figure, error in errors.items()}
     report(figures, arguments.json)

@@ -63,7 +63,8 @@ class PlanMeter:
         num_computed[active] += 1
         num_decoded, num_read = active.size, int(num_computed[active].sum())
         if not plan.chunk_rows.size:
-            return StepWork(num_decoded, num_decoded, num_read, num_new=len(plan.new)), active
+            work = StepWork(num_decoded, num_decoded, num_read, 0, len(plan.new), plan.released_rows.size)
+            return work, active
         rows, lens = plan.chunk_rows, plan.chunk_lens.astype(np.int64)
         before = num_computed[rows]
         after = before + lens
@@ -72,7 +73,14 @@ class PlanMeter:
         decoding[complete] = True
         num_pairs = int((lens * before + lens * (lens + 1) // 2).sum())
         num_tokens, num_read = num_decoded + int(lens.sum()), num_read + int(after.sum())
-        work = StepWork(num_tokens, num_decoded + rows.size, num_read, num_pairs, len(plan.new))
+        work = StepWork(
+            num_tokens,
+            num_decoded + rows.size,
+            num_read,
+            num_pairs,
+            len(plan.new),
+            plan.released_rows.size,
+        )
         return work, np.sort(np.concatenate([active, complete]))
 
     def decoding(self) -> tuple[int, int]:

@@ -96,6 +96,7 @@ class StepWork:
         num_read_tokens: tokens whose KV is read: for each row the length of its sequence.
         num_pairs: (computed token of a prompt, token that it attends to).
         num_new: sequences that begin in the step.
+        num_ended: sequences that have ended since the step before.
     """
 
     num_tokens: int
@@ -103,6 +104,7 @@ class StepWork:
     num_read_tokens: int
     num_pairs: int = 0
     num_new: int = 0
+    num_ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +116,14 @@ class Coefficients:
         sequence_s: for each row.
         prompt_step_s: more, of a step with prompts: no recorded graph or fused call runs it.
         new_s: for each sequence that begins.
+        ended_s: for each sequence that has ended.
     """
 
     fixed_s: float = 0.0
     sequence_s: float = 0.0
     prompt_step_s: float = 0.0
     new_s: float = 0.0
+    ended_s: float = 0.0
     weights: float = 1.0
     flops: float = 1.0
     kv: float = 1.0
@@ -129,10 +133,10 @@ class Coefficients:
 
 # Nobody has measured them: what well-made kernels reach, and a launch of a recorded graph with a sampler.
 ASSUMED = Coefficients(
-    1.5e-3, 3e-6, 5e-4, 1e-4, weights=1.25, flops=1.6, kv=1.4, attention=2.5, all_reduce=1.5
+    1.5e-3, 3e-6, 5e-4, 1e-4, 0.0, weights=1.25, flops=1.6, kv=1.4, attention=2.5, all_reduce=1.5
 )
 ASSUMED_ON_CPU = Coefficients(
-    1.5e-3, 2e-5, 1e-3, 2e-4, weights=1.25, flops=1.5, kv=1.5, attention=2.0, all_reduce=1.5
+    1.5e-3, 2e-5, 1e-3, 2e-4, 5e-4, weights=1.25, flops=1.5, kv=1.5, attention=2.0, all_reduce=1.5
 )
 
 
@@ -165,6 +169,7 @@ class StepTime:
             + c.sequence_s * work.num_sequences
             + c.prompt_step_s * (work.num_pairs > 0)
             + c.new_s * work.num_new
+            + c.ended_s * work.num_ended
             + max(c.weights * weights, c.flops * flops)
             + c.kv * kv
             + c.attention * attention
@@ -210,8 +215,9 @@ def fit_coefficients(step_time: StepTime, steps: Sequence[MeasuredStep]) -> Coef
         raise ConfigError(f"{len(steps)} measured steps, must be at least {len(names)}")
     terms = np.array([step_time.terms(step.work) for step in steps])
     seconds = np.array([step.seconds for step in steps])
+    works = [step.work for step in steps]
     counts = np.array(
-        [(1.0, step.work.num_sequences, step.work.num_pairs > 0, step.work.num_new) for step in steps]
+        [(1.0, work.num_sequences, work.num_pairs > 0, work.num_new, work.num_ended) for work in works]
     )
     found = np.array([getattr(step_time.coefficients, name) for name in names])
     of_weights, of_flops = names.index("weights"), names.index("flops")

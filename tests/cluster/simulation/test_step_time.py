@@ -23,13 +23,14 @@ from quire.proto.errors import ConfigError
 
 DEVICE = Device("cpu", 1e11, 1e10, 5e9, 1e-4)
 COST = ModelCost(1e8, 5e7, 2e4, flops_per_pair=2e4, num_all_reduces=12, all_reduce_bytes_per_token=1e3)
-TRUE = Coefficients(2e-3, 5e-5, 1e-3, 3e-4, weights=1.3, flops=1.7, kv=1.5, attention=3.0, all_reduce=2.0)
+TRUE = Coefficients(2e-3, 5e-5, 1e-3, 3e-4, 4e-4, weights=1.3, flops=1.7, kv=1.5, attention=3.0, all_reduce=2.0)
 
 
 def works() -> list[StepWork]:
     rng = np.random.default_rng(0)
     decodes = [
-        StepWork(n, n, n * int(rng.integers(1, 2000)), 0, n % 3) for n in rng.integers(1, 64, 150).tolist()
+        StepWork(n, n, n * int(rng.integers(1, 2000)), 0, n % 3, n % 5)
+        for n in rng.integers(1, 64, 150).tolist()
     ]
     chunks = [
         StepWork(c, 1, done + c, c * done + c * c // 2)
@@ -58,6 +59,7 @@ def test_fit_finds_the_coefficients_that_made_the_times() -> None:
     fitted = StepTime(COST, DEVICE, fit_coefficients(StepTime(COST, DEVICE), steps))
     assert np.abs(relative_errors(fitted, steps)).max() < 0.02
     assert fitted.coefficients.attention == pytest.approx(3.0, rel=0.1)
+    assert fitted.coefficients.ended_s == pytest.approx(4e-4, rel=0.1)
     assert fitted.coefficients.kv == pytest.approx(1.5, rel=0.1)
 
 
@@ -69,7 +71,7 @@ def test_fit_keeps_the_coefficients_of_terms_that_no_step_has() -> None:
 
 
 def test_fit_needs_as_many_steps_as_coefficients() -> None:
-    with pytest.raises(ConfigError, match="1 measured steps, must be at least 9"):
+    with pytest.raises(ConfigError, match="1 measured steps, must be at least 10"):
         fit_coefficients(StepTime(COST, DEVICE), [MeasuredStep(StepWork(1, 1, 1), 0.1)])
 
 
