@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "families --quick --kinds gptj,gemma4_text,deepseek_v3": (24, "families.gptj.quire.decode_tokens_per_s"),
     "loading --model s --formats bfloat16,awq --repeats 1": (22, "loading.awq.quire.load_s_per_gb"),
+    "paged_attention --requests 20": (27, "paged.8192.waste"),
     "simulated_figures --requests 20": (44, "chunk.8192.itl_ms.p99"),
+    "large_fleet --replicas 4 --gateways 2 --seconds 1": (36, "large_fleet.loss.replaced_s"),
     "memory --quick": (67, "memory.hit_rate.coding_multiturn"),
     "gateway --seconds 0.5 --streams 2 --gateways 1 2": (10, "gateway.grpc.2.two_gateways.added_ms_p99"),
 }
