@@ -23,7 +23,9 @@ from quire.proto.errors import ConfigError
 
 DEVICE = Device("cpu", 1e11, 1e10, 5e9, 1e-4)
 COST = ModelCost(1e8, 5e7, 2e4, flops_per_pair=2e4, num_all_reduces=12, all_reduce_bytes_per_token=1e3)
-TRUE = Coefficients(2e-3, 5e-5, 1e-3, 3e-4, 4e-4, weights=1.3, flops=1.7, kv=1.5, attention=3.0, all_reduce=2.0)
+TRUE = Coefficients(
+    2e-3, 5e-5, 1e-3, 3e-4, 4e-4, weights=1.3, flops=1.7, kv=1.5, attention=3.0, all_reduce=2.0
+)
 
 
 def works() -> list[StepWork]:
