@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from recorded_signatures import Signatures
 from torch import Tensor
+
+from quire.cluster.config.model_config import describe_model
+from quire.proto.config import EngineConfig
+from quire.worker.libraries.deep_gemm import DeepGemm, DeepGemmExperts
+from quire.worker.libraries.installed import Library
 
 SIGNATURES = Signatures("deep_gemm")
 BLOCK = 128
@@ -92,3 +100,18 @@ class FakeDeepGemm(ModuleType):
 
 def _expand(scales: Tensor, dim: int, length: int) -> Tensor:
     return scales.double().repeat_interleave(BLOCK, dim=dim)[:, :length]
+
+
+def install(
+    patch: pytest.MonkeyPatch, backend: type[DeepGemm | DeepGemmExperts], config: EngineConfig
+) -> EngineConfig:
+    """Let a backend find the package on a Hopper GPU, and return the configuration with a checkpoint for it.
+
+    The checkpoint is in float8 with blocks, as published for DeepSeek-V3.
+    """
+    hf = dict(describe_model(Path(config.model.path), config.model.name).hf)
+    hf["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    patch.setattr(Library, "version", "2.6.1")
+    patch.setattr(backend, "load", classmethod(lambda cls, device: cls(FakeDeepGemm())))
+    return replace(config, model=replace(config.model, hf=hf))

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_deep_gemm import FakeDeepGemm
+from fake_deep_gemm import FakeDeepGemm, install
 
-from quire.cluster.config.model_config import describe_model
 from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, quantize
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError
 from quire.worker.libraries.deep_gemm import BlockFloat8Weight, DeepGemm
-from quire.worker.libraries.installed import Library
 from quire.worker.libraries.linear_backend import OWN_LINEAR, choose_linear, convert_linear, log_linear
 from quire.worker.weights.linear_weight import QuantizedLinearWeight, StackedWeight
 
@@ -71,19 +69,8 @@ def test_parts_of_a_weight_are_converted_each() -> None:
 
 @pytest.fixture
 def config(make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    """Return the configuration of a checkpoint in float8 with blocks, as published for DeepSeek-V3."""
-    folder = make_model("llama")
-    made: EngineConfig = engine_config(folder, device="cuda", dtype="bfloat16")
-    hf = dict(describe_model(folder, "llama").hf)
-    hf["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(Library, "version", "2.6.1")
-    monkeypatch.setattr(DeepGemm, "load", classmethod(lambda cls, device: cls(FakeDeepGemm())))
-    return replace(
-        made,
-        model=replace(made.model, hf=hf),
-        parallel=replace(made.parallel, linear_backend="deep_gemm"),
-    )
+    made = install(monkeypatch, DeepGemm, engine_config(make_model("llama"), device="cuda", dtype="bfloat16"))
+    return replace(made, parallel=replace(made.parallel, linear_backend="deep_gemm"))
 
 
 def test_named_library_is_chosen_and_logged(config: EngineConfig, caplog: pytest.LogCaptureFixture) -> None:

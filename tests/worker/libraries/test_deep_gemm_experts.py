@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_deep_gemm import FakeDeepGemm
+from fake_deep_gemm import FakeDeepGemm, install
 from torch import Tensor
 
-from quire.cluster.config.model_config import describe_model
 from quire.kernels.activation import GatedActivation
 from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, quantize
 from quire.proto.config import EngineConfig
@@ -19,7 +18,6 @@ from quire.proto.errors import ConfigError
 from quire.worker.libraries import deep_gemm
 from quire.worker.libraries.deep_gemm import DeepGemmExperts
 from quire.worker.libraries.experts_backend import OWN_EXPERTS, choose_experts, log_experts
-from quire.worker.libraries.installed import Library
 from quire.worker.models.moe.expert_layers import ExpertLayers
 from quire.worker.models.moe.moe import GroupedExperts, group_experts
 from quire.worker.weights.linear_weight import LinearWeight, QuantizedLinearWeight
@@ -107,16 +105,10 @@ def test_others_keep_their_form(kind: str) -> None:
 
 @pytest.fixture
 def config(make_model: Any, engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    """Return the configuration of a checkpoint in float8 with blocks, as published for DeepSeek-V3."""
-    folder = make_model("llama")
-    made: EngineConfig = engine_config(folder, device="cuda", dtype="bfloat16")
-    hf = dict(describe_model(folder, "llama").hf)
-    hf["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(Library, "version", "2.6.1")
-    monkeypatch.setattr(DeepGemmExperts, "load", classmethod(lambda cls, device: cls(FakeDeepGemm())))
-    parallel = replace(made.parallel, moe_backend="deep_gemm")
-    return replace(made, model=replace(made.model, hf=hf), parallel=parallel)
+    made = install(
+        monkeypatch, DeepGemmExperts, engine_config(make_model("llama"), device="cuda", dtype="bfloat16")
+    )
+    return replace(made, parallel=replace(made.parallel, moe_backend="deep_gemm"))
 
 
 def test_named_library_is_chosen_logged_and_refused_where_it_does_not_fit(

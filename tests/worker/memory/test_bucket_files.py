@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
+from kv_blocks import random_blocks, read_genuine
 
 from quire.proto.errors import ConfigError
 from quire.worker.memory import bucket_files, kv_directory
@@ -19,6 +20,7 @@ server = pytest.importorskip("moto.server")
 
 BLOCK_BYTES = 64 << 10
 LAYOUT, KEY = b"l" * 16, b"k" * 32
+make_blocks, genuine = partial(random_blocks, BLOCK_BYTES), partial(read_genuine, BLOCK_BYTES)
 MIB = 1 << 20
 
 
@@ -50,26 +52,10 @@ def client(store: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     own.delete_bucket(Bucket="kv-blocks")
 
 
-def make_blocks(count: int, seed: int = 0) -> dict[bytes, memoryview]:
-    random = np.random.default_rng(seed)
-    return {bytes(4) + random.bytes(32): memoryview(random.bytes(BLOCK_BYTES)) for _ in range(count)}
-
-
 def open_bucket(max_bytes: int = 64 * MIB, place: str = "s3://kv-blocks/of/llama") -> KvDirectory:
     directory = KvDirectory.open(place, max_bytes, LAYOUT, BLOCK_BYTES, KEY)
     directory.scan()
     return directory
-
-
-def genuine(directory: KvDirectory, keys: list[bytes]) -> dict[bytes, bytes]:
-    """Return the blocks that are read and are what their names say."""
-    found = dict[bytes, bytes]()
-    for read in directory.read(keys):
-        for index, (key, tag) in enumerate(zip(read.keys, read.tags, strict=True)):
-            content = read.content[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            if directory.is_genuine(key, tag, content):
-                found[key] = bytes(content)
-    return found
 
 
 def objects(client: Any) -> list[Any]:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-import numpy as np
+import kv_blocks
 import pytest
+from kv_blocks import random_blocks, read_genuine
 
 from quire.worker.memory import kv_directory
 from quire.worker.memory.block_files import NoRoom
@@ -19,28 +21,13 @@ from quire.worker.memory.kv_directory import KvDirectory
 
 BLOCK_BYTES = 8192
 LAYOUT, KEY = b"l" * 16, b"k" * 32
-
-
-def make_blocks(count: int, seed: int = 0) -> dict[bytes, memoryview]:
-    random = np.random.default_rng(seed)
-    return {bytes(4) + random.bytes(32): memoryview(random.bytes(BLOCK_BYTES)) for _ in range(count)}
+make_blocks, genuine = partial(random_blocks, BLOCK_BYTES), partial(read_genuine, BLOCK_BYTES)
 
 
 def open_directory(path: Path, max_bytes: int = 1 << 30, key: bytes = KEY) -> KvDirectory:
     directory = KvDirectory.open(str(path), max_bytes, LAYOUT, BLOCK_BYTES, key)
     directory.scan()
     return directory
-
-
-def genuine(directory: KvDirectory, keys: list[bytes]) -> dict[bytes, bytes]:
-    """Return the blocks that are read and are what their names say."""
-    found = dict[bytes, bytes]()
-    for read in directory.read(keys):
-        for index, (key, tag) in enumerate(zip(read.keys, read.tags, strict=True)):
-            content = read.content[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-            if directory.is_genuine(key, tag, content):
-                found[key] = bytes(content)
-    return found
 
 
 def files_of(path: Path) -> list[Path]:
@@ -158,7 +145,7 @@ def test_failed_write_leaves_nothing_and_reads_go_on(tmp_path: Path, limit_of_fi
 _FILL = """
 import os, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 import test_kv_directory as tests
 place = Path(sys.argv[1])
 blocks, more = tests.make_blocks(8), tests.make_blocks(512, 1)
@@ -188,8 +175,9 @@ def test_full_file_system_keeps_what_it_has(tmp_path: Path) -> None:
     ]
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets users mount nothing")
+    folders = Path(__file__).parent, Path(kv_blocks.__file__).parent
     done = subprocess.run(
-        [*command, sys.executable, "-c", _FILL, str(tmp_path), str(Path(__file__).parent)],
+        [*command, sys.executable, "-c", _FILL, str(tmp_path), *map(str, folders)],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.stdout.splitlines() == ["No space left on device", "True []", "8"], done.stderr
