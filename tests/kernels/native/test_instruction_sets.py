@@ -18,6 +18,7 @@ from torch import Tensor
 
 from quire.kernels.activation import silu_and_mul
 from quire.kernels.linear import linear, pack, pack_int8
+from quire.kernels.native import instruction_sets
 from quire.kernels.native.instruction_sets import (
     ALL_SETS,
     VARIABLE,
@@ -51,6 +52,14 @@ FILES = [
     "kernels/native/test_library.py",
     "kernels/native/test_thread_pool.py",
 ]
+# Those of the ops in SOURCES_WITH_TILES. Only these differ between a set and the same with emulated tiles.
+FILES_WITH_TILES = [
+    "kernels/test_linear.py",
+    "kernels/test_packed_experts.py",
+    "kernels/test_paged_attention.py",
+    "kernels/test_quantized_kv.py",
+]
+SOURCES_WITH_TILES = {"attention.cpp", "experts.cpp", "linear.cpp"}
 # Those of calls that run many ops, with whole models.
 FILES_OF_MODELS = [
     "worker/models/test_batch_invariance.py",
@@ -64,6 +73,7 @@ OTHERS = (
     "ONE_DNN", "PLAIN", "reference", "triton", "[cpu-", "-cpu]", "workers_end_with_their_caller",
     "idle_workers_sleep", "caller_that_moves",
 )  # fmt: skip
+OF_EVERY_SET = "-k", " and ".join(f"not {name}" for name in OTHERS)
 AVX2 = frozenset({"sse2", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2"})
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 AMX = AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
@@ -133,6 +143,11 @@ def other_sets() -> list[str]:
     return own + emulated_sets()[:1]
 
 
+def is_of_users(name: str) -> bool:
+    """Return whether processors of this decade choose the set."""
+    return name != "baseline" and name not in emulated_sets()
+
+
 @dataclass(frozen=True)
 class OtherSet:
     """A process that has used another set.
@@ -153,8 +168,8 @@ def other_set(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if not is_available():
         pytest.skip("there is no C++ compiler")
     outputs = tmp_path_factory.mktemp(request.param) / "outputs.pt"
-    selection = ["-k", " and ".join(f"not {name}" for name in OTHERS)]
-    return OtherSet(request.param, outputs, run_tests(request.param, FILES, outputs, selection))
+    files = FILES if is_of_users(request.param) else FILES_WITH_TILES
+    return OtherSet(request.param, outputs, run_tests(request.param, files, outputs, OF_EVERY_SET))
 
 
 def run_tests(
@@ -178,6 +193,14 @@ def test_kernel_tests_pass_in_every_set(other_set: OtherSet) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+def test_kernel_tests_pass_without_vector_instructions(tmp_path: Path) -> None:
+    run = run_tests("baseline", FILES, tmp_path / "outputs.pt", OF_EVERY_SET)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", other_sets())
 @pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 def test_calls_of_many_ops_pass_in_every_set(name: str, tmp_path: Path) -> None:
@@ -195,6 +218,17 @@ def test_files_with_cpp_ops_run_in_every_set() -> None:
         Path(__file__),
         Path(__file__).with_name("test_memory.py"),
     }
+
+
+def test_sources_with_tiles_have_their_files() -> None:
+    includes = re.compile(r'#include "(matrix_tiles|tile_products)\.h"')
+    found = {
+        path.name
+        for path in Path(instruction_sets.__file__).parent.glob("*.cpp")
+        if includes.search(path.read_text())
+    }
+    assert found == SOURCES_WITH_TILES
+    assert set(FILES_WITH_TILES) <= set(FILES)
 
 
 def compute_outputs() -> dict[str, Tensor]:
