@@ -202,6 +202,10 @@ class ThreadedServer:
         """Run a coroutine in the server's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(DEADLINE_S)
 
+    def await_status(self) -> None:
+        """Wait for a status of the replica: calls that ask a busy one return an earlier status after 0.4 s."""
+        self.run(self.server.replica.status(DEADLINE_S))
+
     def wait_until_free(self) -> None:
         """Wait until no sequence runs or waits and no KV block is used."""
         self._wait_until(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from local_server import threaded_server
 
-from quire import Client
+from quire import Client, ReplicaInfo
 from quire.cluster import cli
 from quire.cluster.cli.exit_status import WRONG_USE
 
@@ -28,18 +28,22 @@ def test_commands_change_the_state_of_the_engine(
             captured = capsys.readouterr()
             return int(ended.value.code or 0), (captured.out or captured.err).strip()
 
+        def state() -> ReplicaInfo:
+            server.await_status()
+            return client.status()[0]
+
         assert run("pause", "--mode", "wait") == (0, "paused")
-        assert client.status()[0].paused
+        assert state().paused
         assert run("resume") == (0, "resumed")
-        assert not client.status()[0].paused
+        assert not state().paused
         assert run("sleep", "--level", "2") == (0, "asleep")
-        assert client.status()[0].sleep_level == 2
+        assert state().sleep_level == 2
         status, problem = run("wake-up")
         assert status == WRONG_USE
         assert "update_weights must name others first" in problem
         assert run("update-weights", str(model), "--version", "step-1") == (0, "weights step-1")
         assert run("wake-up", "--tags", "kv_cache") == (0, "awake: kv_cache")
-        assert client.status()[0].sleep_level == 2
+        assert state().sleep_level == 2
         assert run("wake-up") == (0, "awake")
-        assert client.status()[0].weights_version == "step-1"
+        assert state().weights_version == "step-1"
         assert run("sleep", "--mode", "never")[0] == WRONG_USE

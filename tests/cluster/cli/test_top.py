@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer, threaded_server
 from rich.console import Console
 
@@ -123,8 +125,11 @@ def server(make_model: Callable[..., Path]) -> Iterator[ThreadedServer]:
         yield server
 
 
-def test_look_at_a_server_that_answers_and_one_that_is_gone(server: ThreadedServer) -> None:
-    with Client(server.server.target) as client:
+def test_look_at_a_server_that_answers_and_one_that_is_gone(
+    server: ThreadedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(server.server.target) as client, monkeypatch.context() as patch:
+        patch.setattr(sys.modules[look_at.__module__], "ANSWER_TIMEOUT_S", CALL_TIMEOUT_S)
         look = look_at(client, Look())
         assert look.problem == ""
         assert look.maps["replica-0"].num_blocks == 63

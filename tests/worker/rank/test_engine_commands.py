@@ -38,8 +38,6 @@ def run_through_commands(driver: RankedDriver, second: Path, num_tokens: int) ->
     """Change the weights and sleep amid the requests, which run to their end; return the tokens of each before."""
     while min(len(driver.outputs[handle]) for handle in range(2)) < 4:
         driver.step(depth=2)
-        if not all(driver.outputs[handle] for handle in range(2)):
-            time.sleep(0.05)  # an adapter is read meanwhile
     for action in (Action.UPDATE_WEIGHTS, Action.SLEEP, Action.WAKE_UP):
         driver.scheduler.control.order(EngineCommand(action, path=str(second), version="v"), CALLER)
     while driver.scheduler.num_in_flight:
@@ -89,8 +87,11 @@ def test_requests_with_adapters_continue_with_the_new_weights(
         lora=LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1),
     )
     driver = RankedDriver(engine.config.with_num_blocks(32), engine.step)
-    for handle, lora in enumerate((LoraReference("own", str(path)), None)):
-        driver.add(handle, PROMPTS[handle], max_tokens=20, ignore_eos=True, lora=lora)
+    driver.add(0, PROMPTS[0], max_tokens=20, ignore_eos=True, lora=LoraReference("own", str(path)))
+    while not driver.outputs[0]:  # a thread of each rank reads the adapter
+        driver.step(depth=2)
+        time.sleep(0.01)
+    driver.add(1, PROMPTS[1], max_tokens=20, ignore_eos=True)
     lengths = run_through_commands(driver, bases[1], 20)
     for handle, (first, second) in enumerate((merged, plain)):
         prompt, output, length = PROMPTS[handle], driver.outputs[handle], lengths[handle]

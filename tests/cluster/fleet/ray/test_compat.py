@@ -32,7 +32,7 @@ from quire.cluster.fleet.ray.local_cluster import LocalCluster
 from quire.cluster.os_utils.processes import children
 
 NAMESPACE = b"compat-test"
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 REPORT = {
     "pending_launches": {"gpu-small": 2, "idle": 0},
     "pending_nodes": [["10.0.0.9", "gpu-small", "setting-up"]],
@@ -215,7 +215,7 @@ def test_drained_node_is_listed_while_it_still_runs_something(
             return True
 
     busy: Any = ray.remote(num_cpus=1)(Actor).remote()
-    assert ray.get(busy.ready.remote(), timeout=60)
+    assert ray.get(busy.ready.remote(), timeout=DEADLINE_S)
     assert compat.draining_nodes() == {}
     assert compat.drain_node(node_id, "a test") == ""
     assert compat.draining_nodes() == {node_id: 0}

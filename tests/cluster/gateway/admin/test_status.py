@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from local_server import local_server
-from serving import ENDLESS, PROMPT, eventually, first_delta, run
+from serving import DEADLINE_S, ENDLESS, PROMPT, eventually, first_delta, run
 
 from quire import AsyncClient
 from quire.cluster.gateway.admin.status import STATUS_TIMEOUT_S
@@ -24,6 +24,7 @@ def test_status_shows_replica_traffic_and_blocks(make_model: Callable[..., Path]
             events = client.generate_stream(PROMPT, ENDLESS, request_id="mine")
             await first_delta(events)
             server.services.monitor.sample()
+            await server.replica.status(DEADLINE_S)  # a late one would be left out of the next line
             current = await client.fleet()
             (replica,) = current.replicas
             assert (replica.ready, replica.queue.num_running) == (True, 1)

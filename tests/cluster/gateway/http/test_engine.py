@@ -118,7 +118,7 @@ def test_server_info_has_the_configuration(server: ThreadedServer, http: httpx.C
 
 
 def test_every_answer_has_the_version_of_its_weights(
-    http: httpx.Client, grpc_client: Client, trained: Trained
+    server: ThreadedServer, http: httpx.Client, grpc_client: Client, trained: Trained
 ) -> None:
     update(http, trained.folders[1], "step-1")
     choice = complete(http)
@@ -132,6 +132,7 @@ def test_every_answer_has_the_version_of_its_weights(
     assert (output.token_ids, output.weights_version) == (trained.expected[1], "step-1")
     *_, end = grpc_client.generate_stream(PROMPT, sampling())
     assert getattr(end, "weights_version", None) == "step-1"
+    server.await_status()
     (replica,) = grpc_client.status()
     assert replica.weights_version == "step-1"
 
@@ -182,7 +183,9 @@ def test_wrong_updates_are_refused_and_change_nothing(
     assert complete(http) == before
 
 
-def test_sleeping_server_refuses_requests_until_it_wakes(http: httpx.Client, grpc_client: Client) -> None:
+def test_sleeping_server_refuses_requests_until_it_wakes(
+    server: ThreadedServer, http: httpx.Client, grpc_client: Client
+) -> None:
     before = complete(http)
     assert http.get("/is_sleeping").json() == {"is_sleeping": False}
     assert http.post("/sleep?level=1").status_code == 200
@@ -193,6 +196,7 @@ def test_sleeping_server_refuses_requests_until_it_wakes(http: httpx.Client, grp
     assert http.get("/ready").status_code == 503
     assert http.get("/health").status_code == 200
     assert not grpc_client.is_ready()
+    server.await_status()
     (replica,) = grpc_client.status()
     assert (replica.sleep_level, replica.problem) == (1, "the engine sleeps; wake it up first")
     assert http.post("/wake_up").status_code == 200
@@ -245,6 +249,7 @@ def test_requests_wait_while_the_server_is_paused(
         waiting = pool.submit(complete, http)
         wait_until(server, lambda: server.server.scheduler.num_waiting == 1)
         assert http.get("/health").status_code == 200
+        server.await_status()
         (replica,) = grpc_client.status()
         assert replica.paused
         assert http.post("/resume").json() == {"status": "resumed"}

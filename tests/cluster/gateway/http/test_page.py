@@ -24,6 +24,12 @@ from quire.cluster.os_utils.watched_file import constant
 from quire.proto.errors import Overloaded
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let frames wait for the map of a replica whose thread waits for a processor."""
+    monkeypatch.setattr(page_feed, "BLOCK_MAP_TIMEOUT_S", CALL_TIMEOUT_S)
+
+
 @contextmanager
 def frames(http: httpx.Client, replica: str = "", **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
     with http.stream("GET", "/ui/events", params={"replica": replica}, headers=headers) as response:
