@@ -18,6 +18,7 @@ import httpx
 import psutil
 from far_network import FarNetwork, open_network
 from ray_nodes import LOOPBACK, RayNodes
+from server_processes import processes_with
 
 from quire import AsyncClient, ReplicaInfo
 from quire.cluster.cli.demo.server import ServerProcess
@@ -28,7 +29,7 @@ from quire.proto.faults import FaultKind
 from .adapter import adapter_options
 from .doors import Door
 from .machine import environment
-from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process_with, until_answered
+from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, until_answered
 
 NUM_REPLICAS = NUM_GATEWAYS = 2
 # A replica is a scheduler and one rank: each node has room for one replica.
@@ -225,7 +226,7 @@ class FleetSite:
 
     def _actors(self, name: str) -> Iterable[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
-            return process_with(f"ray::{name}", [self._nodes.head_pid, self._second.pid])
+            return processes_with(f"ray::{name}", self._nodes.head_pid, self._second.pid)
         return []
 
 

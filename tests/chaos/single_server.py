@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from server_processes import processes_with
 from tcp_proxy import TcpProxy, tcp_proxy
 
 from quire import AsyncClient, SamplingParams
@@ -28,7 +29,7 @@ from .adapter import adapter_options, adapter_path
 from .doors import Door
 from .jobs import ADAPTER
 from .machine import Clock, Disk, environment, own_disk, short_of_memory
-from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, process_with, until_answered
+from .site import READY_TIMEOUT_S, RECOVERY_TIMEOUT_S, Fault, Resources, until_answered
 
 OPTIONS = "demo", "--tensor-parallel-size", "2", "--audit", "--enable-chaos"
 NUM_RANKS = 2
@@ -202,11 +203,11 @@ class SingleServer:
         return True
 
     async def _kill_scheduler(self) -> None:
-        (scheduler,) = process_with("SchedulerActor", [self.server.process.pid])
+        (scheduler,) = processes_with("SchedulerActor", self.server.process.pid)
         scheduler.kill()
 
     async def _pause_scheduler(self) -> None:
-        (scheduler,) = process_with("SchedulerActor", [self.server.process.pid])
+        (scheduler,) = processes_with("SchedulerActor", self.server.process.pid)
         scheduler.suspend()
         await asyncio.sleep(self._rng.uniform(0.1, 1.5))
         scheduler.resume()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import psutil
+from server_processes import command_of
 
 from quire import AsyncClient, SamplingParams
 from quire.cluster.cli.demo.server import shared_memory_of
@@ -17,8 +18,8 @@ from quire.proto.errors import QuireError
 from .doors import Door
 
 READY_TIMEOUT_S = 240.0
-RECOVERY_TIMEOUT_S = 120.0
-IDLE_TIMEOUT_S = 60.0
+RECOVERY_TIMEOUT_S = 240.0
+IDLE_TIMEOUT_S = 120.0
 # Descriptors that a gateway opens once and keeps: connections of its pools, files that it reads again.
 DESCRIPTOR_SLACK = 12
 PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -141,20 +142,7 @@ async def held_when_idle(observer: AsyncClient) -> list[str]:
         await asyncio.sleep(0.1)
 
 
-def process_with(name: str, pids: Iterable[int]) -> list[psutil.Process]:
-    """Return the processes below these ones whose command line has the name."""
-    children = (child for pid in pids for child in psutil.Process(pid).children(recursive=True))
-    return [child for child in children if name in command_of(child)]
-
-
 def is_spare(process: psutil.Process) -> bool:
     """Return whether it is a process of Ray that executes nothing, or one that is being started for that."""
     command = command_of(process)
     return command.startswith("ray::IDLE") or "default_worker.py" in command
-
-
-def command_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""

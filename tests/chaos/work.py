@@ -15,7 +15,7 @@ from quire.proto.errors import QuireError
 from .doors import Door
 from .jobs import Answer, Job
 
-REQUEST_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 400.0
 # Requests that run at once.
 NUM_AT_ONCE = 8
 

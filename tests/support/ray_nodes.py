@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from deadlines import READY_TIMEOUT_S
+
 from quire.cluster.fleet.ray.local_cluster import _TOKEN
 from quire.cluster.os_utils.closing import Closing
 from quire.cluster.os_utils.processes import ProcessTree
 
 LOOPBACK = "127.0.0.1"
-_START_TIMEOUT_S = 90.0
+_MAX_STARTS = 3
 _END_TIMEOUT_S = 20.0
 
 
@@ -43,12 +45,17 @@ class RayNodes(Closing):
         self._wrapped: list[
             subprocess.Popen[bytes]
         ] = []  # started by prefix commands that do not forward signals
-        port = _free_port(ip)
-        self.address = f"{ip}:{port}"
+        self.address = ""
+        labeled = [f"--labels={name}={value}" for name, value in (labels or {}).items()]
         try:
-            labeled = [f"--labels={name}={value}" for name, value in (labels or {}).items()]
-            self._start(["--head", *self._head_options(ip, port), *labeled], resources, ip)
-            self._wait_for_head(ip, port)
+            for _ in range(_MAX_STARTS):
+                port = _free_port(ip)
+                head = self._start(["--head", *self._head_options(ip, port), *labeled], resources, ip)
+                if self._listens(head, ip, port):
+                    self.address = f"{ip}:{port}"
+                    return
+                self._processes.remove(head)
+            raise AssertionError("the head node did not start: " + self._log_of(0).read_text())
         except BaseException:
             self.close()
             raise
@@ -101,22 +108,29 @@ class RayNodes(Closing):
             "--resources=" + str(others).replace("'", '"'), "--object-store-memory=80000000",
             "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0",
         ]  # fmt: skip
-        with (self._directory / f"node-{len(self._processes)}.log").open("wb") as log:
+        with self._log_of(len(self._processes)).open("wb") as log:
             process = subprocess.Popen(
                 command, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
         self._processes.append(process)
         return process
 
-    def _wait_for_head(self, ip: str, port: int) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while time.monotonic() < deadline and self._processes[0].poll() is None:
+    def _log_of(self, number: int) -> Path:
+        return self._directory / f"node-{number}.log"
+
+    def _listens(self, head: subprocess.Popen[bytes], ip: str, port: int) -> bool:
+        """Wait until the head node listens. Returns False if it ended: another process may have taken its port."""
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while head.poll() is None:
             try:
                 socket.create_connection((ip, port), timeout=1).close()
-                return
+                return head.poll() is None
             except OSError:
+                assert time.monotonic() < deadline, (
+                    "the head node did not start: " + self._log_of(0).read_text()
+                )
                 time.sleep(0.1)
-        raise AssertionError("the head node did not start: " + (self._directory / "node-0.log").read_text())
+        return False
 
 
 def _free_port(ip: str) -> int:

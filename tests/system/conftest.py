@@ -6,10 +6,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 from deadlines import COMMAND_TIMEOUT_S, READY_TIMEOUT_S
 from example_programs import RunExample, example_runner
+from ray_nodes import RayNodes
+from server_processes import pid_of
 
 from quire.cluster.cli.demo.server import ServerProcess
 
@@ -50,6 +51,13 @@ def server() -> Iterator[ServerProcess]:
     assert left == []
 
 
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """A Ray cluster with room for four replicas of one rank."""
+    with RayNodes({"CPU": 8}) as started:
+        yield started
+
+
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """`serve(*arguments) -> ServerProcess`: a ready server for one test."""
@@ -84,9 +92,5 @@ def run_quire() -> RunQuire:
 
 @pytest.fixture
 def scheduler_pid() -> Callable[[ServerProcess], int]:
-    def find(server: ServerProcess) -> int:
-        processes = psutil.Process(server.process.pid).children(recursive=True)
-        (pid,) = [each.pid for each in processes if "SchedulerActor" in " ".join(each.cmdline())]
-        return pid
-
-    return find
+    """`scheduler_pid(server) -> int`: the process of its only scheduler."""
+    return lambda server: pid_of("SchedulerActor", server.process.pid)
