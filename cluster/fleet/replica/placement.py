@@ -216,6 +216,55 @@ def explain_shortage(
     return "; ".join(part for part in parts if part)
 
 
+def nearest_split(bundles: Sequence[Resources], split: ParallelSplit, view: ClusterView) -> str:
+    """Return which sizes the cluster could place, fully grown, if it cannot place a replica; empty if it can.
+
+    A smaller tensor-parallel size divides the wanted one, so that it divides the model's heads too.
+
+    Args:
+        bundles: resources of the scheduler and of each rank.
+    """
+    scheduler, rank = bundles[0], bundles[1]
+    offers = [each.total for each in view.nodes]
+    offers += [
+        each.resources for each in view.node_types for _ in range(min(each.max_nodes, split.num_ranks))
+    ]
+    if _can_pack(scheduler, rank, split.num_ranks, offers):
+        return ""
+    found = [
+        (pipeline * tensor, tensor, pipeline)
+        for tensor in range(1, split.tensor + 1)
+        if split.tensor % tensor == 0
+        for pipeline in range(1, split.num_ranks // tensor + 1)
+        if _can_pack(scheduler, _sum([rank] * tensor), pipeline, offers)
+    ]
+    if not found:
+        return ""
+    _, tensor, pipeline = max(found)
+    return (
+        f"pipeline_parallel_size {pipeline} with tensor_parallel_size {tensor} would be placed; `quire fit` tells "
+        "whether the model fits"
+    )
+
+
+def _can_pack(scheduler: Resources, bundle: Resources, count: int, offers: Sequence[Resources]) -> bool:
+    """Return whether nodes that are empty hold so many equal bundles beside the scheduler."""
+    numbers = [_num_bundles(bundle, offer) for offer in offers]
+    return any(
+        sum(numbers) - number + _num_bundles(bundle, _without(offer, scheduler)) >= count
+        for number, offer in zip(numbers, offers, strict=True)
+        if _holds(offer, scheduler)
+    )
+
+
+def _num_bundles(bundle: Resources, offer: Resources) -> int:
+    return min(int(offer.get(name, 0.0) // amount) for name, amount in bundle.items() if amount)
+
+
+def _without(offer: Resources, taken: Resources) -> Resources:
+    return {name: amount - taken.get(name, 0.0) for name, amount in offer.items()}
+
+
 def read_node_types(autoscaling_config: Path) -> tuple[NodeType, ...]:
     """Return the worker node types of a file for `ray up`, with their resources.
 
@@ -386,6 +435,8 @@ class Reservation:
         arrangement = self.arrangement
         unit = "rank" if len(arrangement.bundles) == len(self._bundles) else "pipeline stage"
         reason = explain_shortage(arrangement.bundles, arrangement.strategy, view, unit)
+        if nearest := nearest_split(self._bundles, self._split, view):
+            reason += f"; {nearest}"
         labels = ", ".join(f"{name}={value}" for name, value in selector.items())
         return f"{reason}; only nodes with {labels} are asked for" if labels else reason
 

@@ -22,6 +22,7 @@ from quire.cluster.fleet.replica.placement import (
     choose_strategy,
     describe_places,
     explain_shortage,
+    nearest_split,
     read_node_types,
 )
 from quire.proto.config import EngineConfig
@@ -117,6 +118,26 @@ def test_shortage_names_a_stage_larger_than_any_node() -> None:
     bundles = arrange(bundles_for(engine), split, BIG_NODES, []).bundles
     explanation = explain_shortage(bundles, PACK, ClusterView((HEAD, BIG)), "pipeline stage")
     assert "over several nodes, each pipeline stage 8 CPU, 8 GPU" in explanation
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "nodes", "types", "nearest"),
+    [
+        (2, 8, BIG_NODES[:2], [], ""),
+        (1, 16, BIG_NODES[:2], [], ""),  # over the network, but placed
+        (4, 8, BIG_NODES[:2], [], "pipeline_parallel_size 2 with tensor_parallel_size 8 would be placed"),
+        (2, 8, BIG_NODES[:1], [], "pipeline_parallel_size 1 with tensor_parallel_size 8 would be placed"),
+        (1, 8, [HEAD], [SMALL_TYPE], "pipeline_parallel_size 4 with tensor_parallel_size 1 would be placed"),
+        (2, 1, [HEAD], [], ""),  # without GPUs there is no split
+        (70, 8, BIG_NODES, [], "pipeline_parallel_size 64 with tensor_parallel_size 8 would be placed"),
+    ],
+)
+def test_shortage_names_the_nearest_split_that_would_be_placed(
+    pp: int, tp: int, nodes: list[Node], types: list[NodeType], nearest: str
+) -> None:
+    engine, split = replica(pp, tp)
+    found = nearest_split(bundles_for(engine), split, ClusterView(tuple(nodes), tuple(types)))
+    assert found.startswith(nearest) if nearest else not found
 
 
 def test_shortage_names_needed_and_available_resources() -> None:
