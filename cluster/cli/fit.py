@@ -42,6 +42,12 @@ _DpAttention = Annotated[
     bool,
     typer.Option(help="Of a model with latent attention, each GPU holds the KV of its own sequences."),
 ]
+_AllToAll = Annotated[
+    str,
+    typer.Option(
+        help="Other than all_reduce: tokens travel to their experts, and each GPU holds shared ones."
+    ),
+]
 _LoraModules = Annotated[
     str | None,
     typer.Option(help="Modules that adapters may change, separated by commas. Default: all."),
@@ -65,6 +71,7 @@ def fit(
     nodes: _Nodes = None,
     enable_expert_parallel: _ExpertParallel = False,
     enable_dp_attention: _DpAttention = False,
+    all2all_backend: _AllToAll = "all_reduce",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1)] = 8192,
     max_loras: Annotated[int, typer.Option(help="Slots for LoRA adapters; 0 for none.", min=0)] = 0,
@@ -101,7 +108,7 @@ def fit(
         _show_splits(described, nodes, gpus, gpu, memory, workload)
         return
     weights, found = _capacities(
-        described, gpus, memory, workload, slots, enable_expert_parallel, enable_dp_attention
+        described, gpus, memory, workload, slots, enable_expert_parallel, enable_dp_attention, all2all_backend
     )
     console = Console()
     console.print(
@@ -188,6 +195,7 @@ def _capacities(
     slots: _Slots,
     expert_parallel: bool,
     dp_attention: bool,
+    all2all_backend: str,
 ) -> "tuple[WeightSize, list[Capacity]]":
     """Return the size of the weights, and the capacity with each tensor-parallel size that the model allows.
 
@@ -195,11 +203,18 @@ def _capacities(
         ConfigError: the model does not allow an option.
         ModelLoadError: its configuration is malformed.
     """
+    from ...proto.errors import ConfigError
     from ...proto.model.registry import check_dp_attention
     from ...proto.model.target_modules import TargetModules
+    from ...proto.options.sections import ALL_REDUCE
     from ...worker import make_meta_model, measure_slot, measure_weights
     from ..config.capacity import capacity
 
+    sends_tokens = all2all_backend != ALL_REDUCE
+    if sends_tokens and not expert_parallel:
+        raise ConfigError(
+            f"all2all_backend {all2all_backend} is for whole experts; set enable_expert_parallel"
+        )
     sizes = _parallel_sizes(model, num_gpus, expert_parallel)
     num_experts = _num_experts(model) if expert_parallel else 0
     if dp_attention:
@@ -210,7 +225,9 @@ def _capacities(
     slot = measure_slot(module, int(model.hf.get("hidden_size") or 0), slots.max_rank, targets)
     found = []
     for size in sizes:
-        rank_bytes = weights.rank_bytes(size, num_experts, has_whole_attention=dp_attention)
+        rank_bytes = weights.rank_bytes(
+            size, num_experts, has_whole_attention=dp_attention, sends_tokens=sends_tokens and size > 1
+        )
         lora_bytes = slots.count * slot.rank_bytes(
             workload.dtype_bytes, size, num_experts, has_whole_attention=dp_attention
         )

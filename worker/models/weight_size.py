@@ -34,25 +34,38 @@ class WeightSize:
         num_bytes: of all ranks together.
         routed_bytes: of these, in the experts that a router chooses from.
         attention_bytes: of these, in the linear layers of attention.
+        shared_expert_bytes: of these, in the experts that every token passes.
+        dense_bytes: of these, in the networks of layers without experts.
     """
 
     num_parameters: int = 0
     num_bytes: int = 0
     routed_bytes: int = 0
     attention_bytes: int = 0
+    shared_expert_bytes: int = 0
+    dense_bytes: int = 0
 
-    def rank_bytes(self, num_ranks: int, num_experts: int = 0, *, has_whole_attention: bool = False) -> int:
+    def rank_bytes(
+        self,
+        num_ranks: int,
+        num_experts: int = 0,
+        *,
+        has_whole_attention: bool = False,
+        sends_tokens: bool = False,
+    ) -> int:
         """Return the bytes of the rank with the most.
 
         Args:
             num_experts: of a layer, if the ranks hold whole experts; otherwise 0.
             has_whole_attention: each rank holds the attention of all heads.
+            sends_tokens: tokens travel to their experts: each rank holds what its own tokens pass besides.
         """
         routed = self.routed_bytes if num_experts else 0
         share = -(-num_experts // num_ranks) / num_experts if num_experts else 0.0
-        attention = self.attention_bytes if has_whole_attention else 0
-        shared = self.num_bytes - routed - attention
-        return math.ceil(shared / num_ranks + routed * share + attention)
+        whole = self.attention_bytes if has_whole_attention else 0
+        if sends_tokens:
+            whole += self.shared_expert_bytes + (self.dense_bytes if has_whole_attention else 0)
+        return math.ceil((self.num_bytes - routed - whole) / num_ranks + routed * share + whole)
 
 
 def make_meta_model(model: ModelConfig) -> nn.Module:
@@ -116,6 +129,10 @@ def measure_weights(model: ModelConfig, module: nn.Module, dtype_bytes: int) -> 
         size.routed_bytes += num_bytes if is_linear and ".experts." in name else 0
         is_expansion = _EXPANSION in name and "norm" not in name
         size.attention_bytes += num_bytes if (is_linear and ".self_attn." in name) or is_expansion else 0
+        if is_linear and ".shared_expert" in name:
+            size.shared_expert_bytes += num_bytes
+        elif is_linear and ".mlp." in name and ".experts." not in name:
+            size.dense_bytes += num_bytes
     return size
 
 

@@ -195,6 +195,23 @@ def test_rank_with_whole_experts_has_the_larger_part_of_uneven_ones(make_model: 
     assert size.rank_bytes(2, 6) == size.rank_bytes(2)
 
 
+def test_rank_that_sends_tokens_to_experts_has_whole_networks_besides(
+    make_model: Callable[..., Path],
+) -> None:
+    folder = make_model("deepseek_v3", num_hidden_layers=3, first_k_dense_replace=1)
+    config = json.loads((folder / "config.json").read_text())
+    size, matrix = measure(folder, 4), 4 * config["hidden_size"]
+    assert size.dense_bytes == 3 * matrix * config["intermediate_size"]
+    width = config["moe_intermediate_size"] * config["n_shared_experts"]
+    assert size.shared_expert_bytes == 2 * 3 * matrix * width
+    num_experts = config["n_routed_experts"]
+    summed, sent = size.rank_bytes(2, num_experts), size.rank_bytes(2, num_experts, sends_tokens=True)
+    assert sent - summed == pytest.approx(size.shared_expert_bytes / 2, abs=1)
+    summed = size.rank_bytes(2, num_experts, has_whole_attention=True)
+    sent = size.rank_bytes(2, num_experts, has_whole_attention=True, sends_tokens=True)
+    assert sent - summed == pytest.approx((size.shared_expert_bytes + size.dense_bytes) / 2, abs=1)
+
+
 def test_rank_with_whole_attention_has_the_expansion_of_latents_dequantized(
     make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
