@@ -1,4 +1,7 @@
-"""Collectives of ranks on one host over shared memory: 0.04 to 0.07 ms at 4 to 64 KB, where gloo needs 0.4."""
+"""Collectives and transfers of ranks on one host over shared memory.
+
+A collective takes 0.04 to 0.07 ms at 4 to 64 KB, where gloo needs 0.4.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,42 @@ def segment_bytes(size: int) -> int:
 def can_reduce(tensor: Tensor) -> bool:
     """Return whether all_reduce supports the tensor."""
     return tensor.is_cpu and tensor.dtype in _REDUCIBLE and tensor.is_contiguous()
+
+
+def ring_bytes(capacity: int) -> int:
+    """Return the bytes of shared memory for a ring of so many bytes; the memory must be zeroed."""
+    return int(library().quire_ring_bytes(capacity))
+
+
+class RingEnd:
+    """The writer's or the reader's end of a ring of bytes in shared memory, for one thread.
+
+    Args:
+        memory: holds the ring from `offset` on, at a multiple of 64 bytes.
+        capacity: bytes that the ring holds.
+    """
+
+    def __init__(self, memory: mmap.mmap, offset: int, capacity: int, *, writes: bool) -> None:
+        self._memory = memory
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory, offset))
+        self._capacity, self._writes = capacity, writes
+
+    def move(self, data: Tensor, start: int, timeout_us: int) -> int:
+        """Write the bytes of a contiguous tensor from `start` on, or read them; return how many were copied.
+
+        Fewer than all mean that the other end was late, or has closed.
+        """
+        num_bytes = data.nbytes - start
+        address = data.data_ptr() + start
+        return int(
+            library().quire_ring_move(
+                self._address, self._writes, self._capacity, address, num_bytes, timeout_us
+            )
+        )
+
+    def close(self) -> None:
+        """End the waits of the other end for this one."""
+        library().quire_ring_close(self._address, self._writes)
 
 
 class SharedMemoryCollectives:

@@ -134,10 +134,6 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
         **_exchange_problems(options, device),
-        "pipeline_parallel_size is for ranks on CPUs so far: leave it out, or set device to cpu": is_pipeline
-        and device != "cpu",
-        "speculative_config does not support pipeline_parallel_size, whose first stage would wait for the verdict "
-        "on each draft; leave one of the two out": is_pipeline and options.speculative_config is not None,
         "enable_dp_attention does not support pipeline_parallel_size; leave one of the two out": is_pipeline
         and options.enable_dp_attention,
         **{f"{name} {value} is for GPUs": device != "cuda" for name, value in libraries.items()},

@@ -310,8 +310,25 @@ def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weig
     if config.speculative is None or options.speculative_config is None:
         return config
     own = read_speculative_options(options.speculative_config)
+    if config.parallel.pipeline_parallel_size > 1:
+        _check_drafts_in_stages(config.model, config.speculative)
     draft = _describe_draft(config, own, with_weights=with_weights)
     return replace(config, speculative=replace(config.speculative, draft=draft))
+
+
+def _check_drafts_in_stages(model: ModelConfig, speculative: SpeculativeConfig) -> None:
+    """Check that the first pipeline stage can draft for all. Raises ConfigError."""
+    if speculative.has_head:
+        raise ConfigError(
+            f"speculative_config: method {speculative.method} does not support pipeline_parallel_size: it reads "
+            "hidden states of the last stage, and the first one drafts; use method ngram or draft_model, or leave "
+            "one of the two out"
+        )
+    if model.has_states:
+        raise ConfigError(
+            f"speculative_config does not support pipeline_parallel_size with {model.name}, whose layers keep a "
+            "state of each sequence: earlier stages would not know when drafts are rejected; leave one of the two out"
+        )
 
 
 def _read_template(given: str | None) -> str | None:

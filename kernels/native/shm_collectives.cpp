@@ -1,7 +1,14 @@
-// Collectives of the ranks on one host over a segment of shared memory.
+// Collectives and transfers of the ranks on one host over segments of shared memory.
 //
+// Collectives:
 // Each round uses one slot per rank, in one of two alternating sets. A rank that writes to a set again has seen every
 // rank in the round between, so no rank still reads the set's old contents.
+//
+// A transfer goes through a ring of bytes, which one rank writes and another one reads. The writer waits only while the
+// ring is full.
+#include <algorithm>
+#include <cstring>
+
 #include "constants.h"
 #include "futex.h"
 #include "simd.h"
@@ -83,6 +90,71 @@ int exchange(char* segment, int rank, int size, int64_t capacity, uint32_t round
   return DONE;
 }
 
+// One end of a ring, which alone changes it.
+struct alignas(CACHE_LINE) RingEnd {
+  std::atomic<uint64_t> num_bytes;  // written or read so far
+  std::atomic<uint32_t> num_changes;
+  std::atomic<uint32_t> num_sleeping;  // 1 while the other end sleeps until the next change
+  std::atomic<uint32_t> is_closed;
+};
+
+// Its bytes, [capacity], follow it.
+struct Ring {
+  RingEnd writer, reader;
+  char* data() { return reinterpret_cast<char*>(this + 1); }
+};
+
+// Bytes that are copied before the other end may see them: it copies them meanwhile.
+constexpr int64_t PIECE = 1 << 18;
+
+void advance(RingEnd& end, int64_t count) {
+  end.num_bytes.fetch_add(count);
+  end.num_changes.fetch_add(1);
+  if (end.num_sleeping.load()) wake_all(end.num_changes);
+}
+
+// Waits until the end has moved on from `seen` bytes. Returns false when it has closed or the deadline is over.
+bool wait_for_bytes(RingEnd& end, uint64_t seen, std::chrono::steady_clock::time_point deadline) {
+  while (end.num_bytes.load() == seen) {
+    const uint32_t changes = end.num_changes.load();
+    if (end.num_bytes.load() != seen) break;
+    const auto time_left = deadline - std::chrono::steady_clock::now();
+    if (end.is_closed.load() || time_left <= time_left.zero()) return end.num_bytes.load() != seen;
+    if (spin_until_changed(end.num_changes, changes, std::min<std::chrono::nanoseconds>(time_left, SPIN_TIME))) continue;
+    end.num_sleeping.store(1);
+    sleep_until_changed(end.num_changes, changes, time_left);
+    end.num_sleeping.store(0);
+  }
+  return true;
+}
+
+// Copies between `bytes` and the ring until all are copied, the other end has closed or the deadline is over. Returns
+// the bytes that were copied.
+int64_t move_bytes(Ring& ring, bool is_write, int64_t capacity, char* bytes, int64_t num_bytes, int64_t timeout_us) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::microseconds(timeout_us);
+  RingEnd& own = is_write ? ring.writer : ring.reader;
+  RingEnd& other = is_write ? ring.reader : ring.writer;
+  int64_t done = 0;
+  while (done < num_bytes) {
+    const uint64_t at = own.num_bytes.load(), seen = other.num_bytes.load();
+    const int64_t available = is_write ? capacity - int64_t(at - seen) : int64_t(seen - at);
+    if (available == 0) {
+      if (!wait_for_bytes(other, seen, deadline)) break;
+      continue;
+    }
+    const int64_t offset = int64_t(at % uint64_t(capacity));
+    const int64_t count = std::min({available, num_bytes - done, capacity - offset, PIECE});
+    char* in_ring = ring.data() + offset;
+    if (is_write)
+      memcpy(in_ring, bytes + done, count);
+    else
+      memcpy(bytes + done, in_ring, count);
+    advance(own, count);
+    done += count;
+  }
+  return done;
+}
+
 }  // namespace
 
 extern "C" {
@@ -116,5 +188,24 @@ void quire_shm_close(char* segment, int rank) {
   Header& header = reinterpret_cast<Header*>(segment)[rank];
   header.is_closed.store(1);
   wake_all(header.round);
+}
+
+// Bytes of a ring, with its data.
+int64_t quire_ring_bytes(int64_t capacity) { return int64_t(sizeof(Ring)) + capacity; }
+
+// Writes bytes to a ring, or reads them from it, for at most `timeout_us`; returns how many were copied. Fewer mean that
+// the other end is late or has closed. Only one thread may use an end.
+int64_t quire_ring_move(char* ring, int is_write, int64_t capacity, char* bytes, int64_t num_bytes,
+                        int64_t timeout_us) {
+  return move_bytes(*reinterpret_cast<Ring*>(ring), is_write, capacity, bytes, num_bytes, timeout_us);
+}
+
+// Closes one end of a ring, which ends the waits of the other one.
+void quire_ring_close(char* ring, int is_writer) {
+  Ring& own = *reinterpret_cast<Ring*>(ring);
+  RingEnd& end = is_writer ? own.writer : own.reader;
+  end.is_closed.store(1);
+  end.num_changes.fetch_add(1);
+  wake_all(end.num_changes);
 }
 }

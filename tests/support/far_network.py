@@ -67,8 +67,13 @@ class FarNetwork:
             yield
 
 
-def open_network(stack: ExitStack) -> FarNetwork:
-    """Create a network namespace, which ends with the stack. Raises NetworkNotPermitted."""
+def open_network(stack: ExitStack, *, has_faults: bool = True) -> FarNetwork:
+    """Create a network namespace, which ends with the stack. Raises NetworkNotPermitted.
+
+    Args:
+        has_faults: it can lose packets and be slow, for which kernels and images may lack the match `statistic` or
+            the qdisc `tbf`.
+    """
     name = f"quire{secrets.token_hex(3)}"
     subnet = f"10.{200 + secrets.randbelow(50)}.{secrets.randbelow(256)}"
     network = FarNetwork(name, f"{subnet}.1", f"{subnet}.2")
@@ -81,10 +86,9 @@ def open_network(stack: ExitStack) -> FarNetwork:
         run(*network.inside, "ip", "address", "add", f"{network.far_ip}/30", "dev", "far")
         for device in ("far", "lo"):
             run(*network.inside, "ip", "link", "set", device, "up")
-        with network.lossy(0.0):  # kernels and images may lack the match `statistic` or the qdisc `tbf`
-            pass
-        with network.slow(10**9):
-            pass
+        if has_faults:
+            with network.lossy(0.0), network.slow(10**9):
+                pass
     except FileNotFoundError as error:
         raise NetworkNotPermitted(f"a network namespace takes iproute2 and iptables: {error}") from error
     except subprocess.CalledProcessError as error:

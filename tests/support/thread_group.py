@@ -6,12 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.proto.model.parallel_split import ParallelSplit
+from quire.worker.comm.pipeline import RecordableLink
 
 RUN_TIMEOUT_S = 240.0
 
@@ -30,6 +32,9 @@ class ThreadGroup:
     Attributes:
         num_meetings: meetings that each rank has come to.
     """
+
+    # Entered by each thread while it runs a rank.
+    around: Callable[[], AbstractContextManager[object]] = staticmethod(nullcontext)
 
     def __init__(self, size: int, timeout_s: float = 120) -> None:
         self.size = size
@@ -103,11 +108,14 @@ class ThreadGroup:
 
     def close(self) -> None:
         self._threads.shutdown()
+        self._tensors.clear()
+        self._gathered.clear()
 
     def _call(self, rank: int, function: Callable[[Any], T], argument: Any) -> T:
         self._await_turn(rank)
         try:
-            return function(argument)
+            with self.around():
+                return function(argument)
         except BaseException as error:
             self._errors.append(error)
             self._release_waiting()
@@ -172,33 +180,46 @@ class ThreadRows:
         return torch.cat([self._group.receive(each, self._own, "all-to-all") for each in self._members])
 
 
-class ThreadLink:
+class ThreadLink(RecordableLink):
     """The link of a rank to the pipeline stages before and after it."""
 
     awaited = ""
 
     def __init__(self, group: ThreadGroup, rank: int, split: ParallelSplit) -> None:
+        super().__init__()
         self._group, self._rank, self._size = group, rank, split.tensor
         self._first = rank % split.tensor
         self._last = split.result_rank + self._first
+        self._others = [each for each in range(self._first, split.num_ranks, split.tensor) if each != rank]
 
     def take_waited_s(self) -> float:
         return 0.0
 
-    def send_states(self, states: Tensor) -> None:
+    def transmit(self, states: Tensor) -> None:
         self._group.send(self._rank, self._rank + self._size, "states", states)
 
-    def receive_states(self, out: Tensor) -> Tensor:
+    def fill(self, out: Tensor) -> Tensor:
         return out.copy_(self._group.receive(self._rank - self._size, self._rank, "states"))
 
-    def send_tokens(self, token_ids: Tensor) -> None:
-        self._group.send(self._rank, self._first, "tokens", token_ids)
+    def send_tokens(self, token_ids: Tensor, *, to_all: bool = False) -> None:
+        for rank in self._others if to_all else [self._first]:
+            self._group.send(self._rank, rank, "tokens", token_ids)
+
+    def close(self) -> None:
+        super().close()
+        self._group.forget_sent()
 
     def receive_tokens(self, count: int) -> ThreadArrival:
         return ThreadArrival(self._group, self._last, self._rank, count)
 
-    def close(self) -> None:
-        pass
+    def send_drafts(self, drafts: Tensor) -> None:
+        for rank in self._others:
+            self._group.send(self._rank, rank, "drafts", drafts)
+
+    def receive_drafts(self, count: int) -> Tensor:
+        drafts = self._group.receive(self._first, self._rank, "drafts")
+        assert len(drafts) == count
+        return drafts
 
 
 class ThreadArrival:

@@ -88,6 +88,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInGpu]:
         pytest.param({"kv_dtype": "int8"}, marks=pytest.mark.slow),
         {"kind": "mixtral", "quantization": "int8", "stand_in": find_reference},
         {"kind": "gemma2", "stand_in": find_reference, **GROUPS},
+        {"pp": 2, "stand_in": find_reference, "model": {"num_hidden_layers": 2}},
+        {"pp": 3, "stand_in": find_reference, "model": {"num_hidden_layers": 3}, "cuda_graphs": False},
         pytest.param({"kind": "gemma2", **GROUPS}, marks=pytest.mark.slow),
     ],
     ids=lambda settings: "-".join(

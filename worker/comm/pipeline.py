@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,14 +15,14 @@ from torch import Tensor
 
 from ...proto.model.parallel_split import WHOLE_MODEL, ParallelSplit, Stage
 from .communicator import Communicator, ReplaceableGroup, SingleRank, nothing
-from .torch_distributed import TorchDistributed, Transfer
+from .ring_transfers import Transfer, Transfers
 
-# Sends of a kind that may be unfinished. The receiver of hidden states takes them as fast as it computes, that of
-# tokens before it sends the hidden states that they are sampled from.
+# Sends of a kind to a rank that may be unfinished. The receiver of hidden states takes them as fast as it computes,
+# that of tokens before it sends the hidden states that they are sampled from.
 _MAX_UNFINISHED = 8
 # Transfers of a kind have tags of their own, in turns, so that no two in flight are taken for each other.
 _NUM_TAGS = 64
-_STATES, _TOKENS = 0, 1
+_STATES, _TOKENS, _DRAFTS = range(3)
 
 
 class TokenArrival(Protocol):
@@ -51,16 +54,40 @@ class StageLink(Protocol):
         """Fill `out`, [T, E], with the hidden states of the previous stage, and return it."""
         ...
 
-    def send_tokens(self, token_ids: Tensor) -> None:
-        """Send sampled tokens, [N] int32, from the last stage to the first; nobody may write to them any more."""
+    def send_tokens(self, token_ids: Tensor, *, to_all: bool = False) -> None:
+        """Send sampled tokens, [N] int32, from the last stage to the first; nobody may write to them any more.
+
+        Args:
+            to_all: to all other stages.
+        """
         ...
 
     def receive_tokens(self, count: int) -> TokenArrival:
         """Begin to receive sampled tokens from the last stage."""
         ...
 
+    def send_drafts(self, drafts: Tensor) -> None:
+        """Send drafted tokens, [N] int32, from the first stage to all others; nobody may write to them any more."""
+        ...
+
+    def receive_drafts(self, count: int) -> Tensor:
+        """Return what the first stage sends, [N] int32."""
+        ...
+
+    def recording(self, max_tokens: int) -> AbstractContextManager[None]:
+        """Let the steps of the body be recorded ones, of at most so many tokens; see RecordableLink."""
+        ...
+
+    def begin_replay(self, num_tokens: int) -> None:
+        """Receive the hidden states that a recorded step reads."""
+        ...
+
+    def end_replay(self, states: Tensor) -> None:
+        """Send the output of a recorded step."""
+        ...
+
     def close(self) -> None:
-        """Forget unfinished transfers, which would keep the connections of a group that is left."""
+        """End all transfers, and forget unfinished ones. Safe to call twice."""
         ...
 
 
@@ -78,11 +105,26 @@ class NoLink:
     def receive_states(self, out: Tensor) -> Tensor:
         raise AssertionError("there is no previous stage")
 
-    def send_tokens(self, token_ids: Tensor) -> None:
+    def send_tokens(self, token_ids: Tensor, *, to_all: bool = False) -> None:
         raise AssertionError("there is no first stage")
 
     def receive_tokens(self, count: int) -> TokenArrival:
         raise AssertionError("there is no last stage")
+
+    def send_drafts(self, drafts: Tensor) -> None:
+        raise AssertionError("there is no other stage")
+
+    def receive_drafts(self, count: int) -> Tensor:
+        raise AssertionError("there is no first stage")
+
+    def recording(self, max_tokens: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin_replay(self, num_tokens: int) -> None:
+        pass
+
+    def end_replay(self, states: Tensor) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -91,67 +133,172 @@ class NoLink:
 NO_LINK = NoLink()
 
 
-class GroupLink:
-    """StageLink by sends and receives of the group of all ranks, and the arrival of tokens, which come in order.
+class RecordableLink(ABC):
+    """The transfers of hidden states of a StageLink, which are around recorded steps and not in them.
 
-    Args:
-        group: of all ranks of the replica, over a TorchDistributed.
+    A recorded step reads what it receives from a buffer, and what it sends is its output.
     """
 
-    def __init__(self, group: ReplaceableGroup[TorchDistributed], split: ParallelSplit) -> None:
+    def __init__(self) -> None:
+        self._max_tokens = 0  # of the steps that are being recorded
+        self._entry: Tensor | None = None  # of all recorded steps
+        self._sends_output = False
+
+    @abstractmethod
+    def transmit(self, states: Tensor) -> None:
+        """Send hidden states to the next stage, as `send_states`."""
+        ...
+
+    @abstractmethod
+    def fill(self, out: Tensor) -> Tensor:
+        """Receive hidden states of the previous stage, as `receive_states`."""
+        ...
+
+    def send_states(self, states: Tensor) -> None:
+        if self._max_tokens:
+            self._sends_output = True
+        else:
+            self.transmit(states)
+
+    def receive_states(self, out: Tensor) -> Tensor:
+        if not self._max_tokens:
+            return self.fill(out)
+        if self._entry is None:
+            self._entry = out.new_zeros(self._max_tokens, out.shape[1])
+        return self._entry[: len(out)]
+
+    @contextmanager
+    def recording(self, max_tokens: int) -> Iterator[None]:
+        """Let the steps of the body be recorded ones.
+
+        Args:
+            max_tokens: of the largest one of all.
+        """
+        self._max_tokens = max_tokens
+        try:
+            yield
+        finally:
+            self._max_tokens = 0
+
+    def begin_replay(self, num_tokens: int) -> None:
+        """Receive what a recorded step reads."""
+        if self._entry is not None:
+            self.fill(self._entry[:num_tokens])
+
+    def end_replay(self, states: Tensor) -> None:
+        """Send the output of a recorded step, [T, E], which the next replay overwrites."""
+        if self._sends_output:
+            self.transmit(states.clone())
+
+    def close(self) -> None:
+        # Steps are recorded anew in the next group.
+        self._entry, self._sends_output = None, False
+
+
+class GroupLink(RecordableLink):
+    """StageLink by sends and receives, and the arrival of tokens, which come in order.
+
+    On a GPU the device transfers, and the host does not wait. A send or a receive of NCCL occupies its connection
+    until the other rank takes part. So tokens have connections of their own, and are received when they are needed.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, rank: int, split: ParallelSplit, device: torch.device) -> None:
+        super().__init__()
         self.awaited = ""
-        self._group = group
-        self._previous, self._next = group.rank - split.tensor, group.rank + split.tensor
-        self._first = split.place_of(group.rank).tensor
+        self._rank, self._device = rank, device
+        self._previous, self._next = rank - split.tensor, rank + split.tensor
+        self._first = split.place_of(rank).tensor
         self._last = split.result_rank + self._first
-        self._unfinished: tuple[deque[Transfer], deque[Transfer]] = (deque(), deque())
-        self._arrivals: deque[Transfer] = deque()  # of tokens, the oldest first
-        self._num_sent = [0, 0]
-        self._num_received = [0, 0]
+        self._transfers: dict[int, Transfers] = {}  # by kind
+        self._unfinished: defaultdict[tuple[int, int], deque[Transfer]]  # by kind and receiver
+        self._unfinished = defaultdict(deque)
+        self._arrivals: deque[Callable[[], Transfer]] = deque()  # of tokens, the oldest first
+        self._num_sent: Counter[tuple[int, int]] = Counter()  # by kind and receiver
+        self._num_received: Counter[int] = Counter()  # by kind, each of which comes from one rank
         self._waited_s = 0.0
+        self.peers = [each for each in range(self._first, split.num_ranks, split.tensor) if each != rank]
+
+    def use(self, states: Transfers, tokens: Transfers) -> None:
+        """Transfer by these from now on, after `close`."""
+        self._transfers = {_STATES: states, _DRAFTS: states, _TOKENS: tokens}
 
     def take_waited_s(self) -> float:
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
-    def send_states(self, states: Tensor) -> None:
+    def transmit(self, states: Tensor) -> None:
         self._send(_STATES, states, self._next)
 
-    def receive_states(self, out: Tensor) -> Tensor:
-        transfer = self._group.group.receive(out, self._previous, self._next_tag(_STATES, self._num_received))
+    def fill(self, out: Tensor) -> Tensor:
+        transfer = self._receive(_STATES, out, self._previous)
         return self._wait(transfer, f"hidden states of rank {self._previous}")
 
-    def send_tokens(self, token_ids: Tensor) -> None:
-        self._send(_TOKENS, token_ids, self._first)
+    def send_tokens(self, token_ids: Tensor, *, to_all: bool = False) -> None:
+        for rank in self.peers if to_all else [self._first]:
+            self._send(_TOKENS, token_ids, rank)
 
     def receive_tokens(self, count: int) -> TokenArrival:
-        # Posted at once, so that the sender never waits. Kept here, so that `close` lets go of it.
-        out = torch.empty(count, dtype=torch.int32)
-        tag = self._next_tag(_TOKENS, self._num_received)
-        self._arrivals.append(self._group.group.receive(out, self._last, tag))
+        receive = partial(self._receive, _TOKENS, self._empty(count), self._last)
+        if self._device.type == "cpu":  # posted at once, so that the sender never waits
+            posted = receive()
+            self._arrivals.append(lambda: posted)
+        else:
+            self._arrivals.append(receive)
         return self
 
     def wait(self) -> Tensor:
         """Return the tokens of the oldest step that are awaited."""
         if not self._arrivals:
-            raise ConnectionError(f"rank {self._group.rank} has left the group")
-        return self._wait(self._arrivals.popleft(), f"tokens of rank {self._last}")
+            raise ConnectionError(f"rank {self._rank} has left the group")
+        return self._wait(self._arrivals.popleft()(), f"tokens of rank {self._last}")
+
+    def send_drafts(self, drafts: Tensor) -> None:
+        for rank in self.peers:
+            self._send(_DRAFTS, drafts, rank)
+
+    def receive_drafts(self, count: int) -> Tensor:
+        transfer = self._receive(_DRAFTS, self._empty(count), self._first)
+        return self._wait(transfer, f"drafts of rank {self._first}")
 
     def close(self) -> None:
-        for unfinished in (*self._unfinished, self._arrivals):
-            unfinished.clear()
-        self._num_sent, self._num_received = [0, 0], [0, 0]
+        super().close()
+        # Arrivals refer to the transfers, which would keep the connections of a group that is left.
+        self._unfinished.clear()
+        self._arrivals.clear()
+        self._num_sent.clear()
+        self._num_received.clear()
+        for transfers in self._transfers.values():
+            transfers.close()
+        self._transfers.clear()
+
+    def _empty(self, count: int) -> Tensor:
+        return torch.empty(count, dtype=torch.int32, device=self._device)
 
     def _send(self, kind: int, tensor: Tensor, rank: int) -> None:
-        unfinished = self._unfinished[kind]
+        unfinished = self._unfinished[kind, rank]
         while len(unfinished) >= _MAX_UNFINISHED:
             self._wait(unfinished.popleft(), f"rank {rank} to take what was sent")
-        tag = self._next_tag(kind, self._num_sent)
-        unfinished.append(self._group.group.send(tensor.contiguous(), rank, tag))
+        self._num_sent[kind, rank] += 1
+        tag = kind * _NUM_TAGS + self._num_sent[kind, rank] % _NUM_TAGS
+        began_at, self.awaited = time.perf_counter(), f"rank {rank} to take what is sent"
+        try:
+            unfinished.append(self._by(kind).send(tensor.contiguous(), rank, tag))
+        finally:
+            self.awaited = ""
+            self._waited_s += time.perf_counter() - began_at
 
-    def _next_tag(self, kind: int, counts: list[int]) -> int:
-        counts[kind] += 1
-        return kind * _NUM_TAGS + counts[kind] % _NUM_TAGS
+    def _receive(self, kind: int, out: Tensor, rank: int) -> Transfer:
+        self._num_received[kind] += 1
+        tag = kind * _NUM_TAGS + self._num_received[kind] % _NUM_TAGS
+        return self._by(kind).receive(out, rank, tag)
+
+    def _by(self, kind: int) -> Transfers:
+        if kind not in self._transfers:
+            raise ConnectionError(f"rank {self._rank} has left the group")
+        return self._transfers[kind]
 
     def _wait(self, transfer: Transfer, awaited: str) -> Tensor:
         began_at, self.awaited = time.perf_counter(), awaited
@@ -198,10 +345,11 @@ class Pipeline:
 
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         """Leave the groups, as Communicator.close does."""
+        # The link first: steps of a GPU, for whose end the tensor-parallel group waits, may wait for its transfers.
         self.link.close()
-        self.tensor.close(drop_recordings)
         if self.replica is not self.tensor:
             self.replica.close()
+        self.tensor.close(drop_recordings)
 
 
 # Of the only rank of a replica.

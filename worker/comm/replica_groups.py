@@ -7,6 +7,7 @@ import torch
 from ...proto.model.parallel_split import ParallelSplit
 from .communicator import Communicator, ReplaceableGroup, SingleRank
 from .pipeline import GroupLink, Pipeline
+from .ring_transfers import RingTransfers, Transfers
 from .shared_memory import join_group
 from .torch_distributed import TorchDistributed
 
@@ -27,6 +28,7 @@ class ReplicaGroups:
         self._split, self._rank, self._device, self._timeout_s = split, rank, device, timeout_s
         self._tensor: ReplaceableGroup[Communicator] | None = None
         self._replica: ReplaceableGroup[TorchDistributed] | None = None
+        self._link: GroupLink | None = None
 
     def join(self, host: str, port: int, *, replaceable: bool = True) -> Pipeline:
         """Join the groups for the first time. Raises ConnectionError: a rank did not join in time."""
@@ -41,8 +43,9 @@ class ReplicaGroups:
         tensor: Communicator = SingleRank()
         if self._split.tensor > 1:
             tensor = self._tensor = ReplaceableGroup(self._join_tensor(host, port))
-        stage = self._split.stage_of(self._rank)
-        self.pipeline = Pipeline(stage, self._rank, tensor, replica, GroupLink(replica, self._split))
+        link = self._link = GroupLink(self._rank, self._split, self._device)
+        link.use(*self._open_transfers(replica.group, link.peers, host, port))
+        self.pipeline = Pipeline(self._split.stage_of(self._rank), self._rank, tensor, replica, link)
         return self.pipeline
 
     def join_again(self, host: str, port: int) -> None:
@@ -52,10 +55,21 @@ class ReplicaGroups:
             self._replica.replace(self._join_replica(host, port))
         if self._tensor is not None:
             self._tensor.replace(self._join_tensor(host, port))
+        if self._replica is not None and self._link is not None:
+            self._link.use(*self._open_transfers(self._replica.group, self._link.peers, host, port))
 
-    def _join_replica(self, host: str, port: int) -> TorchDistributed:
+    def _open_transfers(
+        self, replica: TorchDistributed, peers: list[int], host: str, port: int
+    ) -> tuple[Transfers, Transfers]:
+        """Return what transfers hidden states between stages, and what transfers tokens."""
+        if self._device.type == "cpu":
+            rings = RingTransfers(replica, peers, self._timeout_s)
+            return rings, rings
+        return replica, self._join_replica(host, port, "tokens")
+
+    def _join_replica(self, host: str, port: int, name: str = "") -> TorchDistributed:
         num_ranks = self._split.num_ranks
-        return TorchDistributed(self._rank, num_ranks, host, port, self._device, self._timeout_s)
+        return TorchDistributed(self._rank, num_ranks, host, port, self._device, self._timeout_s, name)
 
     def _join_tensor(self, host: str, port: int) -> Communicator:
         place, size = self._split.place_of(self._rank), self._split.tensor

@@ -24,7 +24,7 @@ from .communicator import Arrival, Arrived, Communicator, RowCounts, nothing
 from .torch_distributed import TorchDistributed
 
 # How often a waiting rank checks whether the others are alive.
-_LIVENESS_CHECK_US = 100_000
+LIVENESS_CHECK_US = 100_000
 # struct flock: type, whence, start, length, process id.
 _FLOCK = struct.Struct("hh4xqqi4x")
 # Bytes that a rank sends in one round of an all-to-all. Pages that are never written take no memory.
@@ -94,7 +94,7 @@ class SharedMemoryCommunicator:
         collectives = self._open
         flat, step = tensor.view(-1), SLOT_BYTES // tensor.element_size()
         for start in range(0, len(flat), step):
-            late = collectives.all_reduce(flat[start : start + step], _LIVENESS_CHECK_US)
+            late = collectives.all_reduce(flat[start : start + step], LIVENESS_CHECK_US)
             self._wait("all-reduce", collectives, late)
         return tensor
 
@@ -103,7 +103,7 @@ class SharedMemoryCommunicator:
             return self.group.all_gather(tensor)
         collectives, tensor = self._open, tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._wait("all-gather", collectives, collectives.all_gather(tensor, gathered, _LIVENESS_CHECK_US))
+        self._wait("all-gather", collectives, collectives.all_gather(tensor, gathered, LIVENESS_CHECK_US))
         return gathered
 
     def all_to_all(self, rows: Tensor, counts: RowCounts) -> Arrival:
@@ -123,7 +123,7 @@ class SharedMemoryCommunicator:
     def meet(self, timeout_s: float) -> None:
         collectives, own = self._open, torch.zeros(1)
         gathered = own.new_empty((self.size, 1))
-        late = collectives.all_gather(own, gathered, _LIVENESS_CHECK_US)
+        late = collectives.all_gather(own, gathered, LIVENESS_CHECK_US)
         self._wait("meeting", collectives, late, timeout_s)
 
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
@@ -154,8 +154,8 @@ class SharedMemoryCommunicator:
             if time.monotonic() > deadline:
                 raise self._failure(operation, late, f"did not arrive within {timeout_s:g} s")
             # A dead rank may have arrived before it ended.
-            is_alive = _is_locked(self._file, late)
-            awaited, late = late, collectives.resume(_LIVENESS_CHECK_US if is_alive else 0)
+            is_alive = is_locked(self._file, late)
+            awaited, late = late, collectives.resume(LIVENESS_CHECK_US if is_alive else 0)
             if late == awaited and not is_alive:
                 raise self._failure(operation, late, "has ended")
 
@@ -214,7 +214,8 @@ class _Exchange:
 def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
     """Return this rank's file and map of rank 0's memory. Returns None on all ranks if one of them cannot map it."""
     with ExitStack() as opened:
-        file = _create_segment(group.size, opened) if group.rank == 0 else None
+        num_bytes = _num_bytes(group.size)
+        file = create_file("quire-collectives", num_bytes, opened) if group.rank == 0 else None
         number = -1 if file is None else file
         own = torch.tensor([host_id(), os.getpid(), number, secrets.randbits(62)])
         all_ranks = group.all_gather(own)
@@ -222,13 +223,13 @@ def _share_segment(group: TorchDistributed) -> tuple[int, mmap.mmap] | None:
         if (all_ranks[:, 0] != all_ranks[0, 0]).any():
             return None  # several hosts: process ids of rank 0 are not valid on the others
         if group.rank == 0:
-            memory = None if file is None else _map_segment(file, group)
+            memory = None if file is None else map_locked(file, num_bytes, group.rank)
             if memory is not None:
                 memory[: _TOKEN.size] = _TOKEN.pack(token)
         group.barrier()
         if group.rank != 0:
-            file = _open_segment(process, number, opened)
-            memory = None if file is None else _map_segment(file, group)
+            file = open_file(process, number, opened)
+            memory = None if file is None else map_locked(file, num_bytes, group.rank)
         is_same = memory is not None and _TOKEN.unpack_from(memory)[0] == token
         if group.all_gather(torch.tensor([is_same])).all() and file is not None and memory is not None:
             opened.pop_all()
@@ -252,21 +253,24 @@ def host_id() -> int:
     return secrets.randbits(56)
 
 
-def _create_segment(size: int, opened: ExitStack) -> int | None:
-    """Return the file of a new segment, to be closed with `opened`. Returns None if it cannot be created."""
+def create_file(name: str, num_bytes: int, opened: ExitStack) -> int | None:
+    """Return a new file of shared memory, to be closed with `opened`. Returns None if it cannot be created."""
     if not is_available():
         return None
     try:
-        file = os.memfd_create("quire-collectives")
+        file = os.memfd_create(name)
         opened.callback(os.close, file)
-        os.ftruncate(file, _num_bytes(size))
+        os.ftruncate(file, num_bytes)
     except (AttributeError, OSError):  # not Linux, or no memory
         return None
     return file
 
 
-def _open_segment(process: int, number: int, opened: ExitStack) -> int | None:
-    """Open rank 0's file, to be closed with `opened`: a lock belongs to the open file description."""
+def open_file(process: int, number: int, opened: ExitStack) -> int | None:
+    """Open another process's file, to be closed with `opened`: a lock belongs to the open file description.
+
+    Returns None if it cannot be opened here.
+    """
     if number < 0 or not is_available():
         return None
     try:
@@ -277,19 +281,19 @@ def _open_segment(process: int, number: int, opened: ExitStack) -> int | None:
     return file
 
 
-def _map_segment(file: int, group: TorchDistributed) -> mmap.mmap | None:
-    """Map the memory and lock this rank's byte. Returns None if that fails."""
-    length = _num_bytes(group.size)
+def map_locked(file: int, num_bytes: int, rank: int) -> mmap.mmap | None:
+    """Map a file and lock this rank's byte of it. Returns None if that fails."""
     try:
-        if os.fstat(file).st_size != length:
+        if os.fstat(file).st_size != num_bytes:
             return None
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, group.rank, 1, 0))
-        return mmap.mmap(file, length)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0))
+        return mmap.mmap(file, num_bytes)
     except OSError:
         return None
 
 
-def _is_locked(file: int, rank: int) -> bool:
+def is_locked(file: int, rank: int) -> bool:
+    """Return whether another rank, which has locked its byte of a file, is alive."""
     request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
     kind: int = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_OFD_GETLK, request))[0]
     return kind != fcntl.F_UNLCK

@@ -28,6 +28,7 @@ from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.errors import first_line
 from ..attention import AttentionInputs, OwnTokens, with_groups
+from ..comm.pipeline import NO_LINK, StageLink
 from ..libraries.attention_backend import OWN_BACKEND, GraphAttention
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters
 from ..step.batch import Batch
@@ -223,6 +224,8 @@ class StepGraphs:
         all_ranks: collective that returns whether its argument is true on all ranks.
         fixed_item_len: as for split_decodes.
         attention: what computes the attention of the decodes.
+        link: to other pipeline stages, which transfers before and after replays.
+        returns_states: `compute` returns hidden states for the next stage instead, [T, E].
     """
 
     def __init__(
@@ -234,6 +237,9 @@ class StepGraphs:
         all_ranks: Callable[[bool], bool],
         fixed_item_len: int | None = None,
         attention: GraphAttention = OWN_BACKEND,
+        link: StageLink = NO_LINK,
+        *,
+        returns_states: bool = False,
     ) -> None:
         self._compute = compute
         self._attention = attention
@@ -244,15 +250,17 @@ class StepGraphs:
         self._backend = backend
         self._all_ranks = all_ranks
         self._fixed_item_len = fixed_item_len
+        self._link = link
         self._recordings: dict[GraphShape, Recording] = {}
         # Of all graphs: each would keep its own otherwise, 1.7 GB for up to 1,024 rows of 128,000 tokens.
-        self._logits: Tensor | None = None
+        self._outputs: Tensor | None = None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        num_rows = self._max_rows = max(shape.num_rows for shape in limits.shapes)
-        num_tokens = max(shape.num_tokens for shape in limits.shapes)
+        num_rows = max(shape.num_rows for shape in limits.shapes)
+        num_tokens = self._max_tokens = max(shape.num_tokens for shape in limits.shapes)
+        self._max_outputs = num_tokens if returns_states else num_rows
         self._token_ids = zeros(num_tokens)
         self._positions = zeros(num_tokens, dtype=torch.int64)
         # Of each cache group.
@@ -291,7 +299,9 @@ class StepGraphs:
             return None
         self._copy_inputs(batch, shape)
         self._plan_attention(shape, batch.attention.decode_lens)
+        self._link.begin_replay(shape.num_tokens)
         recording.replay()
+        self._link.end_replay(recording.output)
         return Replay(recording.output[: len(batch.sampled_rows)], shape.num_decodes)
 
     def _find_for(self, batch: Batch) -> GraphShape | None:
@@ -354,12 +364,13 @@ class StepGraphs:
             return self._run_step(shape)
 
         self._plan_attention(shape, None)
-        self._backend.warm_up(compute)
-        try:
-            return self._backend.record(compute)
-        except RuntimeError as error:
-            _log.warning("disabling graphs, a step cannot be recorded: %s", first_line(error))
-            return None
+        with self._link.recording(self._max_tokens):
+            self._backend.warm_up(compute)
+            try:
+                return self._backend.record(compute)
+            except RuntimeError as error:
+                _log.warning("disabling graphs, a step cannot be recorded: %s", first_line(error))
+                return None
 
     def _run_step(self, shape: GraphShape) -> Tensor:
         """Compute a step from the buffers; this is the recorded function."""
@@ -407,11 +418,11 @@ class StepGraphs:
         starts = torch.cat((decodes, self._query_start[: shape.num_chunks + 1] + shape.num_decodes))
         return StateRuns(slots, starts, is_new, max(1, shape.num_chunk_tokens), stores)
 
-    def _keep(self, logits: Tensor) -> Tensor:
-        """Copy logits to the memory that all graphs share."""
-        if self._logits is None:
-            self._logits = logits.new_empty(self._max_rows, logits.shape[1])
-        return self._logits[: len(logits)].copy_(logits)
+    def _keep(self, output: Tensor) -> Tensor:
+        """Copy logits or hidden states to the memory that all graphs share."""
+        if self._outputs is None:
+            self._outputs = output.new_empty(self._max_outputs, output.shape[1])
+        return self._outputs[: len(output)].copy_(output)
 
     def _copy_inputs(self, batch: Batch, shape: GraphShape) -> None:
         """Copy a step's inputs to the buffers, with padding after its decodes and after its chunks.

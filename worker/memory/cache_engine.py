@@ -92,9 +92,8 @@ class CacheEngine:
         # number of places in a block, which hold the layers of each cache group in turn.
         self._parts, self._host_parts = list[Tensor](), list[Tensor]()
         layers = []
-        for model, layout in _models(config):
+        for model, layout, own_layers in _models(config, stage):
             parts = [list[Tensor]() for _ in range(layout.num_layers)]
-            own_layers = kv_range(model, stage)
             for part in _parts(config, model, layout, dtype, own_layers):
                 shape = part.num_places, num_blocks, part.length
                 stored = _zeros(shape, part.dtype, device, touches_pages=touches_pages, segment=segment)
@@ -239,8 +238,8 @@ def bytes_per_block(config: EngineConfig, dtype: torch.dtype, stage: Stage = WHO
     """Return the KV bytes of a block on one rank, in all its layers, for a model of `dtype`."""
     return sum(
         part.num_places * part.length * part.dtype.itemsize
-        for model, layout in _models(config)
-        for part in _parts(config, model, layout, dtype, kv_range(model, stage))
+        for model, layout, own_layers in _models(config, stage)
+        for part in _parts(config, model, layout, dtype, own_layers)
     )
 
 
@@ -250,14 +249,19 @@ def bytes_per_state(config: EngineConfig, dtype: torch.dtype, stage: Stage = WHO
     return state_bytes(layers, dtype.itemsize)
 
 
-def _models(config: EngineConfig) -> list[tuple[ModelConfig, CacheLayout]]:
-    """Return the models whose keys and values a block has: the target, and a draft model if there is one.
+def _models(config: EngineConfig, stage: Stage) -> list[tuple[ModelConfig, CacheLayout, range]]:
+    """Return the models whose keys and values a block has, and their layers on this rank.
 
-    The draft model's layers are in the blocks of the first cache group.
+    These are the target, and a draft model if there is one, which the first stage has. The draft model's layers are
+    in the blocks of the first cache group.
     """
-    models, draft = [(config.model, config.cache_layout)], config.speculative_draft
-    if draft is not None:
-        models.append((draft, make_layout(draft.num_kv_layers, (), draft.max_model_len, 0)))
+    models, draft = (
+        [(config.model, config.cache_layout, kv_range(config.model, stage))],
+        config.speculative_draft,
+    )
+    if draft is not None and stage.is_first:
+        layout = make_layout(draft.num_kv_layers, (), draft.max_model_len, 0)
+        models.append((draft, layout, kv_range(draft, WHOLE_MODEL)))
     return models
 
 

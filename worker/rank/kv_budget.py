@@ -68,6 +68,7 @@ class LargestSteps:
 
     Attributes:
         sampling: of rows without sequences.
+        samples: this rank's pipeline stage samples.
     """
 
     config: EngineConfig
@@ -75,12 +76,20 @@ class LargestSteps:
     sampler: Sampler
     sampling: SamplingTable
     device: torch.device
+    samples: bool = True
 
     def run(self, cache: CacheEngine) -> None:
         """Run both steps, and sample from the vocabulary."""
         hidden = self._run_prompts(cache)
         if not self.config.model.generates:
             return
+        if self.samples:
+            self._run_samples(hidden)
+        del hidden
+        self._run_decodes(cache)
+
+    def _run_samples(self, hidden: Tensor) -> None:
+        """Sample for every row of the largest step of decodes."""
         rows = np.arange(self.config.max_decode_tokens, dtype=np.int32)
         logits = self.model.logits(hidden[to_device(rows % len(hidden), self.device, torch.int64)])
         # Sampling from the whole vocabulary has the largest intermediate tensors, and truncated sampling of several
@@ -91,8 +100,6 @@ class LargestSteps:
             truncated.put(int(row), RowSampling(top_k=2, top_p=0.9))
         for table in (self.sampling, truncated):
             self.sampler.sample(logits, table, rows, rows)
-        del hidden, logits
-        self._run_decodes(cache)
 
     def _run_prompts(self, cache: CacheEngine) -> Tensor:
         """Return the hidden states of a step with the largest number of prompt tokens."""

@@ -37,6 +37,7 @@ from ..speculation.draft_model import DraftModelProposer
 from ..speculation.feature_tap import FeatureTap
 from ..speculation.head_proposer import HeadProposer
 from ..speculation.speculator import DraftProposer, NgramProposer, NoProposer, Speculator
+from ..speculation.stage_drafts import ReceivedDrafts, SentDrafts
 from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import Checkpoint, ProgressCallback
 from ..weights.node_cache import weights_folder
@@ -91,14 +92,21 @@ class LoadedModel:
         return hidden
 
     def compute(
-        self, kv_caches: list[LayerCache], states: Sequence[Sequence[Tensor]], inputs: GraphInputs
+        self,
+        kv_caches: list[LayerCache],
+        states: Sequence[Sequence[Tensor]],
+        inputs: GraphInputs,
+        *,
+        samples: bool = True,
     ) -> Tensor:
-        """Return the logits of a step that is being recorded."""
+        """Return the logits of a step that is being recorded, or hidden states of a stage that does not sample."""
         self.adapters.begin_step(inputs.lora)
         self.tap.reset()
         attention = with_states(inputs.attention, inputs.state_runs, states)
         hidden = self.forward(inputs.token_ids, inputs.positions, kv_caches, attention)
         self.tap.keep_replayed()
+        if not samples:
+            return hidden
         if inputs.sampled_index is not None:
             hidden = hidden.index_select(0, inputs.sampled_index)
         return self.model.logits(hidden, inputs.lora.sampled)
@@ -191,9 +199,12 @@ class ModelLoader:
             layers: returns the KV cache of what drafts, which is allocated later.
         """
         speculative, block_size = self._config.speculative, self._config.cache.block_size
+        stage, link = self._pipeline.stage, self._pipeline.link
         proposer: DraftProposer
         if speculative is None:
             proposer = NoProposer()
+        elif not stage.is_first:
+            proposer = ReceivedDrafts(rows, link)
         elif speculative.draft is None:
             proposer = NgramProposer(speculative, rows)
         elif speculative.method == "draft_model":
@@ -209,7 +220,9 @@ class ModelLoader:
             proposer = HeadProposer(rows, head, sampler, layers, block_size)
             max_tokens = max(shape.num_tokens for shape in GraphLimits.of(self._config).shapes)
             loaded.tap = FeatureTap(proposer, head.aux_layers, max_tokens)
-        loaded.drafts = Speculator(rows, proposer)
+        if speculative is not None and stage.is_first and not stage.is_last:
+            proposer = SentDrafts(proposer, rows, link)
+        loaded.drafts = Speculator(rows, proposer, jumps_forward=stage.count == 1)
 
     @contextmanager
     def _open(
@@ -223,7 +236,8 @@ class ModelLoader:
         """Open a model's checkpoint. Raises ConfigError if what the body loads does not fit into memory.
 
         Args:
-            is_served: the model is no draft model, whose tokens do not travel to its experts.
+            is_served: the model is no draft model, which is whole on the first stage, and whose tokens do not travel
+                to its experts.
         """
         config, pipeline = self._config, self._pipeline
         folder = weights_folder(model.path)
@@ -247,12 +261,12 @@ class ModelLoader:
                 batch_invariant=config.parallel.batch_invariant,
                 linear_backend=self._linear,
                 experts_backend=self._experts,
-                stage=pipeline.stage,
-                link=pipeline.link,
             )
             if is_served:
                 load = replace(
                     load,
+                    stage=pipeline.stage,
+                    link=pipeline.link,
                     all2all_backend=config.parallel.all2all_backend,
                     num_redundant_experts=config.parallel.num_redundant_experts,
                     balances_experts=config.parallel.enable_eplb,

@@ -247,13 +247,16 @@ class RankMemory:
         self._drop_weights()
         self.kv.close()
         self._graph_backend = None
-        del self.rows, self.sampler, self.attention
+        del self.rows, self.relay, self.sampler, self.attention
         free_unused_memory(self._device)
 
     @torch.inference_mode()
     def run_largest_steps(self, cache: CacheEngine | None = None) -> None:
         """Run the steps that need most memory, by default on a scratch block alone."""
-        steps = LargestSteps(self._config, self.loaded.model, self.sampler, self.rows.sampling, self._device)
+        samples = self._pipeline.stage.is_last
+        steps = LargestSteps(
+            self._config, self.loaded.model, self.sampler, self.rows.sampling, self._device, samples=samples
+        )
         steps.run(self.kv.make_scratch() if cache is None else cache)
 
     # Commands
@@ -349,14 +352,17 @@ class RankMemory:
         loaded = self.loaded
         if not (self._wants_graphs and loaded.model.supports_graphs):
             return NoGraphs()
+        is_last = self._pipeline.stage.is_last
         graphs = StepGraphs(
-            partial(loaded.compute, cache.layers, cache.states),
+            partial(loaded.compute, cache.layers, cache.states, samples=is_last),
             GraphLimits.of(self._config),
             self._device,
             self._graph_backend or CudaGraphs(self._device),
             self._all_ranks,
             fixed_item_len(self._config.parallel),
             self.attention.for_graphs(),
+            self._pipeline.link,
+            returns_states=not is_last,
         )
         self._stages.begin("record")
         graphs.record_all()

@@ -153,7 +153,7 @@ class StepExecutor:
         self.stages.exclude(self.waited_s())
         self.rows.mark_computed(batch.rows, batch.lens)
         if not self.stage.is_last:
-            self.relay.expect(batch.sampled_rows, batch.sampled_positions)
+            self.relay.expect(batch.sampled_rows, batch.sampled_positions, has_drafts=batch.has_drafts)
         elif logits is not None and batch.sampled_rows.size:
             self.stages.begin("sample")
             self._sample(batch, logits, step)
@@ -222,15 +222,17 @@ class StepExecutor:
         )
         result = step.launched
         result.failed_rows = self.rows.logits_processors.take_failures()
-        if batch.has_drafts:
+        if not batch.has_drafts:
+            self.relay.pass_on(token_ids)
+        else:
             verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
+            self.relay.pass_on(token_ids, verdict.retained)
             rows, positions = rows[verdict.retained], positions[verdict.retained]
             token_ids = token_ids.index_select(0, to_device_once(verdict.retained, self.device))
             logprobs = None if logprobs is None else logprobs.select(verdict.retained)
             result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
             self._store_accepted(batch, verdict)
         self.rows.append(rows, positions, token_ids)
-        self.relay.pass_on(token_ids)
         if self.rank == 0:
             columns = [] if logprobs is None else logprobs.columns()
             step.copied, step.logprobs = HostCopy([token_ids, *columns]), logprobs

@@ -51,11 +51,13 @@ class Speculator:
 
     Args:
         proposer: drafts for rows without jump-forward tokens.
+        jumps_forward: this rank knows which text is forced: of several pipeline stages only the last one does.
     """
 
-    def __init__(self, rows: DeviceRows, proposer: DraftProposer) -> None:
+    def __init__(self, rows: DeviceRows, proposer: DraftProposer, *, jumps_forward: bool = True) -> None:
         self._rows = rows
         self.proposer = proposer
+        self._jumps_forward = jumps_forward
 
     def clear(self) -> None:
         """Forget the sequences of all rows."""
@@ -84,6 +86,8 @@ class Speculator:
         return num_drafted
 
     def _propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        if not self._jumps_forward:
+            return self.proposer.propose(rows, max_lens)
         forced = [
             self._rows.logits_processors.jump_forward_ids(row, max_len)
             for row, max_len in zip(rows.tolist(), max_lens.tolist(), strict=True)

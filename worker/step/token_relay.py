@@ -3,6 +3,9 @@
 Rows count a sampled token as soon as the step that samples it is launched: which rows sample, and at which positions,
 follows from the plans. Its value comes later, straight from the last stage; only the first stage, which has the
 embedding, needs it, and only before a step that computes it.
+
+In a step with drafted tokens the last stage decides how many samples of a row count, and with them the positions of
+its next step. So its verdict goes to every stage, each of which waits for it before a step of the same row.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.model.parallel_split import Stage
 from ...proto.step import StepPlan
 from ..comm.pipeline import StageLink, TokenArrival
+from ..memory.host_to_device import to_device_once
 from .batch import decoding_rows
 from .device_rows import DeviceRows
+
+# In a verdict, a sample that does not count.
+_REJECTED = -1
 
 
 class TokenRelay(Protocol):
@@ -33,12 +41,20 @@ class TokenRelay(Protocol):
         """Write every token that the plan's step computes to its row; wait for it if it has not come."""
         ...
 
-    def expect(self, rows: RowArray, positions: RowArray) -> None:
-        """Count the tokens of a step of which another stage samples them."""
+    def expect(self, rows: RowArray, positions: RowArray, *, has_drafts: bool) -> None:
+        """Count the tokens of a step of which another stage samples them, or await which of them count.
+
+        Args:
+            rows, positions: [N], of the step's samples; with drafts a row has several.
+        """
         ...
 
-    def pass_on(self, token_ids: Tensor) -> None:
-        """Send the tokens that this stage has sampled in a step, of the rows that `expect` gets elsewhere."""
+    def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
+        """Send the tokens that this stage has sampled in a step, of the rows that `expect` gets elsewhere.
+
+        Args:
+            retained: indices of those that count; None for all, in a step without drafts.
+        """
         ...
 
     def clear(self) -> None:
@@ -55,10 +71,10 @@ class NoRelay:
     def complete(self, plan: StepPlan) -> None:
         pass
 
-    def expect(self, rows: RowArray, positions: RowArray) -> None:
+    def expect(self, rows: RowArray, positions: RowArray, *, has_drafts: bool) -> None:
         raise AssertionError("the rank samples the tokens itself")
 
-    def pass_on(self, token_ids: Tensor) -> None:
+    def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
         pass
 
     def clear(self) -> None:
@@ -71,18 +87,13 @@ class LastRelay(NoRelay):
     def __init__(self, link: StageLink) -> None:
         self._link = link
 
-    def pass_on(self, token_ids: Tensor) -> None:
-        self._link.send_tokens(token_ids)
-
-
-class MiddleRelay(NoRelay):
-    """The relay of a stage between, whose rows count tokens and never read them."""
-
-    def __init__(self, rows: DeviceRows) -> None:
-        self._rows = rows
-
-    def expect(self, rows: RowArray, positions: RowArray) -> None:
-        self._rows.count_sampled(rows, positions)
+    def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
+        if retained is None:
+            self._link.send_tokens(token_ids)
+            return
+        verdict, index = torch.full_like(token_ids, _REJECTED), to_device_once(retained, token_ids.device)
+        verdict.index_copy_(0, index, token_ids.index_select(0, index))
+        self._link.send_tokens(verdict, to_all=True)
 
 
 @dataclass(slots=True)
@@ -92,24 +103,27 @@ class _Awaited:
     Attributes:
         rows, positions: [N].
         counts: [N] bool, the row has had its sequence ever since.
+        has_drafts: the arrival tells which of the samples count.
     """
 
     rows: RowArray
     positions: RowArray
     counts: np.ndarray[tuple[int], np.dtype[np.bool_]]
     arrival: TokenArrival
+    has_drafts: bool
 
 
-class FirstRelay(MiddleRelay):
-    """The relay of the first stage, which receives the tokens.
+class EarlyRelay(NoRelay):
+    """The relay of a stage before the last one, whose rows count tokens before their values are known.
 
     Args:
         max_steps: most steps in flight: the tokens of earlier ones have been sent.
+        reads_tokens: this is the first stage, which receives the tokens; others receive verdicts alone.
     """
 
-    def __init__(self, rows: DeviceRows, link: StageLink, max_steps: int) -> None:
-        super().__init__(rows)
-        self._link, self._max_steps = link, max_steps
+    def __init__(self, rows: DeviceRows, link: StageLink, max_steps: int, *, reads_tokens: bool) -> None:
+        self._rows, self._link = rows, link
+        self._max_steps, self._reads_tokens = max_steps, reads_tokens
         self._awaited: deque[_Awaited] = deque()
 
     def begin_plan(self, plan: StepPlan) -> None:
@@ -125,13 +139,15 @@ class FirstRelay(MiddleRelay):
         too_many = len(self._awaited) - self._max_steps
         self._take(max(too_many, self._num_needed(decoding_rows(self._rows, plan))))
 
-    def expect(self, rows: RowArray, positions: RowArray) -> None:
-        super().expect(rows, positions)
-        if rows.size:
+    def expect(self, rows: RowArray, positions: RowArray, *, has_drafts: bool) -> None:
+        if has_drafts:
+            self._rows.decoding[rows] = True  # also those whose first token this is
+        else:
+            self._rows.count_sampled(rows, positions)
+        if rows.size and (has_drafts or self._reads_tokens):
             arrival = self._link.receive_tokens(rows.size)
-            self._awaited.append(
-                _Awaited(rows.copy(), positions.copy(), np.ones(rows.size, np.bool_), arrival)
-            )
+            counts = np.ones(rows.size, np.bool_)
+            self._awaited.append(_Awaited(rows.copy(), positions.copy(), counts, arrival, has_drafts))
 
     def clear(self) -> None:
         self._awaited.clear()
@@ -150,9 +166,17 @@ class FirstRelay(MiddleRelay):
             step = self._awaited.popleft()
             token_ids = step.arrival.wait()
             kept = step.counts
-            self._rows.write(
-                step.rows[kept], step.positions[kept], token_ids if kept.all() else token_ids[kept]
-            )
+            if step.has_drafts:
+                kept = kept & (token_ids.cpu().numpy() != _REJECTED)
+            if not kept.any():
+                continue
+            rows, positions = step.rows[kept], step.positions[kept]
+            if not kept.all():
+                index = to_device_once(np.flatnonzero(kept), token_ids.device)
+                token_ids = token_ids.index_select(0, index)
+            self._rows.write(rows, positions, token_ids)
+            if step.has_drafts:
+                self._rows.count_sampled(rows, positions)
 
 
 def make_relay(stage: Stage, rows: DeviceRows, link: StageLink, max_steps: int) -> TokenRelay:
@@ -161,4 +185,4 @@ def make_relay(stage: Stage, rows: DeviceRows, link: StageLink, max_steps: int) 
         return NoRelay()
     if stage.is_last:
         return LastRelay(link)
-    return FirstRelay(rows, link, max_steps) if stage.is_first else MiddleRelay(rows)
+    return EarlyRelay(rows, link, max_steps, reads_tokens=stage.is_first)

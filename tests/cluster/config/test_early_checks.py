@@ -144,19 +144,10 @@ def test_model_without_a_vocabulary_is_refused_unless_it_serves_token_ids(model_
     ("options", "machine", "problem"),
     [
         ({"pipeline_parallel_size": 5}, CPU, "it has 3 layers; use pipeline_parallel_size 3 or less"),
-        ({"pipeline_parallel_size": 2}, Machine(2, 4), "set device to cpu"),
         (
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 4, "device": "cuda"},
             Machine(2, 4),
             "has 4 CUDA",
-        ),
-        (
-            {
-                "pipeline_parallel_size": 2,
-                "speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}',
-            },
-            CPU,
-            "speculative_config does not support pipeline_parallel_size",
         ),
         (
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_dp_attention": True},

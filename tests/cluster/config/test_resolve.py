@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from state_kinds import STATE_KINDS
 
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.config.engine_options import EngineOptions
@@ -318,3 +319,28 @@ def test_dp_attention_refuses_drafts_without_latents(make_model: Callable[..., P
 )
 def test_tenants_and_adapters_share_the_rows_fairly_by_default(settings: dict[str, Any], policy: str) -> None:
     assert resolve_on_cpu("demo", **settings).scheduler.policy == policy
+
+
+@pytest.mark.parametrize(
+    ("model", "drafts", "problem"),
+    [
+        (
+            "demo",
+            {"method": "eagle3", "model": "demo-eagle3"},
+            "method eagle3 does not support pipeline_parallel",
+        ),
+        ("demo", {"method": "draft_model", "model": "demo-draft"}, ""),
+        ("demo", {"method": "ngram"}, ""),
+        ("states", {"method": "ngram"}, "whose layers keep a state of each sequence"),
+    ],
+)
+def test_stages_draft_what_the_first_one_can(
+    make_model: Callable[..., Path], model: str, drafts: dict[str, Any], problem: str
+) -> None:
+    name = str(make_model("lfm2", **STATE_KINDS["lfm2"])) if model == "states" else model
+    options = {
+        "pipeline_parallel_size": 2,
+        "speculative_config": json.dumps(drafts | {"num_speculative_tokens": 2}),
+    }
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        assert resolve_on_cpu(name, **options).speculative is not None

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from thread_group import ThreadGroup
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,7 +35,7 @@ def installed(
     gpu: StandInGpu | None = None,
     stand_in: Callable[[str, str], Callable[..., Any]] | None = None,
 ) -> Iterator[StandInGpu]:
-    """Install the device for the body, on this thread.
+    """Install the device for the body, on this thread and those of ThreadGroups.
 
     Args:
         stand_in: (module, name) of a kernel's wrapper |-> the function to call instead. None calls the wrappers; then
@@ -55,6 +56,7 @@ def installed(
 
         patch.setattr(dispatch, "_load", load_for_device)
         patch.setattr(current, "gpu", device)
+        patch.setattr(ThreadGroup, "around", staticmethod(lambda: _DeviceMode(device)))
         with _DeviceMode(device):
             yield device
         gc.collect()  # pinned memory is unregistered while there is a device

@@ -159,9 +159,7 @@ def test_ranks_of_several_hosts_use_gloo_and_open_no_other_process(
 ) -> None:
     hosts = iter(range(2))
     monkeypatch.setattr(shared_memory, "host_id", lambda: next(hosts))
-    monkeypatch.setattr(
-        shared_memory, "_open_segment", lambda *_: pytest.fail("a foreign process was opened")
-    )
+    monkeypatch.setattr(shared_memory, "open_file", lambda *_: pytest.fail("a foreign process was opened"))
 
     def add(comm: Communicator) -> list[float]:
         assert isinstance(comm, TorchDistributed)
@@ -177,14 +175,14 @@ def test_host_number_is_equal_for_processes_of_one_host() -> None:
 
 
 def test_all_ranks_use_gloo_if_one_cannot_map_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_open_segment", lambda *_: None)
+    monkeypatch.setattr(shared_memory, "open_file", lambda *_: None)
     files = num_segments()
     assert on_ranks(2, lambda comm: type(comm)) == [TorchDistributed, TorchDistributed]
     assert num_segments() == files
 
 
 def test_failed_join_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_open_segment", fail)
+    monkeypatch.setattr(shared_memory, "open_file", fail)
     files = num_segments()
     with pytest.raises(ConnectionError):
         on_ranks(2, lambda comm: None)

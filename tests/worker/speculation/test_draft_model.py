@@ -34,16 +34,23 @@ def speculative(folder: Path) -> SpeculativeConfig:
 
 
 @pytest.fixture(scope="module")
-def engines(make_model: Callable[..., Path], make_engine: Any) -> Callable[[int, bool], Any]:
-    """`engines(tp, is_equal)`: an engine whose draft model equals the target, or is another, smaller one."""
+def engines(make_model: Callable[..., Path], make_engine: Any) -> Callable[..., Any]:
+    """`engines(tp, is_equal, pp=1)`: an engine whose draft model equals the target, or is another, smaller one."""
 
-    def make(tp: int, is_equal: bool) -> Any:
+    def make(tp: int, is_equal: bool, pp: int = 1) -> Any:
         target = make_model("llama")
         draft = (
             target if is_equal else make_model("llama", seed=5, num_hidden_layers=1, num_key_value_heads=8)
         )
         return make_engine(
-            target, tp, 160, max_model_len=128, block_size=4, max_num_seqs=8, speculative=speculative(draft)
+            target,
+            tp,
+            160,
+            max_model_len=128,
+            block_size=4,
+            max_num_seqs=8,
+            speculative=speculative(draft),
+            pp=pp,
         )
 
     return make
@@ -76,11 +83,14 @@ def test_latent_draft_of_data_parallel_ranks_is_always_right(
     assert preempted.outputs == plain.outputs
 
 
-@pytest.mark.parametrize(("tp", "is_equal"), [(1, True), (1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("tp", "pp", "is_equal"),
+    [(1, 1, True), (1, 1, False), (2, 1, True), (4, 1, False), (1, 2, True), (2, 3, False)],
+)
 def test_outputs_equal_those_without_drafts(
-    engines: Callable[[int, bool], Any], tp: int, is_equal: bool, monkeypatch: pytest.MonkeyPatch
+    engines: Callable[..., Any], tp: int, pp: int, is_equal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engines(tp, is_equal)
+    engine = engines(tp, is_equal, pp)
     plain = run(engine, 160, None)
     config = engine.config.speculative
     drafted = run(engine, 160, config)
@@ -93,13 +103,14 @@ def test_outputs_equal_those_without_drafts(
     monkeypatch.setattr(draft_model, "MAX_CATCH_UP_TOKENS", 5)
     assert run(engine, 160, config).outputs == plain.outputs
     assert run(engine, 30, config).outputs == plain.outputs
+    engine.forget_transfers()
     engine.on_all(lambda runner: runner.reset(has_new_ranks=True), engine.runners)
     assert run(engine, 160, config).outputs == plain.outputs
 
 
 @pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
-    engines: Callable[[int, bool], Any], monkeypatch: pytest.MonkeyPatch
+    engines: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engines(1, False)
     proposer = engine.runners[0].memory.loaded.drafts.proposer

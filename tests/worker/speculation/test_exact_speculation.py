@@ -78,6 +78,7 @@ class OracleProposer:
     params=[
         (1, "llama"), (2, "llama"), (4, "llama"), (2, "glm_moe_dsa"),
         (2, "deepseek_v3", "dp"), (4, "deepseek_v3", "dp"), (2, "glm_moe_dsa", "dp"),
+        (1, "llama", "2 stages"), (2, "llama", "3 stages"),
         *((tp, kind) for kind in STATES for tp in (1, 2)),
     ],
     ids=str,
@@ -86,8 +87,10 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
     """An engine whose proposer is an OracleProposer.
 
     One of the models attends to tokens that its indexer chooses. "dp" is data-parallel attention.
+    With pipeline stages the first one has the proposer.
     """
-    tp, kind, *dp = request.param
+    tp, kind, *more = request.param
+    num_stages = next((int(each.split()[0]) for each in more if each.endswith("stages")), 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loaded_model, "NgramProposer", OracleProposer)
         return make_engine(
@@ -99,7 +102,8 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
             max_model_len=128,
             block_size=4,
             speculative=SPECULATIVE,
-            enable_dp_attention=bool(dp),
+            enable_dp_attention="dp" in more,
+            pp=num_stages,
             num_state_slots=24 if kind in STATES else None,
         )
 

@@ -1,0 +1,149 @@
+"""Ranks in real processes, on one host and on two: tokens are transformers', also after ranks were killed.
+
+Two hosts are two network and process namespaces, which takes the superuser.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from far_network import NetworkNotPermitted, open_network, run
+from process_ranks import ProcessRanks
+from ranked_driver import RankedDriver
+from reference import Reference, prompts_of
+
+from benchmarks.draft_lengths import fixed_lengths
+from quire.proto.config import SpeculativeConfig
+from quire.proto.errors import RankFailed
+from quire.scheduler.kv.kv_tiers import KvTiers
+
+NUM_BLOCKS, MAX_TOKENS = 96, 24
+HOST = "127.0.0.1"
+ALL_TO_ALL = {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How ranks share a model, and which of them are on another host."""
+
+    kind: str
+    pp: int
+    tp: int
+    far: tuple[int, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        where = f", ranks {self.far} far" if self.far else ""
+        return f"{self.kind}, {self.pp} x {self.tp}{where}{', '.join(['', *dict(self.settings)])}"
+
+
+DRAFTS = (("speculative", SpeculativeConfig("ngram", 4)),)
+CASES = [
+    Case("llama", 4, 1, settings=DRAFTS),
+    Case("llama", 2, 2, far=(1, 2)),
+    Case("qwen3_moe", 1, 2, settings=tuple(ALL_TO_ALL.items())),
+    pytest.param(Case("llama", 2, 2), marks=pytest.mark.slow),
+    pytest.param(Case("llama", 4, 1, far=(1, 3), settings=DRAFTS), marks=pytest.mark.slow),
+    pytest.param(Case("qwen3_moe", 2, 2, settings=tuple(ALL_TO_ALL.items())), marks=pytest.mark.slow),
+    pytest.param(Case("qwen3_moe", 1, 4, settings=tuple(ALL_TO_ALL.items())), marks=pytest.mark.slow),
+]
+
+
+@contextmanager
+def hosts(case: Case) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield the address of the first host, and the prefix of the commands of each rank."""
+    num_ranks = case.pp * case.tp
+    with ExitStack() as stack:
+        if not case.far:
+            yield HOST, [[] for _ in range(num_ranks)]
+            return
+        try:
+            network = open_network(stack, has_faults=False)
+            far = [*network.inside, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+            run(*far, "true")
+        except NetworkNotPermitted as error:
+            pytest.skip(str(error))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this user may not make a process namespace: {error.stderr.strip()}")
+        yield network.near_ip, [far if rank in case.far else [] for rank in range(num_ranks)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(case: Case, make_model: Callable[..., Path]) -> Path:
+    return make_model(case.kind, seed=7, num_hidden_layers=4)
+
+
+@pytest.fixture(autouse=True)
+def all_steps_draft() -> Iterator[None]:
+    """Let steps with a speculator draft, whatever this machine's times say."""
+    with fixed_lengths(100):
+        yield
+
+
+@pytest.fixture(scope="module")
+def ranks(case: Case, folder: Path, engine_config: Any) -> Iterator[ProcessRanks]:
+    config = engine_config(
+        folder, case.tp, pp=case.pp, block_size=4, num_blocks=NUM_BLOCKS, max_num_seqs=4,
+        max_num_batched_tokens=24, **dict(case.settings),
+    )  # fmt: skip
+    with hosts(case) as (address, prefixes):
+        started = ProcessRanks(config, NUM_BLOCKS, address, prefixes)
+        try:
+            started.start()
+            yield started
+        finally:
+            started.close()
+
+
+def open_driver(ranks: ProcessRanks, num_blocks: int = NUM_BLOCKS) -> RankedDriver:
+    driver = RankedDriver(ranks.config.with_num_blocks(num_blocks), lambda plan: ranks.gather(0.0))
+    driver.group = ranks  # type: ignore[assignment]
+    return driver
+
+
+def add_all(driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
+    for handle, prompt in prompts.items():
+        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+def step_on(driver: RankedDriver, depth: int) -> None:
+    while True:
+        driver.step(depth=depth)
+
+
+def test_tokens_are_those_of_transformers(ranks: ProcessRanks, folder: Path) -> None:
+    """With chunked prefill and preemption."""
+    driver, prompts = open_driver(ranks, 28), dict(enumerate(prompts_of([17, 22, 9, 13], seed=3)))
+    add_all(driver, prompts)
+    driver.finish(prompts, Reference(folder), MAX_TOKENS)
+    assert driver.scheduler.stats.num_preemptions > 0
+
+
+def test_tokens_stay_after_a_rank_of_each_stage_is_killed(
+    case: Case, ranks: ProcessRanks, folder: Path
+) -> None:
+    driver, prompts = open_driver(ranks), dict(enumerate(prompts_of([30, 5, 11], seed=5)))
+    add_all(driver, prompts)
+    for number, stage in enumerate(range(case.pp), 1):
+        while min(map(len, driver.outputs.values())) < number * MAX_TOKENS // (2 * case.pp):
+            driver.step(depth=case.pp + 1)
+        killed = stage * case.tp + case.tp - 1
+        ranks.kill(killed)
+        with pytest.raises(RankFailed):
+            step_on(driver, case.pp + 1)
+        driver.scheduler.interrupt(RankFailed(killed, "killed", None), driver.now)
+        ranks.replace(killed)
+        driver.scheduler.resume(driver.scheduler.epoch + 1, KvTiers.NONE, has_new_ranks=True)
+    driver.finish(prompts, Reference(folder), MAX_TOKENS)
