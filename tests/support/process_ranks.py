@@ -19,7 +19,7 @@ from quire.proto.model.parallel_split import ParallelSplit
 from quire.proto.step import StepFailure, StepPlan, StepResult, decode_reply
 from quire.worker.comm.torch_distributed import create_store
 
-DEADLINE_S = 240.0
+DEADLINE_S = 400.0
 _LENGTH = struct.Struct("<I")
 
 # Program of a rank. It reads its rank, config, store and number of blocks from stdin, then plans and orders to join.
@@ -40,7 +40,7 @@ def write(frame):
     sys.stdout.buffer.flush()
 
 rank, config, store, num_blocks = pickle.loads(read())
-groups = ReplicaGroups(ParallelSplit.of(config.parallel), rank, torch.device("cpu"), 120.0)
+groups = ReplicaGroups(ParallelSplit.of(config.parallel), rank, torch.device("cpu"), 240.0)
 own = groups.join(*store)
 runner = ModelRunner(config, own.tensor, pipeline=own)
 runner.allocate_cache(num_blocks)

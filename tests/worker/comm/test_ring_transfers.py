@@ -93,8 +93,8 @@ PEER = """
 import sys, torch
 from quire.worker.comm.ring_transfers import RingTransfers
 from quire.worker.comm.torch_distributed import TorchDistributed
-group = TorchDistributed(1, 2, "127.0.0.1", int(sys.argv[1]), torch.device("cpu"), timeout_s=120)
-transfers = RingTransfers(group, [0], 120.0)
+group = TorchDistributed(1, 2, "127.0.0.1", int(sys.argv[1]), torch.device("cpu"), timeout_s=240)
+transfers = RingTransfers(group, [0], 240.0)
 transfers.send(torch.arange(3), 0, 0).wait()
 transfers.receive(torch.empty(1), 0, 0).wait()
 """
@@ -104,8 +104,8 @@ def test_killed_sender_is_named() -> None:
     store, port = create_store(HOST)
     peer = subprocess.Popen([sys.executable, "-c", PEER, str(port)])
     try:
-        group = TorchDistributed(0, 2, HOST, port, CPU, timeout_s=120)
-        transfers = RingTransfers(group, [1], 120.0)
+        group = TorchDistributed(0, 2, HOST, port, CPU, timeout_s=240)
+        transfers = RingTransfers(group, [1], 240.0)
         assert transfers.receive(torch.empty(3, dtype=torch.int64), 1, 0).wait().tolist() == [0, 1, 2]
         peer.send_signal(signal.SIGKILL)
         with pytest.raises(ConnectionError, match="receive from rank 1 of rank 0 failed: it has ended"):

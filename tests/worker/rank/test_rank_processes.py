@@ -46,7 +46,7 @@ class Case:
 DRAFTS = (("speculative", SpeculativeConfig("ngram", 4)),)
 CASES = [
     Case("llama", 4, 1, settings=DRAFTS),
-    Case("llama", 2, 2, far=(1, 2)),
+    pytest.param(Case("llama", 2, 2, far=(1, 2)), marks=pytest.mark.slow),
     Case("qwen3_moe", 1, 2, settings=tuple(ALL_TO_ALL.items())),
     pytest.param(Case("llama", 2, 2), marks=pytest.mark.slow),
     pytest.param(Case("llama", 4, 1, far=(1, 3), settings=DRAFTS), marks=pytest.mark.slow),
