@@ -351,11 +351,11 @@ def _llava(name: str, *encoders: str, **settings: Any) -> Callable[[random.Rando
     return make
 
 
-def _glm4v(name: str, text_type: str) -> Callable[[random.Random], Any]:
+def _glm4v(name: str, *text_types: str) -> Callable[[random.Random], Any]:
     def make(rng: random.Random) -> Any:
         import transformers
 
-        text = _chosen_text(rng, text_type)
+        text = _chosen_text(rng, *text_types)
         side = rng.choice((1, 2))
         text |= {
             "head_dim": 16, "num_hidden_layers": 3,
@@ -364,7 +364,7 @@ def _glm4v(name: str, text_type: str) -> Callable[[random.Random], Any]:
                 "mrope_section": [side, 2 - side // 2, 2 - side + side // 2],
             },
         }  # fmt: skip
-        if text_type == "glm4v_moe_text":
+        if text["model_type"] == "glm4v_moe_text":
             text |= {
                 "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1,
                 "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
@@ -513,6 +513,12 @@ VISION_KINDS = {
     "glm4v_moe": VisionKind(
         "Glm4vMoeForConditionalGeneration",
         _glm4v("Glm4vMoeConfig", "glm4v_moe_text"),
+        _glm4v_processor,
+        _expand_grid,
+    ),
+    "glm46v": VisionKind(
+        "Glm46VForConditionalGeneration",
+        _glm4v("Glm46VConfig", "glm4v_text", "glm4v_moe_text"),
         _glm4v_processor,
         _expand_grid,
     ),
