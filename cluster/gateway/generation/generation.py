@@ -442,6 +442,10 @@ def _plain(value: object) -> object:
     """Return a value of a call as JSON can hold it."""
     if isinstance(value, ImageSource):
         return value.name
+    if isinstance(
+        value, bytes
+    ):  # of an image: as text 10 MiB would hold up the event loop for most of a second
+        return hashlib.blake2b(value, digest_size=16).hexdigest()
     if is_dataclass(value) and not isinstance(value, type):
         return {each.name: getattr(value, each.name) for each in fields(value)}
     return dict(value) if isinstance(value, Mapping) else repr(value)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 import pytest
+from loop_stall import shortest_stall
 from serving import ServerFactory, run
 
 from quire.cluster.client.wire.grpc_status import from_grpc_error
@@ -115,5 +117,32 @@ def test_a_malformed_piece_is_an_invalid_request(serve: ServerFactory) -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="is not a valid message"):
                 async for _ in stream(iter([b"\xff"])):
                     pass
+
+    run(scenario())
+
+
+# In rounds of 100,000 of a loop. Left is to copy 31 MiB three times, and to hash them.
+MAX_STALL = 120.0
+
+
+def test_a_large_image_does_not_stall_the_event_loop(serve: ServerFactory) -> None:
+    """The model reads no images, and says so once the request is there."""
+    image = inference_pb2.Image(data=random.Random(0).randbytes(31 << 20))
+    part = inference_pb2.ContentPart(image=image)
+    message = inference_pb2.ChatMessage(role="user", content_parts=[part])
+    chat = inference_pb2.Chat(messages=[message])
+    raw = inference_pb2.GenerateRequest(chat=chat, request_id="r").SerializeToString()
+    parts = [raw[start : start + (1 << 20)] for start in range(0, len(raw), 1 << 20)]
+    pieces = [Piece(data=each, num_bytes=0 if index else len(raw)) for index, each in enumerate(parts)]
+
+    async def scenario() -> None:
+        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+
+            async def refused() -> None:
+                error = await failure(stub.GenerateInPieces(pieces_of(*pieces)))
+                assert "is an image" in str(error)
+
+            assert await shortest_stall(refused, MAX_STALL) <= MAX_STALL
 
     run(scenario())
