@@ -66,8 +66,12 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
     """Message that no memory holds a block: the replica has just started."""
 
 
-class KVEventBatch(msgspec.Struct, omit_defaults=True):
-    """Events of one partition of the pool, in order. `ts` is in seconds since 1970."""
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """Events of one partition of the pool, in order. `ts` is in seconds since 1970.
+
+    vLLM sends the batch as an array and, since its version 0.24, each event as a map with the name of its type. Its
+    own decoder refuses a batch that is a map.
+    """
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
