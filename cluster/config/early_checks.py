@@ -131,6 +131,8 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         and (device != "cuda" or is_single),
         "standby_weights is for ranks on CPUs: a GPU's memory ends with its process": options.standby_weights
         and device != "cpu",
+        "weights_from_peers is for ranks on CPUs: a GPU's memory cannot be mapped": options.weights_from_peers
+        and device != "cpu",
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
         **_exchange_problems(options, device),
@@ -173,6 +175,9 @@ def _exchange_problems(options: EngineOptions, device: str) -> dict[str, bool]:
         and backend != ALL_TO_ALL,
         "enable_eplb does not support standby_weights, which keep experts where they were loaded; leave one of the "
         "two out": options.enable_eplb and options.standby_weights,
+        "enable_eplb does not support weights_from_peers, which may not change; leave one of the two out": (
+            options.enable_eplb and options.weights_from_peers
+        ),
         f"num_redundant_experts is {options.num_redundant_experts}, but all2all_backend is {backend}, which reads "
         "one copy of each expert": options.num_redundant_experts > 0 and not travels,
     }

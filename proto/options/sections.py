@@ -193,6 +193,17 @@ class ParallelOptions:
         help="On CPUs, keep a started process for each replica, which takes the place of a rank that fails, and the "
         "weights and KV of all ranks in memory that outlives their processes; for ranks on the scheduler's node.",
     )
+    weights_from_peers: bool = execution_option(
+        False,
+        help="On CPUs, a new replica takes its weights from a running one of the same version: on one host the two "
+        "share the memory, between hosts they are copied over an encrypted connection if that is faster than to read "
+        "the files.",
+    )
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Return whether a rank has its weights in memory that other processes can map."""
+        return self.standby_weights or self.weights_from_peers
 
     @property
     def num_ranks(self) -> int:

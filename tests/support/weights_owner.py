@@ -25,17 +25,20 @@ from quire.worker.attention import AttentionInputs
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.shared_segment import SegmentAddress
 from quire.worker.rank.runner import ModelRunner
+from quire.worker.rank.weight_peers import WeightServer
+from quire.worker.weights.standby_weights import WeightSource
 
 _NUM_TOKENS = 11
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process, its segments, and the digest of its logits."""
+    """The process, its segments, the digest of its logits, and its connection for readers of other hosts."""
 
     process: subprocess.Popen[bytes]
     addresses: tuple[SegmentAddress, ...]
     digest: str
+    source: WeightSource
 
 
 @contextmanager
@@ -51,12 +54,14 @@ def weights_owner(config: EngineConfig) -> Iterator[Owner]:
             process.stdin.flush()
             report = json.loads(process.stdout.readline())
             addresses = tuple(SegmentAddress(**each) for each in report["addresses"])
-            yield Owner(process, addresses, report["digest"])
+            token, key = map(bytes.fromhex, report["secrets"])
+            source = WeightSource("the owner", (), "127.0.0.1", report["port"], ((token, key),))
+            yield Owner(process, addresses, report["digest"], source)
         finally:
             process.kill()
 
 
-def load_runner(config: EngineConfig, inherited: Sequence[SegmentAddress] = ()) -> ModelRunner:
+def load_runner(config: EngineConfig, inherited: Sequence[SegmentAddress | WeightSource] = ()) -> ModelRunner:
     """Return a runner of one rank with a cache; its weights outlive its process."""
     config = replace(config, parallel=replace(config.parallel, standby_weights=True))
     runner = ModelRunner(config, SingleRank(), inherited=inherited)
@@ -92,5 +97,12 @@ if __name__ == "__main__":
     config = pickle.loads(base64.b64decode(sys.stdin.buffer.readline()))  # noqa: S301
     own = load_runner(config)
     addresses = [dataclasses.asdict(address) for address in own.weight_segments]
-    print(json.dumps({"addresses": addresses, "digest": digest_of(logits_of(own))}), flush=True)
+    source = WeightServer("the owner").source(own.weight_segments, "127.0.0.1")
+    report = {
+        "addresses": addresses,
+        "digest": digest_of(logits_of(own)),
+        "port": source.port,
+        "secrets": [secret.hex() for secret in source.credentials[0]],
+    }
+    print(json.dumps(report), flush=True)
     threading.Event().wait()

@@ -99,7 +99,7 @@ class SharedSegment:
     def num_bytes(self) -> int:
         return os.fstat(self._open).st_size
 
-    def write(self, data: bytes | memoryview, start: int) -> None:
+    def write(self, data: bytes | memoryview | mmap.mmap, start: int) -> None:
         """Write bytes at an offset, without a mapping.
 
         Raises:
@@ -134,6 +134,22 @@ class SharedSegment:
         """
         os.ftruncate(self._open, num_bytes)
         fcntl.fcntl(self._open, fcntl.F_ADD_SEALS, _FINAL_SEALS)
+
+    def copy(self) -> SharedSegment:
+        """Return a sealed segment of the same content, in memory that this process has written.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        purpose = self.name.split("-")[1]
+        copied = SharedSegment.create(purpose, self.num_bytes)
+        try:
+            copied.write(mmap.mmap(self._open, self.num_bytes, access=mmap.ACCESS_READ), 0)
+            copied.seal(self.num_bytes)
+        except BaseException:
+            copied.close()
+            raise
+        return copied
 
     @property
     def is_sealed(self) -> bool:

@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 
     from ..comm.pipeline import Pipeline
     from ..comm.replica_groups import ReplicaGroups
+    from ..weights.standby_weights import WeightSource
     from .runner import ModelRunner
     from .step_executor import LaunchedStep
+    from .weight_peers import WeightServer
 
 
 class InjectedFault(RuntimeError):
@@ -159,6 +161,8 @@ class WorkerActor:
         self._receiver: StepReceiver | None = None
         self._bytes_read = 0, 0
         self._is_loaded = False
+        self._source_lock = threading.Lock()
+        self._weight_server: WeightServer | None = None  # None until a replica asks for the weights
         self._num_runs = 0
         self._has_no_run = threading.Event()
         self._has_no_run.set()
@@ -207,12 +211,15 @@ class WorkerActor:
         self._store, port = self._create_store(host)
         return host, port
 
-    def load(self, store: tuple[str, int] | None, inherited: Sequence[SegmentAddress] = ()) -> LoadReport:
+    def load(
+        self, store: tuple[str, int] | None, inherited: Sequence[SegmentAddress | WeightSource] = ()
+    ) -> LoadReport:
         """Join the group and load the weights.
 
         Args:
             store: host and port of rank 0's store; None if this is the only rank.
-            inherited: segments with the weights of the process that this one replaces.
+            inherited: segments with the weights of the process that this one replaces, or other replicas' ranks that
+                have the weights of this one.
 
         Raises:
             ModelLoadError: the model directory cannot be read.
@@ -237,6 +244,21 @@ class WorkerActor:
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
         """Return the segments that hold the weights in use; see ModelRunner."""
         return self._loaded.weight_segments
+
+    def weight_source(self, replica_id: str, *, over_network: bool) -> WeightSource:
+        """Return where the rank of this number of another replica can read the weights in use.
+
+        Args:
+            replica_id: of this replica, for messages.
+            over_network: other hosts may read, through a port that is open from now on.
+        """
+        with self._source_lock:
+            if self._weight_server is None:
+                from .weight_peers import WeightServer
+
+                self._weight_server = WeightServer(f"rank {self._rank} of {replica_id}")
+        host = str(ray.util.get_node_ip_address()) if over_network else None
+        return self._weight_server.source(self._loaded.weight_segments, host)
 
     def rejoin(self, store: tuple[str, int] | None, *, has_new_ranks: bool) -> RankStatus:
         """Join a new group with the weights in place and empty rows.

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -42,10 +44,11 @@ from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import Checkpoint, ProgressCallback
 from ..weights.node_cache import weights_folder
 from ..weights.same_layout import has_tensors
-from ..weights.standby_weights import StandbyWeights
-from ..weights.weight_segment import SegmentReader
+from ..weights.standby_weights import StandbyWeights, WeightSource
+from ..weights.weight_segment import SegmentReader, SegmentWriter
 from .device import on_device
 from .expert_balancer import ExpertBalancer, NoBalancer, Orders
+from .weight_peers import copy_segment
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +124,8 @@ class ModelLoader:
     """Loads the served model of a rank, and the models that draft for it.
 
     Args:
-        inherited: segments with the weights of the rank that this one replaces.
+        inherited: segments with the weights of the rank that this one replaces, and other replicas' ranks that have
+            the weights of this one.
 
     Attributes:
         standby: the segments that hold the weights in use.
@@ -133,11 +137,15 @@ class ModelLoader:
         pipeline: Pipeline,
         dtype: torch.dtype,
         device: torch.device,
-        inherited: Sequence[SegmentAddress] = (),
+        inherited: Sequence[SegmentAddress | WeightSource] = (),
     ) -> None:
         self._config, self._pipeline, self._dtype, self._device = config, pipeline, dtype, device
         self._linear, self._experts = choose_linear(config, device), choose_experts(config, device)
-        self.standby = StandbyWeights(inherited, is_on=config.parallel.standby_weights)
+        self.standby = StandbyWeights(
+            inherited,
+            is_on=config.parallel.keeps_weights,
+            copy=partial(copy_segment, num_ranks=pipeline.replica.size),
+        )
 
     def load(self, model: ModelConfig, on_progress: ProgressCallback | None = None) -> LoadedModel:
         """Load the served model with empty slots for adapters, and its pooler if it has one.
@@ -240,12 +248,13 @@ class ModelLoader:
                 to its experts.
         """
         config, pipeline = self._config, self._pipeline
-        folder = weights_folder(model.path)
         with ExitStack() as opened:
-            checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, pipeline.replica.size)))
             settings = f"{pipeline.rank} {self._dtype} {config.parallel} {replace(model, path='')}"
-            store = opened.enter_context(self.standby.store(folder, settings))
-            if isinstance(store, SegmentReader):
+            store = opened.enter_context(self.standby.store(Path(model.path), settings))
+            has_weights = isinstance(store, SegmentReader)
+            folder = Path(model.path) if has_weights else weights_folder(model.path)
+            checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, pipeline.replica.size)))
+            if has_weights:
                 checkpoint.ignore_all()
             load = LoadContext(
                 checkpoint,
@@ -274,3 +283,5 @@ class ModelLoader:
                 )
             with out_of_memory_as(f"{model.name} does not fit into the memory of rank {pipeline.rank}"):
                 yield load
+            if isinstance(store, SegmentWriter):
+                store.reading_s = checkpoint.reading_s

@@ -30,6 +30,7 @@ from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
 from ..transfer.kv_blocks import KvBlocks, NoKvService
 from ..weights.checkpoint import ProgressCallback
+from ..weights.standby_weights import WeightSource
 from .device import compute_device, on_device
 from .lost_device import step_failed
 from .rank_memory import RankMemory
@@ -57,7 +58,8 @@ class ModelRunner:
         graph_backend: records steps; None for CUDA graphs on a GPU and no graphs on a CPU.
         device: of the weights and the KV cache; None for the thread's current one. It must be the current device of
             every thread that calls a method (see `on_device`).
-        inherited: segments with the weights of the rank that this one replaces; see `weight_segments`.
+        inherited: segments with the weights of the rank that this one replaces, see `weight_segments`, or other
+            replicas' ranks that have the weights of this one.
 
     Attributes:
         device: of the weights and the KV cache.
@@ -77,7 +79,7 @@ class ModelRunner:
         on_progress: ProgressCallback | None = None,
         graph_backend: GraphBackend | None = None,
         device: torch.device | None = None,
-        inherited: Sequence[SegmentAddress] = (),
+        inherited: Sequence[SegmentAddress | WeightSource] = (),
         pipeline: Pipeline | None = None,
     ) -> None:
         self._stages = StepStages()
@@ -114,7 +116,7 @@ class ModelRunner:
 
     @property
     def weight_segments(self) -> tuple[SegmentAddress, ...]:
-        """Return the segments that hold the weights, open in this process; none without `standby_weights`."""
+        """Return the segments that hold the weights, open in this process; none if they are in memory of its own."""
         return self.memory.loader.standby.addresses
 
     @property

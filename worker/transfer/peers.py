@@ -8,7 +8,6 @@ hosts; they follow its answers as frames, where nothing else works.
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections import deque
 from contextlib import suppress
@@ -23,8 +22,9 @@ from ...proto.errors import ProtocolError
 from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
 from ...proto.transport.network import CurveKeys, connect
+from ..memory.checksum import checksum
 from ..memory.shared_segment import SegmentAddress, SharedSegment
-from .kv_blocks import ByteArray, Heads, KvBlocks, checksum
+from .kv_blocks import ByteArray, Heads, KvBlocks
 from .messages import (
     MAX_FRAME_BYTES,
     READ_BYTES,
@@ -42,10 +42,9 @@ from .messages import (
     wire,
 )
 from .process_memory import ProcessMemory
+from .sealed_port import connect_stream
 from .sealed_stream import SealedStream
 
-# A stream that is not connected within this time is done without, for instance behind a firewall.
-_CONNECT_TIMEOUT_S = 1.0
 # A request of a few kB that cannot be sent for so long will not be.
 _SEND_TIMEOUT_S = 2.0
 
@@ -320,17 +319,9 @@ def _request(line: _Line, read: BlockRead, buffer: SegmentAddress | None) -> Rea
 
 def _connect_stream(endpoint: str, offer: StreamOffer) -> SealedStream | None:
     """Return a stream to a lender; None if it cannot be connected."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        connection = socket.create_connection((host, offer.port), _CONNECT_TIMEOUT_S)
-    except OSError:
-        return None
-    try:
-        connection.sendall(offer.token)
-        return SealedStream(connection, offer.key, is_server=False, max_bytes=MAX_FRAME_BYTES)
-    except (OSError, ValueError):
-        connection.close()
-        return None
+    return connect_stream(
+        endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]"), offer, MAX_FRAME_BYTES
+    )
 
 
 class _Buffer:

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,8 +25,9 @@ from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
 from ...proto.transport.network import CurveGuard, CurveKeys, bind
 from ...proto.transport.wakeup import Wakeup
+from ..memory.checksum import checksum
 from ..memory.shared_segment import SegmentAddress, SharedSegment
-from .kv_blocks import ByteArray, Heads, KvBlocks, checksum
+from .kv_blocks import ByteArray, Heads, KvBlocks
 from .messages import (
     MAX_FRAME_BYTES,
     Check,
@@ -37,7 +35,6 @@ from .messages import (
     Read,
     ReadDone,
     Release,
-    StreamOffer,
     Welcome,
     WireMessage,
     unpack_heads,
@@ -45,21 +42,15 @@ from .messages import (
 )
 from .peers import Peer
 from .process_memory import let_read
-from .sealed_stream import KEY_BYTES, SealedStream
+from .sealed_port import SealedPort
+from .sealed_stream import SealedStream
 
 # How long a server waits for a lease that its plan has yet to bring.
 GRANT_PATIENCE_S = 2.0
 # Segments of readers that a server keeps mapped.
 MAX_MAPPED = 64
-# Connections for streams, and offers of such that were not taken up.
-MAX_STREAMS = 16
-MAX_OFFERS = 256
-_TOKEN_BYTES = 16
-# A connection that sends no token for so long is closed, and so is one whose reader takes no bytes.
-_TOKEN_TIMEOUT_S = 2.0
+# A stream whose reader takes no bytes for so long is closed.
 _SEND_TIMEOUT_S = 5.0
-# After a connection could not be accepted, the next one is tried after this time.
-_RETRY_S = 0.2
 # A stream without a request for so long is closed.
 _IDLE_TIMEOUT_S = 30.0
 
@@ -336,94 +327,13 @@ def _can_open(address: SegmentAddress) -> bool:
 
 def _open_streams(
     endpoint: str, serve: Callable[[SealedStream], None], run: Callable[[Callable[[], None]], None]
-) -> _Streams | None:
+) -> SealedPort | None:
     """Return the port for streams at an endpoint's address; None, and a warning, if there is none."""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
-        return _Streams(host, serve, run)
+        return SealedPort(host, serve, MAX_FRAME_BYTES, run)
     except OSError as error:
         _log.warning(
             "blocks leave %s over ZeroMQ, which is slower: no port can be opened: %s", endpoint, error
         )
         return None
-
-
-class _Streams:
-    """A port for streams, and a thread for each connection.
-
-    Args:
-        serve: answers the requests of a stream, in its thread.
-        run: as for ZmqTransport.
-    """
-
-    def __init__(
-        self, host: str, serve: Callable[[SealedStream], None], run: Callable[[Callable[[], None]], None]
-    ) -> None:
-        self._serve, self._run = serve, run
-        self._lock = threading.Lock()  # guards what follows
-        self._offers: OrderedDict[bytes, bytes] = OrderedDict()  # token |-> key
-        self._open: dict[socket.socket, threading.Thread] = {}
-        self._closed = threading.Event()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._port = socket.create_server((host, 0), family=family, backlog=MAX_STREAMS)
-        self._thread = threading.Thread(target=self._accept, name="kv-streams", daemon=True)
-        self._thread.start()
-
-    def offer(self) -> StreamOffer:
-        """Return a token and a key for one connection."""
-        token, key = secrets.token_bytes(_TOKEN_BYTES), secrets.token_bytes(KEY_BYTES)
-        with self._lock:
-            self._offers[token] = key
-            if len(self._offers) > MAX_OFFERS:
-                self._offers.popitem(last=False)
-        return StreamOffer(self._port.getsockname()[1], token, key)
-
-    def close(self) -> None:
-        """Close the port and all connections, and wait for their threads."""
-        with self._lock:
-            self._closed.set()
-            connections = dict(self._open)
-        for connection in (self._port, *connections):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        for thread in connections.values():
-            thread.join()
-        self._port.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._port.accept()
-            except OSError:  # closed, or the process has too many files open
-                if self._closed.wait(_RETRY_S):
-                    return
-                continue
-            thread = threading.Thread(
-                target=self._run,
-                args=(lambda own=connection: self._handle(own),),
-                name="kv-stream",
-                daemon=True,
-            )
-            with self._lock:
-                is_welcome = len(self._open) < MAX_STREAMS and not self._closed.is_set()
-                if is_welcome:
-                    self._open[connection] = thread
-                    thread.start()
-            if not is_welcome:
-                connection.close()
-
-    def _handle(self, connection: socket.socket) -> None:
-        try:
-            connection.settimeout(_TOKEN_TIMEOUT_S)
-            token = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
-            with self._lock:
-                key = self._offers.pop(token, None)
-            if key is not None:
-                self._serve(SealedStream(connection, key, is_server=True, max_bytes=MAX_FRAME_BYTES))
-        except (OSError, ValueError, ProtocolError) as error:
-            _log.debug("a stream of KV ended: %s", error)
-        finally:
-            with self._lock:
-                self._open.pop(connection, None)
-            connection.close()

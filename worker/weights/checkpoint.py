@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Checkpoint:
 
     Attributes:
         num_bytes_read: bytes read so far.
+        reading_s: seconds that it took.
 
     Raises:
         ModelLoadError: there are no weights, or a file is missing, truncated or malformed; names the file.
@@ -84,7 +86,7 @@ class Checkpoint:
         self._num_bytes_expected = sum(
             _share(tensor, num_ranks) for file in self._files.values() for tensor in file.tensors.values()
         )
-        self.num_bytes_read = 0
+        self.num_bytes_read, self.reading_s = 0, 0.0
 
     def close(self) -> None:
         """Close the files, and free the buffers for a GPU. Safe to call twice."""
@@ -229,12 +231,14 @@ class Checkpoint:
         found, file_name = self.shape_of(name), self._file_of[name]
         if found != shape:
             raise ModelLoadError(f"{name!r} in {file_name} has shape {list(found)}, expected {list(shape)}")
+        started = time.monotonic()
         try:
             self.num_bytes_read += self._files[file_name].read_into(
                 out, name, starts, self._writer_for(out), self._readers
             )
         except (OSError, ValueError) as error:
             raise _read_error(self._folder / file_name, error) from error
+        self.reading_s += time.monotonic() - started
         self._unread.discard(name)
         if self._on_progress is not None:
             self._on_progress(min(self.num_bytes_read, self._num_bytes_expected), self._num_bytes_expected)

@@ -1,10 +1,15 @@
-"""StandbyWeights: the weights of one rank in memory that outlives its process, for the process that replaces it."""
+"""StandbyWeights: the weights of one rank in memory that outlives its process, for processes that need the same ones.
+
+These are the process that replaces the rank, and the rank of the same number of another replica.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +27,56 @@ _PATTERNS = ("*.safetensors", "*.json")
 _MAX_EXPANSION = 16
 _MIN_BYTES = 1 << 30
 
+# Owner of the segments of the process that this one replaces.
+_REPLACED = "the rank that failed"
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Process that has the weights of a rank, and the ways to read them. Picklable.
+
+    Attributes:
+        owner: for messages.
+        segments: for processes of the owner's host.
+        host, port: for processes of other hosts; port 0 if there is none.
+        credentials: a token and a key for each connection.
+    """
+
+    owner: str
+    segments: tuple[SegmentAddress, ...]
+    host: str = ""
+    port: int = 0
+    credentials: tuple[tuple[bytes, bytes], ...] = ()
+
+
+# Returns a copy of the segment with these weights, of which the second argument is the folder; None if that is not
+# possible, or slower than to read the files.
+CopySegment = Callable[[WeightSource, Mapping[str, Any], Path], SharedSegment | None]
 
 
 class StandbyWeights:
     """The segments of a rank's weights, one per model; none if they are off.
 
     Args:
-        addresses: segments of the process that this one replaces, for the first load of each model; open elsewhere.
+        sources: for the first load of each model: segments of the process that this one replaces, open elsewhere, and
+            processes of other replicas.
+        copy: copies a segment from a source of another host.
     """
 
-    def __init__(self, addresses: Sequence[SegmentAddress] = (), *, is_on: bool = True) -> None:
-        self._is_on = is_on
-        self._inherited = list(addresses)
+    def __init__(
+        self,
+        sources: Sequence[SegmentAddress | WeightSource] = (),
+        *,
+        is_on: bool = True,
+        copy: CopySegment = lambda source, identity, folder: None,
+    ) -> None:
+        self._is_on, self._copy = is_on, copy
+        self._sources = [
+            each if isinstance(each, WeightSource) else WeightSource(_REPLACED, (each,)) for each in sources
+        ]
+        self._used = set[str]()  # names of segments
         self._segments: list[SharedSegment] = []
 
     @property
@@ -54,7 +96,7 @@ class StandbyWeights:
             yield NoStore()
             return
         identity = _identity(folder, description)
-        store = self._find_inherited(identity) or self._begin_segment(folder, identity)
+        store = self._find(identity, folder) or self._begin_segment(folder, identity)
         if store is None:
             yield NoStore()
             return
@@ -73,21 +115,44 @@ class StandbyWeights:
 
     def drop(self) -> None:
         """Close the segments: their memory is freed with the weights and with the other processes' descriptors."""
-        self._inherited.clear()
+        self._sources.clear()
         while self._segments:
             self._segments.pop().close()
 
-    def _find_inherited(self, identity: dict[str, Any]) -> SegmentReader | None:
-        for address in self._inherited:
-            try:
-                reader = SegmentReader(address, identity)
-            except (OSError, ValueError) as error:
-                _log.warning("not mapping the weights of the rank that failed: %s", in_one_line(error))
+    def _find(self, identity: dict[str, Any], folder: Path) -> SegmentReader | None:
+        """Return the weights of the first source that has them."""
+        for source in self._sources:
+            for address in source.segments:
+                if address.name not in self._used and (reader := self._map(source, address, identity)):
+                    self._used.add(address.name)
+                    return reader
+        for number, source in enumerate(self._sources):
+            if not source.credentials:
                 continue
-            self._inherited.remove(address)
-            _log.info("mapped %.2f GB of weights of the rank that failed", address.num_bytes / 1e9)
-            return reader
+            self._sources[number] = replace(source, credentials=source.credentials[1:])
+            segment = self._copy(source, identity, folder)
+            if segment is not None:
+                try:
+                    return _read_copy(segment, identity)
+                except (OSError, ValueError) as error:
+                    _log.warning("not using the weights of %s: %s", source.owner, in_one_line(error))
         return None
+
+    def _map(
+        self, source: WeightSource, address: SegmentAddress, identity: dict[str, Any]
+    ) -> SegmentReader | None:
+        is_replaced = source.owner == _REPLACED
+        try:
+            reader = SegmentReader(address, identity)
+            if not is_replaced and _num_memory_nodes() > 1:
+                with closing(reader):
+                    reader = _read_copy(reader.segment.copy(), identity)
+        except (OSError, ValueError) as error:
+            level = logging.WARNING if is_replaced else logging.INFO
+            _log.log(level, "not mapping the weights of %s: %s", source.owner, in_one_line(error))
+            return None
+        _log.info("mapped %.2f GB of weights of %s", address.num_bytes / 1e9, source.owner)
+        return reader
 
     def _begin_segment(self, folder: Path, identity: dict[str, Any]) -> SegmentWriter | None:
         stored = sum(path.stat().st_size for path in folder.glob(_PATTERNS[0]))
@@ -111,3 +176,24 @@ def _identity(folder: Path, description: str) -> dict[str, Any]:
         "settings": description,
         "layout": [torch.__version__, panel_len() if is_available() else 0],
     }
+
+
+def _read_copy(segment: SharedSegment, identity: Mapping[str, Any]) -> SegmentReader:
+    """Return the reader of a segment that was copied, after comparing its tensors with their checksums."""
+    with closing(segment):
+        reader = SegmentReader(segment.address, identity)
+    try:
+        reader.check_content()
+    except ValueError:
+        reader.close()
+        raise
+    return reader
+
+
+def _num_memory_nodes() -> int:
+    """Return the nodes of this host's memory, of which each processor reads its own fastest."""
+    try:
+        names = os.listdir("/sys/devices/system/node")
+    except OSError:
+        return 1
+    return sum(name.removeprefix("node").isdigit() for name in names)

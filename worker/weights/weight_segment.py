@@ -1,8 +1,8 @@
 """Weights in a segment of shared memory: written by the process that reads them, mapped by the one that replaces it.
 
 The segment has the weights as the ops read them, packed for the processor, so that a process that maps them reads and
-packs nothing. It begins with a header and ends with a table of records (`weight_records`) in JSON. It is sealed when
-all weights are in it: afterwards no process can change it.
+packs nothing. It begins with a header and ends with a table of records (`weight_records`) in JSON, with a checksum of
+each tensor for copies of the segment. It is sealed when all weights are in it: afterwards no process can change it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 import json
 import mmap
 import struct
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..memory.checksum import checksum
 from ..memory.shared_segment import SegmentAddress, SharedSegment
 from .weight_records import NoRecordError, Record, Weight, from_record, tensor_at, tensor_record, to_record
 
 PURPOSE = "weights"
 # A format, the table's start and its length.
 _HEADER = struct.Struct("<8sQQ")
-_FORMAT = b"quirew01"
+_FORMAT = b"quirew02"
 # Of torch's own allocations on a CPU.
 _ALIGNMENT = 64
 
@@ -53,6 +56,9 @@ class SegmentWriter:
         identity: of the weights, as JSON values.
         max_bytes: upper bound of their size; memory is allocated as they are written.
 
+    Attributes:
+        reading_s: seconds of `keep` in which files were read, as the owner of the files knows them.
+
     Raises:
         OSError: the segment cannot be created.
     """
@@ -63,10 +69,14 @@ class SegmentWriter:
         self._memory = torch.frombuffer(self._segment.map_private(), dtype=torch.uint8)
         self._end = _HEADER.size
         self._records: dict[str, Record] = {}
+        self._checksums: list[tuple[int, int, int]] = []  # start, length and checksum of each tensor
+        self._making_s = self.reading_s = 0.0
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         if key not in self._records:
+            started = time.monotonic()
             weight = read()
+            self._making_s += time.monotonic() - started
             try:
                 self._records[key] = to_record(weight, self._store)
             except NoRecordError:
@@ -76,7 +86,13 @@ class SegmentWriter:
 
     def finish(self) -> SharedSegment:
         """Write the table, seal the segment and return it."""
-        table = json.dumps({"identity": self._identity, "records": self._records}).encode()
+        content = {
+            "identity": self._identity,
+            "records": self._records,
+            "checksums": self._checksums,
+            "packing_s": max(0.0, self._making_s - self.reading_s),
+        }
+        table = json.dumps(content).encode()
         self._segment.write(table, self._end)
         self._segment.write(_HEADER.pack(_FORMAT, self._end, len(table)), 0)
         self._segment.seal(self._end + len(table))
@@ -91,7 +107,9 @@ class SegmentWriter:
         record = tensor_record(tensor, start)
         if start + tensor.nbytes > len(self._memory):
             raise NoRecordError(f"a tensor beyond the {len(self._memory)} bytes of the segment")
-        self._segment.write(_bytes_of(tensor), start)
+        content = _bytes_of(tensor)
+        self._segment.write(content, start)
+        self._checksums.append((start, tensor.nbytes, checksum(np.frombuffer(content, np.uint8))))
         self._end = start + tensor.nbytes
         return record
 
@@ -116,14 +134,26 @@ class SegmentReader:
             if not self.segment.is_sealed:
                 raise ValueError("the segment is not complete")
             mapped = self.segment.map_private()
-            table = _read_table(mapped)
+            table = read_table(mapped)
             if table["identity"] != identity:
-                raise ValueError(_difference(table["identity"], identity))
+                raise ValueError(difference(table["identity"], identity))
         except BaseException:
             self.segment.close()
             raise
         self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self._records: dict[str, Record] = table["records"]
+        self._checksums: list[tuple[int, int, int]] = table["checksums"]
+
+    def check_content(self) -> None:
+        """Compare each tensor with its checksum, in a segment that was copied.
+
+        Raises:
+            ValueError: a tensor has other bytes than were written.
+        """
+        content = self._memory.numpy()
+        for start, length, expected in self._checksums:
+            if checksum(content[start : start + length]) != expected:
+                raise ValueError(f"the tensor at byte {start} of the copy differs from what was written")
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         record = self._records.get(key)
@@ -141,7 +171,12 @@ class SegmentReader:
         self.segment.close()
 
 
-def _read_table(mapped: mmap.mmap) -> dict[str, Any]:
+def read_table(mapped: mmap.mmap) -> dict[str, Any]:
+    """Return the table of a complete segment.
+
+    Raises:
+        ValueError: the segment has another format.
+    """
     format_name, start, num_bytes = _HEADER.unpack_from(mapped)
     if format_name != _FORMAT:
         raise ValueError(f"the segment has format {format_name!r}, must have {_FORMAT!r}")
@@ -149,7 +184,8 @@ def _read_table(mapped: mmap.mmap) -> dict[str, Any]:
     return table
 
 
-def _difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+def difference(found: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """Return a sentence that names what differs between two identities."""
     keys = [key for key in expected if found.get(key) != expected[key]]
     return f"the segment has weights with another {', '.join(keys) or 'identity'}"
 

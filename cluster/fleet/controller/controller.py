@@ -79,6 +79,7 @@ class RayLauncher:
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
         self._target = FleetLaunchTarget(keys, namespace, autoscaling_config=autoscaling_config)
+        self._versions: dict[str, tuple[str, str]] = {}  # replica id |-> model and version
 
     def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
@@ -94,18 +95,30 @@ class RayLauncher:
             resources_per_rank=rank_resources,
             node_selectors=_SPOT_SELECTORS[deployment.spot],
         )
-        return launch_replica(
-            config, replica_id, launch_target, version=deployment.version, on_progress=on_progress
+        own = deployment.name, deployment.version
+        peers = [each for each, version in list(self._versions.items()) if version == own]
+        replica = launch_replica(
+            config,
+            replica_id,
+            launch_target,
+            version=deployment.version,
+            peers=peers,
+            on_progress=on_progress,
         )
+        self._versions[replica_id] = own
+        return replica
 
     def adopt(self, record: ReplicaRecord) -> Replica:
-        return adopt_replica(record, self._target)
+        replica = adopt_replica(record, self._target)
+        self._versions[record.replica_id] = record.model, record.version
+        return replica
 
     def replace_scheduler(self, live: LiveReplica, number: int) -> Replica:
         assert isinstance(live, Replica), "it was launched or adopted by this launcher"
         return replace_scheduler(live, number)
 
     def remove(self, replica_id: str) -> None:
+        self._versions.pop(replica_id, None)
         remove_replica(replica_id, self._namespace)
 
     def known(self) -> set[str]:

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ....proto.config import EngineConfig
 from ....proto.model.parallel_split import ParallelSplit
-from ....worker import LoadReport, RankProcess, StartRecord, build_ops
+from ....worker import LoadReport, RankProcess, StartRecord, WeightSource, build_ops
 from ...config.hub import download_model
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget
@@ -23,6 +23,7 @@ from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
 from .placement import Reservation, bundles_for
 from .process_starter import ProcessStarter
+from .rank_lookup import find_weights
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
 from .replica import Replica, remove_replica
@@ -47,11 +48,13 @@ def launch_replica(
     target: LaunchTarget,
     *,
     version: str = "",
+    peers: Sequence[str] = (),
     on_progress: OnProgress = lambda progress: None,
 ) -> Replica:
     """Start a replica and return it when it takes requests. Logs each stage.
 
     Args:
+        peers: replicas that may have the same weights, for `weights_from_peers`.
         on_progress: called on entry to every stage, and repeatedly with the reason while there is no room. An
             exception that it raises cancels the launch.
 
@@ -59,7 +62,7 @@ def launch_replica(
         ConfigError: the model cannot be loaded, or its KV cache does not fit.
         ReplicaUnavailable: there was no room in time (says why), or a process died or was late (names it).
     """
-    launch = _Launch(config, replica_id, target, on_progress)
+    launch = _Launch(config, replica_id, target, peers, on_progress)
     try:
         stopwatch = Stopwatch()
         if not target.is_detached:
@@ -96,9 +99,15 @@ class _Launch:
     """The steps of a launch, in the order of their methods."""
 
     def __init__(
-        self, config: EngineConfig, replica_id: str, target: LaunchTarget, on_progress: OnProgress
+        self,
+        config: EngineConfig,
+        replica_id: str,
+        target: LaunchTarget,
+        peers: Sequence[str],
+        on_progress: OnProgress,
     ) -> None:
         self._config = config
+        self._peers = peers
         self._replica_id = replica_id
         self._target = target
         self._on_progress = on_progress
@@ -162,7 +171,22 @@ class _Launch:
             (store,) = await_all(creating, PROCESS_TIMEOUT_S, "creating its store")
         with LoadingBar(len(self._workers)) as bar:
             watch = partial(self._show_bytes_read, bar) if bar.is_shown else None
-            return await_all(self._call_workers("load", store), LOAD_TIMEOUT_S, "loading", watch)
+            sources = self._weight_sources()
+            loading = {
+                f"rank {rank}": worker.load.remote(store, sources[rank])
+                for rank, worker in enumerate(self._workers)
+            }
+            return await_all(loading, LOAD_TIMEOUT_S, "loading", watch)
+
+    def _weight_sources(self) -> list[list[WeightSource]]:
+        """Return for each rank the ranks of other replicas that may have its weights."""
+        num_ranks = self._config.parallel.num_ranks
+        if not self._config.parallel.weights_from_peers:
+            return [[] for _ in range(num_ranks)]
+        over_network, namespace = self._target.is_detached, self._target.namespace
+        return [
+            find_weights(rank, self._peers, namespace, over_network=over_network) for rank in range(num_ranks)
+        ]
 
     def profile(self) -> list[int]:
         """Return the number of KV blocks that fit into each rank's memory; every rank must have loaded."""

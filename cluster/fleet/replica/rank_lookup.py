@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
 
+from ....proto.errors import in_one_line
+
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from ....worker import WeightSource
 
 # Begin of the role of a process that was started before it was known which rank it becomes.
 STANDBY_ROLE = "standby-"
 # For a process that was started as a standby to name its rank.
 _ANSWER_TIMEOUT_S = 2.0
+# For a rank to say where its weights can be read.
+_WEIGHTS_TIMEOUT_S = 3.0
+
+_log = logging.getLogger(__name__)
 
 
 def actor_name(replica_id: str, role: str) -> str:
@@ -44,6 +53,33 @@ def find_rank(replica_id: str, rank: int, namespace: str) -> ActorHandle:
             if assigned == rank:
                 return standby
         raise
+
+
+def find_weights(
+    rank: int, replica_ids: Iterable[str], namespace: str, *, over_network: bool
+) -> list[WeightSource]:
+    """Return where the weights of a rank can be read, of the replicas that answer in time.
+
+    Args:
+        over_network: also from other hosts.
+    """
+    calls = {}
+    for replica_id in replica_ids:
+        with suppress(ValueError):  # it is starting or has ended
+            worker = find_rank(replica_id, rank, namespace)
+            calls[worker.weight_source.remote(replica_id, over_network=over_network)] = replica_id
+    if not calls:
+        return []
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=_WEIGHTS_TIMEOUT_S)
+    found = []
+    for call in ready:
+        try:
+            found.append(ray.get(call))
+        except RayError as error:
+            _log.info("rank %d of %s does not name its weights: %s", rank, calls[call], in_one_line(error))
+    for call in late:
+        _log.info("rank %d of %s has not named its weights in %g s", rank, calls[call], _WEIGHTS_TIMEOUT_S)
+    return found
 
 
 def end_standbys(replica_id: str, namespace: str) -> None:

@@ -23,8 +23,9 @@ from quire.proto.kv_layout import layout_of
 from quire.proto.kv_transfer import KvGrant, KvOrders, KvPull, KvReport, KvReportKind
 from quire.proto.transport.network import CurveKeys
 from quire.worker.memory.cache_engine import CacheEngine
+from quire.worker.memory.checksum import checksum
 from quire.worker.transfer import peers, transport
-from quire.worker.transfer.kv_blocks import KvBlocks, checksum
+from quire.worker.transfer.kv_blocks import KvBlocks
 from quire.worker.transfer.peers import Peer
 from quire.worker.transfer.process_memory import Addresses, MemoryMap, ProcessMemory
 from quire.worker.transfer.sealed_stream import SealedStream

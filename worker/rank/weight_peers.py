@@ -1,0 +1,209 @@
+"""Weights over the network: a rank serves its segments of weights, and a rank of another replica copies one.
+
+A segment has the weights packed for the processor, so that a copy needs no packing either. The connection is that of
+KV blocks, see `SealedPort`. Nothing is sent before the identities of the weights were compared, which name files,
+settings and layout; what has come is compared with the checksum of each tensor. A copy that fails, or that takes
+longer than the files would by the rates measured meanwhile, is given up: the files are read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...proto.errors import in_one_line
+from ..memory.shared_segment import SegmentAddress, SharedSegment
+from ..weights.standby_weights import WeightSource
+from ..weights.weight_segment import PURPOSE, difference, read_table
+
+if TYPE_CHECKING:
+    from ..transfer.sealed_port import SealedPort
+    from ..transfer.sealed_stream import SealedStream
+
+# Bytes of a request, of which two are under way.
+_CHUNK_BYTES = 4 << 20
+_MAX_FRAME_BYTES = 16 << 20
+# After so many bytes the rate of the connection is known.
+_TRIAL_BYTES = 64 << 20
+# A peer that sends nothing for so long is given up, and so is a reader that takes nothing.
+SILENCE_S = 5.0
+# Parts of the files that are read to measure their rate.
+_NUM_SAMPLES, _SAMPLE_BYTES = 4, 4 << 20
+# Start and length.
+_REQUEST = struct.Struct("<QQ")
+
+_log = logging.getLogger(__name__)
+
+
+class WeightServer:
+    """Serves a rank's segments of weights. Its port is opened by the first `source`.
+
+    Args:
+        owner: for messages of the readers.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._lock = threading.Lock()  # guards what follows
+        self._port: SealedPort | None = None
+        self._segments: tuple[SegmentAddress, ...] = ()
+
+    def source(self, segments: Sequence[SegmentAddress], host: str | None) -> WeightSource:
+        """Return a source for one reader.
+
+        Args:
+            segments: of the weights in use.
+            host: this host's address for readers of other hosts; None for readers of this one.
+        """
+        # Only ranks whose weights travel need its cipher.
+        from ..transfer.sealed_port import SealedPort
+
+        with self._lock:
+            self._segments = tuple(segments)
+            if host is None or not segments:
+                return WeightSource(self._owner, self._segments)
+            if self._port is None:
+                self._port = SealedPort(host, self._serve, _MAX_FRAME_BYTES)
+            offers = [self._port.offer() for _ in segments]
+        credentials = tuple((offer.token, offer.key) for offer in offers)
+        return WeightSource(self._owner, self._segments, host, offers[0].port, credentials)
+
+    def close(self) -> None:
+        """Serve no more. Safe to call twice."""
+        with self._lock:
+            port, self._port = self._port, None
+        if port is not None:
+            port.close()
+
+    def _serve(self, stream: SealedStream) -> None:
+        """Answer with the segment that a reader names, part by part, until it has ended."""
+        frame = stream.receive(SILENCE_S)
+        if frame is None:
+            return
+        segment, answer = self._find(json.loads(bytes(frame)))
+        stream.send(json.dumps(answer).encode(), SILENCE_S)
+        if segment is None:
+            return
+        with closing(segment):
+            content = memoryview(segment.map_private())
+            while (frame := stream.receive(SILENCE_S)) is not None:
+                start, length = _REQUEST.unpack(frame)
+                stream.send(content[start : start + min(length, _CHUNK_BYTES)], SILENCE_S)
+
+    def _find(self, identity: Mapping[str, Any]) -> tuple[SharedSegment | None, dict[str, Any]]:
+        """Return the segment with these weights and its length, or None and why there is none."""
+        problem = "it has no weights"
+        for address in self._segments:
+            try:
+                segment = SharedSegment.open(address)
+                table = read_table(segment.map_private())
+            except (OSError, ValueError) as error:
+                problem = in_one_line(error)
+                continue
+            if table["identity"] == identity:
+                return segment, {"num_bytes": address.num_bytes, "packing_s": table["packing_s"]}
+            problem = difference(table["identity"], identity)
+            segment.close()
+        return None, {"problem": problem}
+
+
+def copy_segment(
+    source: WeightSource, identity: Mapping[str, Any], folder: Path, num_ranks: int
+) -> SharedSegment | None:
+    """Return a sealed copy of a peer's segment. Returns None, and logs why, if the files are to be read.
+
+    Args:
+        folder: of the files.
+        num_ranks: ranks that share them.
+    """
+    started = time.monotonic()
+    try:
+        segment = _copy(source, identity, folder, num_ranks)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.warning("the weights of %s are not copied: %s", source.owner, in_one_line(error))
+        return None
+    seconds = time.monotonic() - started
+    gigabytes = segment.num_bytes / 1e9
+    _log.info("copied %.2f GB of weights of %s, at %.2f GB/s", gigabytes, source.owner, gigabytes / seconds)
+    return segment
+
+
+def _copy(source: WeightSource, identity: Mapping[str, Any], folder: Path, num_ranks: int) -> SharedSegment:
+    from ..transfer.messages import StreamOffer
+    from ..transfer.sealed_port import connect_stream
+
+    offer = StreamOffer(source.port, *source.credentials[0])
+    stream = connect_stream(source.host, offer, _MAX_FRAME_BYTES)
+    if stream is None:
+        raise ConnectionError(f"{source.host}:{source.port} cannot be connected")
+    with closing(stream):
+        stream.send(json.dumps(identity).encode(), SILENCE_S)
+        answer = json.loads(bytes(_next_frame(stream, source)))
+        if "problem" in answer:
+            raise ValueError(answer["problem"])
+        num_bytes, packing_s = int(answer["num_bytes"]), float(answer["packing_s"])
+        segment = SharedSegment.create(PURPOSE, num_bytes)
+        try:
+            _fill(segment, stream, source, num_bytes, packing_s + seconds_to_read(folder, num_ranks))
+            segment.seal(num_bytes)
+        except BaseException:
+            segment.close()
+            raise
+    return segment
+
+
+def _fill(
+    segment: SharedSegment, stream: SealedStream, source: WeightSource, num_bytes: int, files_s: float
+) -> None:
+    """Write what the peer sends. Raises ValueError once that will take longer than the files."""
+    started = time.monotonic()
+    starts = range(0, num_bytes, _CHUNK_BYTES)
+    requests = iter(starts)
+    for start in (next(requests, None), next(requests, None)):
+        _request(stream, start)
+    for start in starts:
+        _request(stream, next(requests, None))
+        content = _next_frame(stream, source)
+        if len(content) != min(_CHUNK_BYTES, num_bytes - start):
+            raise ValueError(f"{source.owner} sent {len(content)} bytes at {start}")
+        segment.write(content, start)
+        end = start + len(content)
+        expected_s = (time.monotonic() - started) * num_bytes / end
+        if end >= _TRIAL_BYTES and expected_s > files_s:
+            raise ValueError(f"the copy would take {expected_s:.1f} s, the files {files_s:.1f} s")
+
+
+def _request(stream: SealedStream, start: int | None) -> None:
+    if start is not None:
+        stream.send(_REQUEST.pack(start, _CHUNK_BYTES), SILENCE_S)
+
+
+def _next_frame(stream: SealedStream, source: WeightSource) -> memoryview:
+    frame = stream.receive(SILENCE_S)
+    if frame is None:
+        raise TimeoutError(f"{source.owner} has sent nothing for {SILENCE_S:g} s")
+    return frame
+
+
+def seconds_to_read(folder: Path, num_ranks: int) -> float:
+    """Return the seconds that a rank needs to read its part of the weights, by reading some of them."""
+    files = {path: path.stat().st_size for path in sorted(folder.glob("*.safetensors"))}
+    total, num_read, started = sum(files.values()), 0, time.monotonic()
+    for sample in range(_NUM_SAMPLES):
+        place = total * sample // _NUM_SAMPLES
+        for path, size in files.items():
+            if place < size:
+                with path.open("rb", buffering=0) as file:
+                    file.seek(place)
+                    num_read += len(file.read(_SAMPLE_BYTES))
+                break
+            place -= size
+    seconds = time.monotonic() - started
+    return seconds * total / max(1, num_read * num_ranks)
