@@ -31,7 +31,8 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO if arguments.log else logging.CRITICAL)
     first, _, last = arguments.seeds.partition("-")
-    faults, outcomes, failed, started = Counter[str](), Counter[str](), list[int](), time.process_time()
+    faults, outcomes, reads = Counter[str](), Counter[str](), Counter[str]()
+    failed, started = list[int](), time.process_time()
     seeds = range(int(first), int(last or first) + 1)
     with nullcontext() if arguments.events is None else arguments.events.open("w") as events:
         for seed in seeds:
@@ -43,8 +44,11 @@ def main() -> int:
                 continue
             faults += outcome.faults
             outcomes += outcome.outcomes
+            reads += outcome.reads
     seconds = time.process_time() - started
-    print(f"{len(seeds)} seeds in {seconds:.1f} s of processor time: {dict(faults)}, {dict(outcomes)}")
+    print(
+        f"{len(seeds)} seeds in {seconds:.1f} s of processor time: {dict(faults)}, {dict(outcomes)}, {dict(reads)}"
+    )
     print(f"{len(failed)} failed: {failed}")
     return bool(failed)
 

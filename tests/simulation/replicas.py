@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from fake_kv_peer import FakeKvNetwork, FakeKvPeer
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
@@ -20,6 +22,8 @@ from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.cluster.fleet.replica.supervised_replica import LiveReplica
 from quire.proto.config import EngineConfig
 from quire.proto.errors import QuireError, RankFailed, ReplicaUnavailable
+from quire.proto.kv_transfer import KvReportKind
+from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, ReplicaMessage, decode, encode
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import IDLE_CHECK_S, StepLoop
@@ -36,14 +40,60 @@ STEP_S = 0.03, 0.2
 # Time after which Ray reports a process that has ended.
 DETECTION_S = 0.02, 1.0
 LAUNCH_S = 0.5, 4.0
+# Times that a rank may take to read blocks; the scheduler waits for some of them only.
+READ_S = 0.0, 0.01, 0.1, 1.0, 30.0
 
 
 def replica_config() -> EngineConfig:
     """Return the configuration of every replica and gateway; its model is that of the fake ranks."""
     config = small_config(
-        num_blocks=40, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48, step_timeout_s=5.0
+        num_blocks=40,
+        max_num_seqs=4,
+        max_num_batched_tokens=12,
+        max_model_len=48,
+        step_timeout_s=5.0,
+        kv_transfer=True,
     )
     return replace(config, model=replace(config.model, name=MODEL))
+
+
+class KvLinks:
+    """The ways by which ranks read each other's blocks: with delays, and with faults for a time.
+
+    Attributes:
+        peers: of replicas whose processes live.
+        stalled: replicas whose reads do not end.
+        loses_reports: what readers tell a replica's ranks is lost: that they use leases, or need them no more.
+    """
+
+    def __init__(self, network: Network, rng: random.Random) -> None:
+        self.peers = FakeKvNetwork()
+        self.stalled: set[str] = set()
+        self.loses_reports = False
+        self.num_read = Counter[str]()
+        self._network, self._rng = network, rng
+        self._due: dict[tuple[str, int], float] = {}  # replica and pull |-> when it has read
+
+    def read_due(self, replica: SimulatedReplica, now: float) -> None:
+        """Carry out the reads of a replica whose time has come; some never come, or fail."""
+        peer, name = replica.kv_peer, replica.record.replica_id
+        if self.loses_reports:
+            lost = KvReportKind.RENEWED, KvReportKind.RELEASED
+            peer.reports = [each for each in peer.reports if each.kind not in lost]
+        for pull_id, pull in list(peer.pulls.items()):
+            owner = pull.endpoints[0].rpartition(".")[0]
+            if (peer.endpoint, pull_id) not in self._due:
+                self._due[peer.endpoint, pull_id] = now + self._rng.choice(READ_S)
+                self.num_read["ordered"] += 1
+            due = self._due[peer.endpoint, pull_id]
+            is_apart = self._network.are_apart(name, owner) or name in self.stalled or owner in self.stalled
+            if now < due or is_apart:
+                continue
+            before = len(peer.reports)
+            peer.read(pull_id)
+            report = peer.reports[-1]
+            assert len(peer.reports) > before
+            self.num_read[report.name.partition(":")[0] or "read"] += 1
 
 
 class _Mailbox:
@@ -72,6 +122,14 @@ class _Mailbox:
         self.arrival.set()
 
 
+class _Ranks(FakeWorkerGroup):
+    """Fake ranks that report times by which it is faster to read blocks than to compute them."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        seconds = 0.1 if plan.chunk_rows.size else 0.01
+        return replace(super().execute(plan), stage_times={"forward": seconds})
+
+
 class SimulatedReplica:
     """See `interfaces.LiveReplica`. Its processes are one task.
 
@@ -80,15 +138,18 @@ class SimulatedReplica:
         ended_at: when the process ended; None while it runs.
     """
 
-    def __init__(self, record: ReplicaRecord, network: Network, rng: random.Random) -> None:
+    def __init__(self, record: ReplicaRecord, network: Network, kv: KvLinks, rng: random.Random) -> None:
         self.record = record
+        self._kv = kv
         self.failure: Future[QuireError | None] = Future()
         self.may_run = asyncio.Event()
         self.may_run.set()
         self.stopped_at: float | None = None
         self.ended_at: float | None = None
         self.config = replica_config()
-        self.group = FakeWorkerGroup(self.config)
+        self.group = _Ranks(self.config)
+        self.kv_peer = FakeKvPeer(kv.peers, record.replica_id, lambda: self.group.kv, record.version)
+        self.group.kv_peer = self.kv_peer
         self.scheduler = Scheduler(self.config)
         self.server = Server(
             record.replica_id, lambda identity, frame: self._mailbox.on_frame(identity, frame)
@@ -104,6 +165,7 @@ class SimulatedReplica:
         while True:
             await self.may_run.wait()
             self._loop.handle_messages(0.0)
+            self._kv.read_due(self, asyncio.get_running_loop().time())
             try:
                 is_busy = self._loop.step()
             except RankFailed as error:
@@ -152,6 +214,7 @@ class SimulatedReplica:
     def _end(self, error: QuireError | None) -> None:
         loop = asyncio.get_running_loop()
         self.ended_at, self.server.is_up = loop.time(), False
+        self._kv.peers.peers.pop(self.kv_peer.endpoint, None)
         self._network.break_all(self.server)
         loop.call_later(self._rng.uniform(*DETECTION_S), self.failure.set_result, error)
 
@@ -166,6 +229,7 @@ class Cluster:
     """
 
     network: Network
+    kv: KvLinks
     rng: random.Random
     live: dict[str, SimulatedReplica]
     departing: dict[str, float]
@@ -218,7 +282,7 @@ class SimulatedLauncher:
             node_ids=(f"node-of-{replica_id}",),
             pids=(1,),
         )
-        replica = SimulatedReplica(record, cluster.network, cluster.rng)
+        replica = SimulatedReplica(record, cluster.network, cluster.kv, cluster.rng)
         cluster.live[replica_id] = replica
         return replica
 

@@ -17,7 +17,7 @@ from quire.proto.errors import QuireError
 from .event_loop import run_simulated
 from .network import EventLog, Network
 from .processes import ControllerProcess, Gateway, deployment, without_models
-from .replicas import Cluster, SimulatedReplica
+from .replicas import Cluster, KvLinks, SimulatedReplica
 from .workload import Job, make_job, run_job
 
 NUM_GATEWAYS = 2
@@ -41,11 +41,13 @@ class Outcome:
     Attributes:
         faults: kind |-> how many.
         outcomes: of requests |-> how many.
+        reads: of blocks that moved: ``ordered``, ``read``, or why they were not read |-> how many.
         digest: of the run's events; equal for equal runs.
     """
 
     faults: Counter[str]
     outcomes: Counter[str]
+    reads: Counter[str]
     num_messages: int
     seconds: float
     digest: str
@@ -211,6 +213,46 @@ async def fail_calls(world: World) -> bool:
     return True
 
 
+async def stall_reads(world: World) -> bool:
+    """Let no read of a replica's blocks, nor any of its own, end for a time."""
+    replica = world.a_replica()
+    if replica is None:
+        return False
+    world.cluster.kv.stalled.add(name := replica.record.replica_id)
+    asyncio.get_running_loop().call_later(
+        world.rng.choice((1.0, 10.0, 40.0)), world.cluster.kv.stalled.discard, name
+    )
+    return True
+
+
+async def cut_ranks_apart(world: World) -> bool:
+    """Cut the ranks of two replicas apart: neither reads the other's blocks."""
+    if len(world.running) < 2:
+        return False
+    one, other = (replica.record.replica_id for replica in world.rng.sample(world.running, 2))
+    world.cluster.network.partition(one, other)
+    seconds = world.rng.choice((1.0, 10.0, 40.0))
+    asyncio.get_running_loop().call_later(seconds, world.cluster.network.heal, one, other)
+    return True
+
+
+async def tear_reads(world: World) -> bool:
+    """Let reads take blocks while their owner writes to them, for a time."""
+    links = world.cluster.kv.peers
+    links.tears = True
+    asyncio.get_running_loop().call_later(world.rng.uniform(1.0, 10.0), setattr, links, "tears", False)
+    return True
+
+
+async def lose_reports(world: World) -> bool:
+    """Lose what readers tell other replicas' ranks, for a time."""
+    world.cluster.kv.loses_reports = True
+    asyncio.get_running_loop().call_later(
+        world.rng.uniform(1.0, 20.0), setattr, world.cluster.kv, "loses_reports", False
+    )
+    return True
+
+
 FAULTS: tuple[tuple[Callable[[World], Awaitable[bool]], int], ...] = (
     (kill_replica, 3),
     (fail_rank, 3),
@@ -220,11 +262,15 @@ FAULTS: tuple[tuple[Callable[[World], Awaitable[bool]], int], ...] = (
     (slow_network, 2),
     (crash_controller, 2),
     (crash_gateway, 2),
-    (drain, 2),
+    (drain, 8),
     (new_version, 1),
     (scale, 2),
     (fail_launches, 1),
     (fail_calls, 1),
+    (stall_reads, 2),
+    (cut_ranks_apart, 1),
+    (tear_reads, 2),
+    (lose_reports, 1),
 )
 
 
@@ -241,7 +287,8 @@ async def _retry(action: Callable[[], Awaitable[None]]) -> None:
 
 async def simulate(clock: SimulatedClock, rng: random.Random, log: EventLog) -> Outcome:
     """Run one scenario and check it. Raises AssertionError at a violated invariant."""
-    cluster = Cluster(Network(rng, log), rng, live={}, departing={}, texts={})
+    network = Network(rng, log)
+    cluster = Cluster(network, KvLinks(network, rng), rng, live={}, departing={}, texts={})
     world = World(clock, rng, cluster, ControllerProcess(cluster))
     await world.controller.start()
     assert world.controller.fleet is not None
@@ -268,7 +315,7 @@ async def simulate(clock: SimulatedClock, rng: random.Random, log: EventLog) -> 
     _check_outcomes(world)
     await _close(world)
     outcomes = Counter(job.outcome for job in world.jobs)
-    return Outcome(world.faults, outcomes, cluster.network.num_messages, clock.now, log.digest)
+    return Outcome(world.faults, outcomes, cluster.kv.num_read, network.num_messages, clock.now, log.digest)
 
 
 async def _all_or_first_failure(tasks: list[asyncio.Future[None]], until: int) -> None:
@@ -373,6 +420,8 @@ def _unsettled(world: World) -> str | None:
                 f"{replica.record.replica_id} has {scheduler.num_running} running and {scheduler.num_waiting} "
                 f"waiting sequences, and {scheduler.blocks.num_held_blocks} blocks"
             )
+        if scheduler.kv_moves.num_kv_leases or replica.kv_peer.leases or replica.kv_peer.pulls:
+            return f"{replica.record.replica_id} has {scheduler.kv_moves.num_kv_leases} leases, or open pulls"
     return None
 
 

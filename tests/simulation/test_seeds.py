@@ -32,9 +32,9 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def run_seeds(first: int, count: int) -> tuple[Counter[str], Counter[str]]:
-    """Run seeds; return the faults and the outcomes of all. Raises AssertionError with the number of a bad one."""
-    faults, outcomes = Counter[str](), Counter[str]()
+def run_seeds(first: int, count: int) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Run seeds; return the faults, outcomes and reads of all. Raises AssertionError with the number of a bad one."""
+    faults, outcomes, reads = Counter[str](), Counter[str](), Counter[str]()
     for seed in range(first, first + count):
         try:
             outcome = run_seed(seed)
@@ -42,14 +42,16 @@ def run_seeds(first: int, count: int) -> tuple[Counter[str], Counter[str]]:
             raise AssertionError(f"seed {seed}: {error}") from error
         faults += outcome.faults
         outcomes += outcome.outcomes
-    return faults, outcomes
+        reads += outcome.reads
+    return faults, outcomes, reads
 
 
 @pytest.mark.parametrize("first", range(0, NUM_QUICK, SEEDS_PER_TEST))
 def test_fleet_keeps_its_promises(first: int) -> None:
-    faults, outcomes = run_seeds(first, SEEDS_PER_TEST)
+    faults, outcomes, reads = run_seeds(first, SEEDS_PER_TEST)
     assert set(faults) == {fault.__name__ for fault, _ in FAULTS}, "a kind of fault never happens"
     assert outcomes["complete"] > 0.7 * outcomes.total()
+    assert reads["ordered"] > reads["read"] > 0, "no blocks move, or all reads succeed"
 
 
 @pytest.mark.slow

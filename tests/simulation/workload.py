@@ -53,7 +53,7 @@ def make_job(number: int, rng: random.Random, shared: list[int]) -> Job:
     prompt = shared[: rng.choice((0, 0, 4, 8))] + [
         rng.randrange(EOS + 1, VOCAB_SIZE) for _ in range(rng.randrange(1, 10))
     ]
-    max_tokens = rng.randrange(1, 20)
+    max_tokens = rng.randrange(1, 28)
     settings: dict[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0, "seed": number}
     stops: tuple[int, ...] = (EOS,)
     kind = rng.random()
