@@ -51,6 +51,22 @@ _PER_LAYER: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "num_kv_shared_layers": 2,
 }
+_HYBRID = ["linear_attention", "linear_attention", "full_attention"] * 2
+# The heads of Qwen3-Next, in its proportion to the hidden size.
+_DELTA: dict[str, Any] = {
+    "layer_types": _HYBRID,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+_MAMBA_2: dict[str, Any] = {
+    "mamba_n_heads": 16,
+    "mamba_d_head": 64,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 128,
+}
 # Model type |-> its configuration besides SIZES.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -73,6 +89,28 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v32": _LATENT
     | {"q_lora_rank": 256, "index_topk": 256, "index_n_heads": 8, "index_head_dim": 64},
     "gpt_neox": {},
+    # Layers that keep states: short convolutions, gated delta nets, Kimi delta attention, Mamba, Mamba 2, lightning
+    # attention and gated linear recurrent units.
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 256},
+    "kimi_linear": _LATENT
+    | {
+        "layer_types": _HYBRID,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 5,
+        "linear_head_dim": 128,
+        "linear_num_heads": 4,
+        "num_local_experts": 8,
+    },
+    "mamba": {"state_size": 16},
+    "bamba": _MAMBA_2 | {"attn_layer_indices": [2, 5]},
+    "minimax": {
+        "layer_types": _HYBRID,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 256,
+    },
+    "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 256},
 }
 _WITHOUT_HEAD_DIM = ("gptj", "gpt_neox")
 
@@ -92,7 +130,8 @@ def make_model(folder: Path, kind: str, *, is_quick: bool = False) -> None:
     if is_quick:
         fields |= SMALLER
         if "layer_types" in fields:
-            fields |= {"layer_types": fields["layer_types"][:4], "num_hidden_layers": 4}
+            types = {name: fields[name][:4] for name in ("layer_types", "mlp_layer_types") if name in fields}
+            fields |= types | {"num_hidden_layers": 4}
     if kind in _WITHOUT_HEAD_DIM:
         for name in ("head_dim", "num_key_value_heads"):
             del fields[name]
