@@ -372,8 +372,7 @@ SECTIONS = (
         "state_memory",
         "Share of prompt tokens found, with states as large as 1,584 tokens: the snapshots that are served, blocks "
         "alone without states, and a snapshot after each 528 tokens in the same memory. A split has that many times "
-        "the slots. "
-        "Conversations are scaled down 32 times, and prefixes of less than 1,024 of their tokens get no snapshot.",
+        "the slots. Conversations are scaled down 32 times.",
         state_hits,
     ),
     Section(

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -34,7 +35,7 @@ from benchmarks.replay import Replay, replay
 from benchmarks.trace import Trace, read_traces
 from quire.cluster.simulation.traces import BLOCK_TOKENS, TracedRequest
 from quire.proto.state_memory import choose_num_slots
-from quire.scheduler.kv import block_manager
+from quire.scheduler.kv import block_manager, snapshot_policy
 
 # A state of Qwen3.5-4B takes as much memory as the keys and values of so many tokens, and vLLM 0.32 lays out its
 # blocks so that a snapshot is taken after each of so many.
@@ -107,8 +108,23 @@ def every(snapshot_len: int) -> Callable[..., tuple[int, ...]]:
     return ends
 
 
+@contextmanager
+def scaled_policy(scale: int) -> Iterator[None]:
+    """Let the least prefix with a snapshot be as short as in a trace that is not scaled down, or one block."""
+    least = max(1, snapshot_policy.MIN_SNAPSHOT_BLOCKS // scale)
+    with ExitStack() as stack:
+        for module in (snapshot_policy, block_manager):
+            stack.enter_context(patch.object(module, "MIN_SNAPSHOT_BLOCKS", least))
+        yield
+
+
 def measure(trace: Trace, num_blocks: int) -> Figures:
     """Return the figures of a trace in memory of `num_blocks` blocks before it is scaled down."""
+    with scaled_policy(SCALES[trace.name]):
+        return _measure(trace, num_blocks)
+
+
+def _measure(trace: Trace, num_blocks: int) -> Figures:
     name, scale = f"state_memory.{trace.name}.{num_blocks // 1000}k", SCALES[trace.name]
     share, total = f"{100 * seen_before(trace):.0f} % of the prompts seen before", num_blocks // scale
     state_blocks = max(1, round(STATE_TOKENS / scale / BLOCK_TOKENS))

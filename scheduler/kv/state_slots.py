@@ -14,7 +14,7 @@ from ..sequences.sequence import Sequence
 from .block_pool import BlockPool
 from .cache_events import CacheKey
 from .planned_moves import PendingFills
-from .snapshot_policy import snapshot_value
+from .snapshot_policy import SharedPrompts, snapshot_value
 
 # Snapshots of which the one with the least value is dropped: the longest unused ones.
 NUM_COMPARED = 64
@@ -85,6 +85,7 @@ class StateSlots:
         self._wanted: list[tuple[int, CacheKey, int]] = []  # arguments of `save`
         self._held: list[int] = []  # until the plan is made
         self._pending = PendingFills()
+        self._prompts = SharedPrompts()
         self.num_saved = 0
 
     @property
@@ -116,12 +117,18 @@ class StateSlots:
     @property
     def has_room(self) -> bool:
         """Return whether a row can open now."""
-        return not self.is_on or self._pool.num_free > 0
+        return not self.is_on or (self._pool.num_free > 0 and self._may_open)
 
     @property
     def will_have_room(self) -> bool:
         """Return whether a row can open once the steps in flight are done."""
-        return not self.is_on or self._pool.num_unheld_in(0) > 0
+        return not self.is_on or (self._pool.num_unheld_in(0) > 0 and self._may_open)
+
+    @property
+    def _may_open(self) -> bool:
+        """Return whether one more row leaves the snapshots their part of the slots."""
+        num_rows = int(np.count_nonzero(self._tables.state_slots))
+        return num_rows == 0 or num_rows + self._prompts.num_reserved(self.num_slots) < self.num_slots
 
     def slot_of(self, row: int) -> int:
         """Return the slot of a row's state; 0 for a model without states."""
@@ -132,6 +139,10 @@ class StateSlots:
         return self._pool.states(slots)
 
     # Rows
+
+    def count_prompt(self, num_tokens: int, num_shared_tokens: int) -> None:
+        """Count a prompt that starts, of which blocks have the first tokens, with a snapshot or without one."""
+        self._prompts.count(num_tokens, num_shared_tokens)
 
     def open(self, row: int, snapshot: int | None) -> None:
         """Give an empty row a slot, into which the plan copies a snapshot, if there is one."""

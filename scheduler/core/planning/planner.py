@@ -489,6 +489,9 @@ class Planner:
         if not sequence.has_run:
             state.waiting.charge(sequence, len(sequence.token_ids), 0)
         if sequence.first_run_at is None:
+            blocks.state_slots.count_prompt(
+                len(sequence.token_ids), prefix.num_shared_blocks * blocks.block_size
+            )
             sequence.num_cached_tokens = state.own_prefixes.num_tokens(sequence, num_cached_tokens)
         self._plan_first_chunk(builder, sequence, num_cached_tokens)
         if self._has_prompt_left(sequence):

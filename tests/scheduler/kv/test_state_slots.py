@@ -8,7 +8,7 @@ from fakes import oracle, random_prompt, small_config
 
 from quire.proto.block_tables import BlockTables
 from quire.scheduler.kv.kv_tiers import KvTiers
-from quire.scheduler.kv.snapshot_policy import snapshot_ends, snapshot_value
+from quire.scheduler.kv.snapshot_policy import SharedPrompts, snapshot_ends, snapshot_value
 from quire.scheduler.kv.state_slots import StateSlots
 
 
@@ -118,6 +118,32 @@ def test_sequences_wait_for_a_slot() -> None:
     driver.run(depth=2)
     for handle in range(5):
         assert driver.outputs[handle] == oracle(random_prompt(9, seed=handle), 8, stops=())
+
+
+def test_prompts_that_earlier_ones_began_leave_slots_to_snapshots() -> None:
+    prompts = SharedPrompts()
+    assert prompts.num_reserved(16) == 0
+    for _ in range(100):
+        prompts.count(40, 40)
+    assert prompts.num_reserved(16) == 4
+    for _ in range(100):
+        prompts.count(40, 0)
+    assert prompts.num_reserved(16) == 0
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_rows_of_shared_prompts_do_not_take_all_slots(shares: bool) -> None:
+    driver = make_driver(num_blocks=400, max_num_seqs=8, max_num_batched_tokens=400)
+    same = random_prompt(40)
+    for handle in range(20):
+        run(driver, handle, same if shares else random_prompt(40, seed=handle), 2)
+    for handle in range(20, 30):
+        prompt = same if shares else random_prompt(40, seed=handle)
+        driver.add(handle, prompt, max_tokens=8, ignore_eos=True)
+    driver.step(2)
+    assert driver.scheduler.num_running == (7 if shares else 8)
+    driver.run(depth=2)
+    driver.scheduler.check_integrity()
 
 
 def test_last_slot_becomes_that_of_the_sequence_that_hits_it() -> None:
