@@ -13,6 +13,8 @@ namespace {
 // Columns of a task: vectors that share the loads of keys and queries.
 constexpr int VECTORS = 4;
 constexpr int64_t MAX_COLUMNS = VECTORS * LANES;
+// Channels of a task of a convolution.
+constexpr int64_t CONV_COLUMNS = 128;
 // Elements read and written below which one thread is faster than several.
 constexpr int64_t MIN_PARALLEL = 1 << 15;
 
@@ -54,48 +56,80 @@ struct LinearAttention {
   float scale;
   bool delta;
 
+  bool reads_state() const { return delta && beta != nullptr; }
+
+  // The key, query and decay of a token in float32, and the products of key and decay, by which the update of the delta
+  // rule reads the state before the token.
+  struct Token {
+    float *keys, *queries, *decays, *decayed;
+  };
+
+  void read_token(int64_t t, int64_t head, const Token& to) const {
+    const int64_t key_head = head / heads_per_key;
+    const T *key = k + t * k_stride + key_head * key_dim, *query = q + t * q_stride + key_head * key_dim;
+    const float* logs = log_decay + (t * num_heads + head) * decays_per_head;
+    const float decay = decays_per_head == 1 ? std::exp(logs[0]) : 0.f;
+    for (int64_t d = 0; d < key_dim; d++) {
+      to.keys[d] = to_float(key[d]);
+      to.queries[d] = to_float(query[d]) * scale;
+      to.decays[d] = decays_per_head == 1 ? decay : std::exp(logs[d]);
+      to.decayed[d] = to.keys[d] * to.decays[d];
+    }
+  }
+
+  // Adds the outer product of a token's key and `update` to the decayed state, whose result is `sums`. With NEXT the
+  // same pass reads the new state for the next token, `next_sums`: the state fills the first-level cache, and two passes
+  // per token take 1.85 times as long (heads of 128 elements, AVX-512).
+  template <bool NEXT, int COUNT>
+  void step(float* local, const Token& token, const float* next_decayed, const Vec* update, Vec* sums,
+            Vec* next_sums) const {
+    constexpr int64_t WIDTH = COUNT * LANES;
+    Vec own[COUNT], results[COUNT] = {}, next[COUNT] = {};
+    for (int i = 0; i < COUNT; i++) own[i] = update[i];
+    for (int64_t d = 0; d < key_dim; d++) {
+      const float decay = token.decays[d], key = token.keys[d], query = token.queries[d];
+      for (int i = 0; i < COUNT; i++) {
+        float* const at = local + d * WIDTH + i * LANES;
+        const Vec now = load(at) * decay + key * own[i];
+        store(at, now);
+        results[i] += query * now;
+        if constexpr (NEXT) next[i] += next_decayed[d] * now;
+      }
+    }
+    for (int i = 0; i < COUNT; i++) sums[i] = results[i], next_sums[i] = next[i];
+  }
+
   // Computes columns [column, column + COUNT * LANES) of one head's state for tokens [start, end).
   template <int COUNT>
   void run(float* state, bool is_new, bool stores, int64_t start, int64_t end, int64_t head, int64_t column) const {
     constexpr int64_t WIDTH = COUNT * LANES;
     static thread_local std::vector<float> buffer;
-    buffer.resize(key_dim * (WIDTH + 3));
-    float *local = buffer.data(), *keys = local + key_dim * WIDTH, *queries = keys + key_dim,
-          *decays = queries + key_dim;
+    buffer.resize(key_dim * (WIDTH + 8));
+    float* const local = buffer.data();
+    const auto token_at = [&](int64_t t) {
+      float* const at = local + key_dim * (WIDTH + 4 * (t & 1));
+      return Token{at, at + key_dim, at + 2 * key_dim, at + 3 * key_dim};
+    };
     for (int64_t d = 0; d < key_dim; d++)
       for (int64_t i = 0; i < WIDTH; i += LANES)
         store(local + d * WIDTH + i, is_new ? Vec{} : load(state + d * value_dim + column + i));
-    for (int64_t t = start; t < end; t++) {
-      const int64_t key_head = head / heads_per_key;
-      const T *key = k + t * k_stride + key_head * key_dim, *query = q + t * q_stride + key_head * key_dim;
-      const float* logs = log_decay + (t * num_heads + head) * decays_per_head;
-      const float decay = decays_per_head == 1 ? std::exp(logs[0]) : 0.f;
-      for (int64_t d = 0; d < key_dim; d++) {
-        keys[d] = to_float(key[d]);
-        queries[d] = to_float(query[d]) * scale;
-        decays[d] = decays_per_head == 1 ? decay : std::exp(logs[d]);
-      }
-      Vec update[COUNT], sums[COUNT] = {};
+    Vec update[COUNT], sums[COUNT], before[COUNT] = {};  // before: key times the decayed state before the token
+    if (start < end) read_token(start, head, token_at(start));
+    for (int64_t d = 0; reads_state() && start < end && d < key_dim; d++)
       for (int i = 0; i < COUNT; i++)
+        before[i] += token_at(start).decayed[d] * load(local + d * WIDTH + i * LANES);
+    for (int64_t t = start; t < end; t++) {
+      const float rate = beta == nullptr ? 1.f : beta[t * num_heads + head];
+      for (int i = 0; i < COUNT; i++) {
         update[i] = load(v + t * v_stride + head * value_dim + column + i * LANES);
-      if (beta != nullptr) {
-        for (int64_t d = 0; delta && d < key_dim; d++) {
-          const float key_now = keys[d] * decays[d];
-          for (int i = 0; i < COUNT; i++) sums[i] += key_now * load(local + d * WIDTH + i * LANES);
-        }
-        const float rate = beta[t * num_heads + head];
-        for (int i = 0; i < COUNT; i++) update[i] = rate * (update[i] - sums[i]);
+        if (beta != nullptr) update[i] = rate * (update[i] - before[i]);
       }
-      for (int i = 0; i < COUNT; i++) sums[i] = Vec{};
-      for (int64_t d = 0; d < key_dim; d++) {
-        const float decay_now = decays[d], key_now = keys[d], query_now = queries[d];
-        for (int i = 0; i < COUNT; i++) {
-          float* const at = local + d * WIDTH + i * LANES;
-          const Vec now = load(at) * decay_now + key_now * update[i];
-          store(at, now);
-          sums[i] += query_now * now;
-        }
-      }
+      const Token token = token_at(t), next = token_at(t + 1);
+      if (t + 1 < end) read_token(t + 1, head, next);
+      if (reads_state() && t + 1 < end)
+        step<true, COUNT>(local, token, next.decayed, update, sums, before);
+      else
+        step<false, COUNT>(local, token, nullptr, update, sums, before);
       for (int i = 0; i < COUNT; i++)
         store(out + (t * num_heads + head) * value_dim + column + i * LANES, sums[i]);
     }
@@ -122,28 +156,30 @@ struct LinearAttention {
 template <typename T>
 void causal_conv(const T* x, int64_t x_stride, const T* weight, const T* bias, T* states, const Runs& runs, T* out,
                  int64_t channels, int64_t width, bool silu, int threads) {
-  const int64_t num_parts = (channels + MAX_COLUMNS - 1) / MAX_COLUMNS, before = width - 1;
+  const int64_t num_parts = (channels + CONV_COLUMNS - 1) / CONV_COLUMNS, before = width - 1;
   const int64_t elements = (runs.num_tokens() + runs.count) * channels * width;
   for_parts(runs, num_parts, elements, threads, [&](int64_t sequence, int64_t part) {
-    const int64_t first = part * MAX_COLUMNS, columns = std::min(MAX_COLUMNS, channels - first);
+    const int64_t first = part * CONV_COLUMNS, last = std::min(first + CONV_COLUMNS, channels);
     const int64_t start = runs.starts[sequence], length = runs.ends[sequence] - start;
     T* const state = states + runs.slots[sequence] * before * channels;
     const bool is_new = runs.is_new[sequence];
-    for (int64_t column = first; column < first + columns; column += LANES) {
-      // The input at position `t` of the run; earlier ones are in the state.
-      const auto input = [&](int64_t t) {
-        if (t >= 0) return load(x + (start + t) * x_stride + column);
-        return is_new ? Vec{} : load(state + (before + t) * channels + column);
-      };
-      for (int64_t t = 0; t < length; t++) {
+    // The input at position `t` of the run; earlier ones are in the state.
+    const auto input = [&](int64_t t, int64_t column) {
+      if (t >= 0) return load(x + (start + t) * x_stride + column);
+      return is_new ? Vec{} : load(state + (before + t) * channels + column);
+    };
+    // Row by row: the rows of one column are often a multiple of 4 KiB apart, in the same set of the cache. Column by
+    // column takes 2.7 times as long for 2,048 channels.
+    for (int64_t t = 0; t < length; t++)
+      for (int64_t column = first; column < last; column += LANES) {
         Vec sum = bias == nullptr ? Vec{} : load(bias + column);
-        for (int64_t i = 0; i < width; i++) sum += load(weight + i * channels + column) * input(t - before + i);
+        for (int64_t i = 0; i < width; i++) sum += load(weight + i * channels + column) * input(t - before + i, column);
         store(out + (start + t) * channels + column, silu ? activate<SILU>(sum) : sum);
       }
-      // In this order an input of the state is read before it is overwritten.
-      for (int64_t i = 0; runs.store(sequence) && i < before; i++)
-        store(state + i * channels + column, input(length - before + i));
-    }
+    // In this order an input of the state is read before it is overwritten.
+    for (int64_t i = 0; runs.store(sequence) && i < before; i++)
+      for (int64_t column = first; column < last; column += LANES)
+        store(state + i * channels + column, input(length - before + i, column));
   });
 }
 
