@@ -80,7 +80,7 @@ def linear_attention(
         v: [T, Hv, Dv].
         log_decay: [T, Hv] float32, or [T, Hv, Dk] with a decay per key channel; at most 0.
         beta: [T, Hv] float32, the rates; None for 1, without the delta rule.
-        states: [N, Hv, Dk, Dv] float32; overwritten.
+        states: [N, Hv, Dk, Dv] float32 or bfloat16; overwritten.
     """
     if cpu.supports_attention(q, k, v, states):
         return cpu.linear_attention(q, k, v, log_decay, beta, states, runs, scale, delta=delta)
@@ -89,7 +89,7 @@ def linear_attention(
     decay = log_decay.exp().view(*log_decay.shape[:2], -1, 1)
     out = torch.empty_like(v)
     for slot, start, end, is_new, stores in runs:
-        state = torch.zeros_like(states[slot]) if is_new else states[slot]
+        state = torch.zeros_like(states[slot]).float() if is_new else states[slot].float()
         for t in range(start, end):
             state = state * decay[t]
             update = v[t].float()
@@ -117,13 +117,13 @@ def selective_scan(
         step: [T, C] float32, the step sizes.
         decay: [N, C] float32, negative.
         b, c: [T, N].
-        states: [slots, N, C] float32; overwritten.
+        states: [slots, N, C] float32 or bfloat16; overwritten.
     """
     if cpu.supports_scan(x, states):
         return cpu.selective_scan(x, step, decay, b, c, states, runs)
     out = torch.empty(x.shape, device=x.device)
     for slot, start, end, is_new, stores in runs:
-        state = torch.zeros_like(states[slot]) if is_new else states[slot]
+        state = torch.zeros_like(states[slot]).float() if is_new else states[slot].float()
         for t in range(start, end):
             added = (step[t] * x[t].float())[None] * b[t].float()[:, None]
             state = (step[t][None] * decay).exp() * state + added

@@ -154,7 +154,7 @@ def _linear_attention(
     place = tl.load(slots_ptr + run).to(tl.int64) * NUM_HEADS + head
     state_ptrs = states_ptr + (place * KEY_DIM + offs_k[:, None]) * VALUE_DIM + offs_v
     is_old = tl.load(is_new_ptr + run) == 0
-    state = tl.load(state_ptrs, mask=mask & is_old, other=0.0)
+    state = tl.load(state_ptrs, mask=mask & is_old, other=0.0).to(tl.float32)
     for t in range(start, end):
         row = t * NUM_HEADS + head
         key_head = (head // SHARE) * KEY_DIM + offs_k
@@ -177,7 +177,7 @@ def _linear_attention(
         tl.store(out_ptr + row * VALUE_DIM + offs_v, out.to(out_ptr.dtype.element_ty), mask=mask_v)
     if stores_ptr is not None:
         mask &= tl.load(stores_ptr + run) != 0
-    tl.store(state_ptrs, state, mask=mask)
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
 def linear_attention(
@@ -317,7 +317,7 @@ def _pass_states(
     state_ptrs = states_ptr + (place * KEY_DIM + offs_k[:, None]) * VALUE_DIM + offs_v
     mask = (offs_k < KEY_DIM)[:, None] & (offs_v < VALUE_DIM)
     is_old = tl.load(is_new_ptr + run) == 0
-    state = tl.load(state_ptrs, mask=mask & is_old, other=0.0)
+    state = tl.load(state_ptrs, mask=mask & is_old, other=0.0).to(tl.float32)
     for first in range(start, end, BLOCK_T):
         tokens = first + offs_t
         mask_t = tokens < end
@@ -348,7 +348,7 @@ def _pass_states(
         state += tl.dot(tl.trans(keys), updates.to(k.dtype), input_precision="tf32x3")
     if stores_ptr is not None:
         mask &= tl.load(stores_ptr + run) != 0
-    tl.store(state_ptrs, state, mask=mask)
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
 def _attend_in_chunks(
@@ -416,7 +416,7 @@ def _selective_scan(
     slot = tl.load(slots_ptr + run).to(tl.int64)
     state_ptrs = states_ptr + (slot * NUM_STATES + offs_n[:, None]) * C + offs_c
     is_old = tl.load(is_new_ptr + run) == 0
-    state = tl.load(state_ptrs, mask=mask & is_old, other=0.0)
+    state = tl.load(state_ptrs, mask=mask & is_old, other=0.0).to(tl.float32)
     decay = tl.load(decay_ptr + offs_n[:, None] * C + offs_c, mask=mask, other=0.0)
     for t in range(start, end):
         step = tl.load(step_ptr + t * C + offs_c, mask=mask_c, other=0.0)
@@ -427,7 +427,7 @@ def _selective_scan(
         tl.store(out_ptr + t * C + offs_c, tl.sum(c[:, None] * state, 0), mask=mask_c)
     if stores_ptr is not None:
         mask &= tl.load(stores_ptr + run) != 0
-    tl.store(state_ptrs, state, mask=mask)
+    tl.store(state_ptrs, state.to(states_ptr.dtype.element_ty), mask=mask)
 
 
 def selective_scan(

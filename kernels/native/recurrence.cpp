@@ -46,11 +46,12 @@ void with_vectors(int64_t columns, const Body& body) {
   body(std::integral_constant<int, COUNT>());
 }
 
-template <typename T>
+// T: the type of tokens; S: that of states.
+template <typename T, typename S>
 struct LinearAttention {
   const T *q, *k, *v;
   const float *log_decay, *beta;
-  float* states;
+  S* states;
   T* out;
   int64_t num_heads, heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head;
   float scale;
@@ -101,7 +102,7 @@ struct LinearAttention {
 
   // Computes columns [column, column + COUNT * LANES) of one head's state for tokens [start, end).
   template <int COUNT>
-  void run(float* state, bool is_new, bool stores, int64_t start, int64_t end, int64_t head, int64_t column) const {
+  void run(S* state, bool is_new, bool stores, int64_t start, int64_t end, int64_t head, int64_t column) const {
     constexpr int64_t WIDTH = COUNT * LANES;
     static thread_local std::vector<float> buffer;
     buffer.resize(key_dim * (WIDTH + 8));
@@ -143,7 +144,7 @@ struct LinearAttention {
     const int64_t elements = (runs.num_tokens() + runs.count) * num_heads * state_size;
     for_parts(runs, num_heads * parts_per_head, elements, threads, [&](int64_t sequence, int64_t part) {
       const int64_t head = part / parts_per_head, first = part % parts_per_head * MAX_COLUMNS;
-      float* const state = states + (runs.slots[sequence] * num_heads + head) * state_size;
+      S* const state = states + (runs.slots[sequence] * num_heads + head) * state_size;
       with_vectors(std::min(MAX_COLUMNS, value_dim - first), [&](auto count) {
         run<count>(state, runs.is_new[sequence], runs.store(sequence), runs.starts[sequence], runs.ends[sequence], head,
                    first);
@@ -184,14 +185,14 @@ void causal_conv(const T* x, int64_t x_stride, const T* weight, const T* bias, T
 }
 
 // decay and states [N, C].
-template <typename T>
+template <typename T, typename S>
 void selective_scan(const T* x, int64_t x_stride, const float* step, const float* decay, const T* b, const T* c,
-                    int64_t bc_stride, float* states, const Runs& runs, float* out, int64_t channels, int64_t num_states,
+                    int64_t bc_stride, S* states, const Runs& runs, float* out, int64_t channels, int64_t num_states,
                     int threads) {
   const int64_t elements = (runs.num_tokens() + runs.count) * channels * num_states;
   for_parts(runs, channels / LANES, elements, threads, [&](int64_t sequence, int64_t part) {
     const int64_t column = part * LANES;
-    float* const state = states + runs.slots[sequence] * num_states * channels + column;
+    S* const state = states + runs.slots[sequence] * num_states * channels + column;
     static thread_local std::vector<float> buffer;
     buffer.resize(num_states * LANES);
     float* const local = buffer.data();
@@ -215,6 +216,17 @@ void selective_scan(const T* x, int64_t x_stride, const float* step, const float
 
 }  // namespace
 
+#define FOR_STATE_DTYPE(call)      \
+  do {                             \
+    if (state_dtype == BFLOAT16) { \
+      using S = bf16;              \
+      FOR_DTYPE(call);             \
+    } else {                       \
+      using S = float;             \
+      FOR_DTYPE(call);             \
+    }                              \
+  } while (0)
+
 #define FOR_DTYPE(call)      \
   do {                       \
     if (dtype == BFLOAT16) { \
@@ -229,17 +241,18 @@ void selective_scan(const T* x, int64_t x_stride, const float* step, const float
 // value_dim and channels are multiples of LANES. Strides are those of tokens; heads are adjacent.
 extern "C" {
 
-void quire_linear_attention(int dtype, const void* q, const void* k, const void* v, const float* log_decay,
-                            const float* beta, float* states, const int32_t* slots, const int32_t* starts,
+void quire_linear_attention(int dtype, int state_dtype, const void* q, const void* k, const void* v,
+                            const float* log_decay, const float* beta, void* states, const int32_t* slots, const int32_t* starts,
                             const int32_t* ends, const uint8_t* is_new, const uint8_t* stores, void* out,
                             int64_t num_sequences, int64_t num_heads,
                             int64_t heads_per_key, int64_t key_dim, int64_t value_dim, int64_t q_stride,
                             int64_t k_stride, int64_t v_stride, int64_t decays_per_head, float scale, int delta,
                             int threads) {
   const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
-  FOR_DTYPE((LinearAttention<T>{(const T*)q, (const T*)k, (const T*)v, log_decay, beta, states, (T*)out, num_heads,
-                                heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride, decays_per_head, scale, delta != 0}
-                 .compute(runs, threads)));
+  FOR_STATE_DTYPE((LinearAttention<T, S>{(const T*)q, (const T*)k, (const T*)v, log_decay, beta, (S*)states, (T*)out,
+                                         num_heads, heads_per_key, key_dim, value_dim, q_stride, k_stride, v_stride,
+                                         decays_per_head, scale, delta != 0}
+                       .compute(runs, threads)));
 }
 
 void quire_causal_conv(int dtype, const void* x, const void* weight, const void* bias, void* states,
@@ -252,12 +265,12 @@ void quire_causal_conv(int dtype, const void* x, const void* weight, const void*
                         width, silu, threads));
 }
 
-void quire_selective_scan(int dtype, const void* x, const float* step, const float* decay, const void* b,
-                          const void* c, float* states, const int32_t* slots, const int32_t* starts,
+void quire_selective_scan(int dtype, int state_dtype, const void* x, const float* step, const float* decay,
+                          const void* b, const void* c, void* states, const int32_t* slots, const int32_t* starts,
                           const int32_t* ends, const uint8_t* is_new, const uint8_t* stores, float* out, int64_t num_sequences, int64_t channels,
                           int64_t num_states, int64_t x_stride, int64_t bc_stride, int threads) {
   const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
-  FOR_DTYPE(selective_scan((const T*)x, x_stride, step, decay, (const T*)b, (const T*)c, bc_stride, states, runs, out,
-                           channels, num_states, threads));
+  FOR_STATE_DTYPE(selective_scan((const T*)x, x_stride, step, decay, (const T*)b, (const T*)c, bc_stride, (S*)states,
+                                 runs, out, channels, num_states, threads));
 }
 }

@@ -10,6 +10,9 @@ from .fallbacks import log_fallback
 from .library import dtype_codes, library
 from .ops import address_of, supports
 
+# Of recurrent states.
+_STATE_DTYPES = (torch.float32, torch.bfloat16)
+
 
 def supports_conv(x: Tensor, weight: Tensor, states: Tensor) -> bool:
     """Return whether there is a C++ op for this convolution; log if there is none."""
@@ -22,7 +25,7 @@ def supports_attention(q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> bool:
     value_dim = v.shape[2]
     is_supported = (
         supports(v, value_dim)
-        and states.dtype == torch.float32
+        and states.dtype in _STATE_DTYPES
         and all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
     )
     return _logged(q, "linear attention", f"heads of {value_dim} elements of {v.dtype}", is_supported)
@@ -30,7 +33,7 @@ def supports_attention(q: Tensor, k: Tensor, v: Tensor, states: Tensor) -> bool:
 
 def supports_scan(x: Tensor, states: Tensor) -> bool:
     """Return whether there is a C++ op for these channels; log if there is none."""
-    is_supported = supports(x, x.shape[1]) and x.stride(1) == 1 and states.dtype == torch.float32
+    is_supported = supports(x, x.shape[1]) and x.stride(1) == 1 and states.dtype in _STATE_DTYPES
     return _logged(x, "selective scans", f"{x.shape[1]} channels of {x.dtype}", is_supported)
 
 
@@ -46,6 +49,11 @@ def _runs(runs: StateRuns) -> tuple[int | None, ...]:
     assert runs.stores is None or runs.stores.dtype == torch.bool
     arrays = runs.slots, runs.starts, runs.ends, runs.is_new, runs.stores
     return tuple(address_of(each) for each in arrays)
+
+
+def _codes(x: Tensor, states: Tensor) -> tuple[int, int]:
+    """Return the codes of the types of tokens and recurrent states."""
+    return dtype_codes()[x.dtype], dtype_codes()[states.dtype]
 
 
 def causal_conv(
@@ -81,7 +89,7 @@ def linear_attention(
     out = torch.empty(v.shape, dtype=v.dtype)
     decays_per_head = key_dim if log_decay.dim() == 3 else 1
     library().quire_linear_attention(
-        dtype_codes()[v.dtype], q.data_ptr(), k.data_ptr(), v.data_ptr(), log_decay.data_ptr(), address_of(beta),
+        *_codes(v, states), q.data_ptr(), k.data_ptr(), v.data_ptr(), log_decay.data_ptr(), address_of(beta),
         states.data_ptr(), *_runs(runs), out.data_ptr(), len(runs.slots), num_heads, num_heads // k.shape[1],
         key_dim, value_dim, q.stride(0), k.stride(0), v.stride(0), decays_per_head,
         scale, delta, torch.get_num_threads(),
@@ -97,7 +105,7 @@ def selective_scan(
     assert states.is_contiguous()
     out = torch.empty(x.shape)
     library().quire_selective_scan(
-        dtype_codes()[x.dtype], x.data_ptr(), step.data_ptr(), decay.data_ptr(), b.data_ptr(), c.data_ptr(),
+        *_codes(x, states), x.data_ptr(), step.data_ptr(), decay.data_ptr(), b.data_ptr(), c.data_ptr(),
         states.data_ptr(), *_runs(runs), out.data_ptr(), len(runs.slots), x.shape[1], len(decay), x.stride(0),
         b.stride(0), torch.get_num_threads(),
     )  # fmt: skip

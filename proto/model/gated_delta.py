@@ -38,8 +38,8 @@ class GatedDeltaSpec:
         heads = self.num_heads // num_ranks
         keys = 2 * groups_per_rank(self.num_key_heads, num_ranks) * self.key_dim
         return (
-            StateTensor("conv", (self.width - 1, keys + heads * self.value_dim), is_float32=False),
-            StateTensor("recurrent", (heads, self.key_dim, self.value_dim), is_float32=True),
+            StateTensor("conv", (self.width - 1, keys + heads * self.value_dim)),
+            StateTensor("recurrent", (heads, self.key_dim, self.value_dim), is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

@@ -29,8 +29,8 @@ class KimiDeltaSpec:
         """Return the last inputs of the convolution, and a matrix per head."""
         heads = self.num_heads // num_ranks
         return (
-            StateTensor("conv", (self.width - 1, 3 * heads * self.head_dim), is_float32=False),
-            StateTensor("recurrent", (heads, self.head_dim, self.head_dim), is_float32=True),
+            StateTensor("conv", (self.width - 1, 3 * heads * self.head_dim)),
+            StateTensor("recurrent", (heads, self.head_dim, self.head_dim), is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

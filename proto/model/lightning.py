@@ -25,7 +25,7 @@ class LightningSpec:
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return a matrix per head."""
         shape = self.num_heads // num_ranks, self.head_dim, self.head_dim
-        return (StateTensor("recurrent", shape, is_float32=True),)
+        return (StateTensor("recurrent", shape, is_recurrent=True),)
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
         """Raise ConfigError unless these ranks get equal parts."""

@@ -34,8 +34,8 @@ class Mamba1Spec:
         """Return the last inputs of the convolution, and a vector per channel."""
         channels = self.num_channels // num_ranks
         return (
-            StateTensor("conv", (self.width - 1, channels), is_float32=False),
-            StateTensor("recurrent", (self.state_size, channels), is_float32=True),
+            StateTensor("conv", (self.width - 1, channels)),
+            StateTensor("recurrent", (self.state_size, channels), is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

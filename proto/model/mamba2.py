@@ -60,8 +60,8 @@ class Mamba2Spec:
         heads = self.num_heads // num_ranks
         grouped = 2 * groups_per_rank(self.num_groups, num_ranks) * self.state_size
         return (
-            StateTensor("conv", (self.width - 1, heads * self.head_dim + grouped), is_float32=False),
-            StateTensor("recurrent", (heads, self.state_size, self.head_dim), is_float32=True),
+            StateTensor("conv", (self.width - 1, heads * self.head_dim + grouped)),
+            StateTensor("recurrent", (heads, self.state_size, self.head_dim), is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

@@ -336,7 +336,11 @@ def state_layers(model: ModelConfig, num_ranks: int, stage: Stage = WHOLE_MODEL)
     if family is None:
         return ()
     layers = stage.part(_read_layers(model, family))
-    return tuple(mixer.state_tensors(num_ranks) for mixer in layers_with_state([own.mixer for own in layers]))
+    dtype = "float32" if model.mamba_ssm_cache_dtype == "auto" else model.mamba_ssm_cache_dtype
+    return tuple(
+        tuple(replace(tensor, dtype=dtype) for tensor in mixer.state_tensors(num_ranks))
+        for mixer in layers_with_state([own.mixer for own in layers])
+    )
 
 
 def _own_attention(model: ModelConfig, family: Family) -> list[AttentionSpec]:

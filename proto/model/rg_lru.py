@@ -25,8 +25,8 @@ class RgLruSpec:
         """Return the last inputs of the convolution, and a number per channel."""
         channels = self.num_channels // num_ranks
         return (
-            StateTensor("conv", (self.width - 1, channels), is_float32=False),
-            StateTensor("recurrent", (1, channels), is_float32=True),
+            StateTensor("conv", (self.width - 1, channels)),
+            StateTensor("recurrent", (1, channels), is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

@@ -23,7 +23,7 @@ class ShortConvSpec:
 
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return the last inputs of the convolution."""
-        return (StateTensor("conv", (self.width - 1, self.num_channels // num_ranks), is_float32=False),)
+        return (StateTensor("conv", (self.width - 1, self.num_channels // num_ranks)),)
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
         """Raise ConfigError unless these ranks get equal parts."""

@@ -8,6 +8,7 @@ from math import prod
 from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
+from ..options.sections import STATE_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +16,18 @@ class StateTensor:
     """A tensor of a layer's state, of one sequence on one rank.
 
     Attributes:
-        is_float32: the elements are float32; otherwise they have the model's dtype.
+        is_recurrent: every token adds to the elements, which have `dtype`; otherwise they have the model's dtype.
+        dtype: float32, or the one that the operator has chosen.
     """
 
     name: str
     shape: tuple[int, ...]
-    is_float32: bool
+    is_recurrent: bool = False
+    dtype: str = "float32"
 
     def num_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of a sequence, for a model whose elements have `dtype_bytes`."""
-        return prod(self.shape) * (4 if self.is_float32 else dtype_bytes)
+        return prod(self.shape) * (STATE_DTYPES[self.dtype] if self.is_recurrent else dtype_bytes)
 
 
 @runtime_checkable

@@ -39,6 +39,8 @@ from .values import (
 
 DEVICES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
+# Dtype of recurrent states |-> bytes of an element.
+STATE_DTYPES = {"float32": 4, "bfloat16": 2}
 # Ways of a mixture's tokens to the ranks that have their experts.
 ALL_REDUCE, ALL_TO_ALL = "all_reduce", "all_to_all"
 DEEPEP_HIGH_THROUGHPUT, DEEPEP_LOW_LATENCY = "deepep_high_throughput", "deepep_low_latency"
@@ -76,6 +78,12 @@ class ModelOptions:
         None,
         help="Quantize full-precision weights while they are loaded. Quantized checkpoints need no option.",
         check=one_of("int8", "fp8"),
+    )
+    mamba_ssm_cache_dtype: str = model_option(
+        "auto",
+        help="Type of the recurrent states of models whose layers keep one of each sequence; auto is float32. "
+        "bfloat16 takes half of the memory; each step rounds its states, so that outputs depend on where chunks end.",
+        check=one_of("auto", *STATE_DTYPES),
     )
     max_model_len: int | None = model_option(
         None,

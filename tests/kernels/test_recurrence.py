@@ -116,6 +116,30 @@ def test_linear_attention_equals_reference(
     torch.testing.assert_close(states, expected_states, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("rule", ["delta", "sum"])
+def test_bfloat16_states_are_rounded_once_per_run(rule: str, either: str) -> None:
+    inputs = attention_inputs(23, torch.float32)
+    if rule == "sum":
+        inputs[-1] = None
+    runs = make_runs(1, 20, 2, new=(False, True, False))
+    states = attention_states(inputs).bfloat16()
+    wide = states.float()
+    out, expected = (attend(linear_attention, inputs, own, runs, 0.25, rule) for own in (states, wide))
+    assert torch.equal(out, expected)
+    assert torch.equal(states, wide.bfloat16())
+
+
+def test_scan_keeps_bfloat16_states(either: str) -> None:
+    channels, num_states = 64, 16
+    x, b, c = (torch.randn(16, size) for size in (channels, num_states, num_states))
+    step, decay = functional.softplus(torch.randn(16, channels)), -torch.rand(num_states, channels) * 8
+    states = torch.randn(NUM_SLOTS, num_states, channels).bfloat16()
+    wide, runs = states.float(), make_runs(1, 12, 3, new=(False, True, False))
+    out, expected = (selective_scan(x, step, decay, b, c, own, runs) for own in (states, wide))
+    assert torch.equal(out, expected)
+    assert torch.equal(states, wide.bfloat16())
+
+
 def test_delta_rule_equals_transformers(either: str) -> None:
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 

@@ -77,7 +77,7 @@ class StateModel:
         states = [
             tuple(
                 torch.randn(NUM_SEQS + 1, *tensor.shape).to(
-                    torch.float32 if tensor.is_float32 else self.dtype
+                    getattr(torch, tensor.dtype) if tensor.is_recurrent else self.dtype
                 )
                 for tensor in layer
             )

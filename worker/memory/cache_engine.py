@@ -70,7 +70,7 @@ class CacheEngine:
             tuple(
                 _zeros(
                     (num_slots or 1, *tensor.shape),
-                    torch.float32 if tensor.is_float32 else dtype,
+                    getattr(torch, tensor.dtype) if tensor.is_recurrent else dtype,
                     device,
                     touches_pages=touches_pages,
                     segment=segment,

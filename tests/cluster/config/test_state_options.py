@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from quire.cluster.config.resolve import resolve
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError
 from quire.proto.model.registry import state_layers
-from quire.proto.model.state import state_bytes
+from quire.proto.model.state import StateLayers, state_bytes
 from quire.proto.state_memory import choose_num_slots
 
 MIB = 1 << 20
@@ -62,6 +63,23 @@ def test_slots_are_those_of_the_memory_or_as_given(resolved: Callable[..., Engin
     assert resolved(num_kv_blocks=64).cache.num_state_slots == 9
     with pytest.raises(ConfigError, match=r"a sequence's state takes .* per rank, and KV memory is"):
         resolved(kv_cache_memory=own)
+
+
+def test_recurrent_states_in_bfloat16_take_half_of_the_memory(make_model: Callable[..., Path]) -> None:
+    """Those of convolutions have the model's type."""
+    folder = make_model("mamba", **STATE_KINDS["mamba"])
+
+    def layers(dtype: str) -> StateLayers:
+        options = EngineOptions(
+            str(folder), device="cpu", mamba_ssm_cache_dtype=dtype, skip_tokenizer_init=True
+        )
+        return state_layers(resolve(options, Machine(4, 0)).model, 1)
+
+    wide, narrow = layers("auto"), layers("bfloat16")
+    elements = sum(prod(tensor.shape) for layer in narrow for tensor in layer if tensor.is_recurrent)
+    assert state_bytes(wide, 4) - state_bytes(narrow, 4) == 2 * elements > 0
+    with pytest.raises(ConfigError, match="mamba_ssm_cache_dtype"):
+        layers("float8")
 
 
 def test_summary_names_the_slots(resolved: Callable[..., EngineConfig]) -> None:

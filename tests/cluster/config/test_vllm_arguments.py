@@ -27,7 +27,7 @@ SAME_NAMES = (
     "allowed_media_domains", "api_key", "block_size", "chat_template", "dtype", "enable_auto_tool_choice",
     "enable_eplb", "enable_expert_parallel", "enable_lora",
     "gpu_memory_utilization", "kv_cache_dtype", "language_model_only", "limit_mm_per_prompt",
-    "lora_modules", "max_cpu_loras", "max_logprobs",
+    "lora_modules", "mamba_ssm_cache_dtype", "max_cpu_loras", "max_logprobs",
     "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
     "mm_processor_kwargs", "quantization",
     "reasoning_parser", "revision", "runner", "seed", "served_model_name", "skip_tokenizer_init",

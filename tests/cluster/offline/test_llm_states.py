@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from model_kinds import model_type_of
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
@@ -45,6 +46,21 @@ def test_conversation_starts_each_turn_from_a_snapshot(kind: str, folders: Calla
         assert second.num_cached_tokens == len(turn) - 1
         for start, result in ((prompt, first), (turn + question, second)):
             reference.check_greedy(start, result.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "kimi_linear"])
+def test_states_in_bfloat16_serve_turns_of_a_conversation(kind: str, folders: Callable[[str], Path]) -> None:
+    """Outputs need not be those of float32: each step rounds the states."""
+    prompt, question = prompts_of([21, 7], seed=1)
+    with open_llm(folders(kind), mamba_ssm_cache_dtype="bfloat16") as llm:
+        (first,) = llm.generate([prompt], GREEDY)
+        turn = prompt + list(first.outputs[0].token_ids)
+        (second,) = llm.generate([turn + question], GREEDY)
+        assert isinstance(llm._engine, InProcessEngine)
+        states = llm._engine._group._runner.memory.kv.cache.states
+    assert second.num_cached_tokens == len(turn) - 1
+    assert {states[0][1].dtype, states[-1][-1].dtype} == {torch.bfloat16}
+    assert states[0][0].dtype == torch.float32  # of the convolution, as the model's
 
 
 def test_structured_output_of_a_model_with_states(folders: Callable[[str], Path]) -> None:
