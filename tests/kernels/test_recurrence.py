@@ -401,3 +401,29 @@ def test_scan_kernel(device: str, dtype: torch.dtype, monkeypatch: pytest.Monkey
     out = gpu.selective_scan(x, step, decay, b, c, states, on(device, runs))
     torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states.cpu(), expected_states, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernels_keep_bfloat16_states(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.kernels.gpu import recurrence as gpu
+
+    inputs = attention_inputs(1 + 20 + 2, dtype, (1, 2), dims=(24, 40))
+    runs, states = make_runs(1, 20, 2, new=(False, True, False)), attention_states(inputs).bfloat16()
+    expected_states = states.clone()
+    expected = attend(reference_of(linear_attention, monkeypatch), inputs, expected_states, runs, 0.25)
+    states, moved = states.to(device), [value.to(device) for value in inputs]
+    out = attend(gpu.linear_attention, moved, states, on(device, runs), 0.25)
+    torch.testing.assert_close(out.cpu(), expected, atol=5e-2, rtol=5e-2)
+    torch.testing.assert_close(states.cpu(), expected_states, atol=5e-2, rtol=5e-2)
+    x, b, c = (torch.randn(9, size).to(dtype) for size in (40, 12, 12))
+    step, decay = functional.softplus(torch.randn(9, 40)), -torch.rand(12, 40) * 8
+    states, runs = torch.randn(NUM_SLOTS, 12, 40).bfloat16(), make_runs(1, 6, 2, new=(False, True, False))
+    expected_states = states.clone()
+    expected = reference_of(selective_scan, monkeypatch)(x, step, decay, b, c, expected_states, runs)
+    states = states.to(device)
+    x, step, decay, b, c = (value.to(device) for value in (x, step, decay, b, c))
+    out = gpu.selective_scan(x, step, decay, b, c, states, on(device, runs))
+    torch.testing.assert_close(out.cpu(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(states.cpu(), expected_states, atol=1e-2, rtol=1e-2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from launched_kernels import FLOAT8_CAPABILITY
 from model_shapes import LatentShape, head_shapes, latent_shapes
@@ -317,8 +319,8 @@ _LINEAR_ATTENTION = (
 
 
 def launch_recurrences() -> None:
-    """Launch the recurrences of layers that keep a state, for decode steps and for prompts."""
-    for num_tokens in (1, 100):
+    """Launch the recurrences of layers that keep a state, for decode steps and prompts, with states of both types."""
+    for num_tokens, state_dtype in itertools.product((1, 100), (torch.float32, torch.bfloat16)):
         bounds = torch.tensor([0, num_tokens], dtype=torch.int32)
         stores = torch.ones(1, dtype=torch.bool)
         runs = StateRuns(bounds[:1], bounds, torch.zeros(1, dtype=torch.bool), num_tokens, stores)
@@ -331,7 +333,7 @@ def launch_recurrences() -> None:
                 torch.zeros(num_tokens, heads, value_dim, dtype=torch.bfloat16),
                 decay,
                 None if rule == "sum" else torch.zeros(num_tokens, heads),
-                torch.zeros(1, heads, key_dim, value_dim),
+                torch.zeros(1, heads, key_dim, value_dim, dtype=state_dtype),
                 runs,
                 delta=rule == "delta",
             )
@@ -346,4 +348,5 @@ def launch_recurrences() -> None:
                 torch.zeros(num_tokens, num_states, dtype=dtype),
             )
             step, decay = torch.zeros(num_tokens, 2048), torch.zeros(num_states, 2048)
-            recurrence.selective_scan(x, step, decay, b, b, torch.zeros(1, num_states, 2048), runs)
+            states = torch.zeros(1, num_states, 2048, dtype=state_dtype)
+            recurrence.selective_scan(x, step, decay, b, b, states, runs)
