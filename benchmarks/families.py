@@ -121,20 +121,23 @@ PREFILL_LEN, PROMPT_LEN, NUM_DECODED, NUM_REPEATS = 512, 32, 64, 3
 Generate = Callable[[list[int], int], None]
 
 
-def make_model(folder: Path, kind: str, *, is_quick: bool = False) -> None:
-    """Write a random model in float32, with a tokenizer."""
+def make_model(folder: Path, kind: str, *, is_quick: bool = False, **more: Any) -> None:
+    """Write a random model in float32, with a tokenizer; `more` is added to its configuration."""
     import torch
     import transformers
 
     fields = SIZES | KINDS[kind]
     if is_quick:
         fields |= SMALLER
+        if "mamba_n_heads" in fields:
+            fields |= {"mamba_n_heads": 2}  # together twice the hidden size
         if "layer_types" in fields:
             types = {name: fields[name][:4] for name in ("layer_types", "mlp_layer_types") if name in fields}
             fields |= types | {"num_hidden_layers": 4}
     if kind in _WITHOUT_HEAD_DIM:
         for name in ("head_dim", "num_key_value_heads"):
             del fields[name]
+    fields |= more
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **fields)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

@@ -102,6 +102,18 @@ def state_hits(figures: Figures) -> list[str]:
     return lines
 
 
+def state_errors(figures: Figures) -> list[str]:
+    """Kinds of models as rows, types of the model and of its states as columns."""
+    names = [name.removeprefix("state_dtype.").split(".", 1) for name in figures]
+    columns = list(dict.fromkeys(case for _, case in names))
+    lines = _header(["model type", *(case.replace(".", ", states in ") for case in columns)])
+    for kind in dict.fromkeys(kind for kind, _ in names):
+        lines.append(
+            _row([kind, *(_number(figures[f"state_dtype.{kind}.{case}"]["value"]) for case in columns)])
+        )
+    return lines
+
+
 def accuracy(settings: Mapping[str, Figures]) -> list[str]:
     """Errors of simulated runs, with workloads as rows."""
     columns = {
@@ -374,6 +386,13 @@ SECTIONS = (
         "alone without states, and a snapshot after each 528 tokens in the same memory. A split has that many times "
         "the slots. Conversations are scaled down 32 times.",
         state_hits,
+    ),
+    Section(
+        "Recurrent states in bfloat16",
+        "state_dtype",
+        "Mean difference of a token's log-probability, in nats, from that of a model and states in float32. The "
+        "models and their 512 tokens are random; each token rounds the states.",
+        state_errors,
     ),
     Section(
         "Quantization",

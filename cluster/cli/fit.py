@@ -68,6 +68,7 @@ def fit(
     revision: _Revision = None,
     quantization: _Quantization = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, int8 or fp8_e4m3.")] = "auto",
+    mamba_ssm_cache_dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     nodes: _Nodes = None,
     enable_expert_parallel: _ExpertParallel = False,
     enable_dp_attention: _DpAttention = False,
@@ -98,7 +99,13 @@ def fit(
 
     memory = gpu_bytes(gpu)
     described = describe_files(
-        EngineOptions(model, revision=revision, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+        EngineOptions(
+            model,
+            revision=revision,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            mamba_ssm_cache_dtype=mamba_ssm_cache_dtype,
+        )
     )
     dtype_bytes = _DTYPE_BYTES.get(described.dtype, 2)
     kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes

@@ -67,6 +67,7 @@ def describe_files(options: EngineOptions) -> ModelConfig:
         hub_id=source.hub_id,
         commit=source.commit,
         quantization=options.quantization,
+        mamba_ssm_cache_dtype=options.mamba_ssm_cache_dtype,
     )
 
 

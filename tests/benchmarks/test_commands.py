@@ -13,6 +13,11 @@ ROOT = Path(__file__).parents[2]
 # Command |-> the number of figures that it writes, and one of them.
 COMMANDS = {
     "families --quick --kinds gptj,gemma4_text,deepseek_v3": (24, "families.gptj.quire.decode_tokens_per_s"),
+    "state_dtype --quick --kinds mamba": (3, "state_dtype.mamba.bfloat16.float32"),
+    "families --quick --kinds lfm2,qwen3_5_text,recurrent_gemma": (
+        24,
+        "families.lfm2.quire.decode_tokens_per_s",
+    ),
     "loading --model s --formats bfloat16,awq --repeats 1": (22, "loading.awq.quire.load_s_per_gb"),
     "paged_attention --requests 20": (27, "paged.8192.waste"),
     "simulated_figures --requests 20": (44, "chunk.8192.itl_ms.p99"),
