@@ -467,6 +467,31 @@ SECTIONS = (
         ),
     ),
     Section(
+        "Two hundred replicas and twenty gateways",
+        "large_fleet",
+        "Gateways, the controller, step loops and schedulers that serve, in one process and in simulated time, every "
+        "gateway connected to every replica. Processor time is that of one gateway, one scheduler or the controller "
+        "per simulated second, on two cores that were busy with other work. Half a request per second for each "
+        "replica.",
+        chosen(
+            large_fleet__idle__gateway_cpu="a gateway, without load",
+            large_fleet__traffic__gateway_cpu="a gateway, under traffic",
+            large_fleet__traffic__gateway_messages="its messages",
+            large_fleet__traffic__replica_cpu="a scheduler, under traffic",
+            large_fleet__traffic__replica_messages="its messages",
+            large_fleet__traffic__controller_cpu="the controller, under traffic",
+            large_fleet__memory__link_kb="memory of a gateway for each replica",
+            large_fleet__shared__busiest="80 % share a prefix: busiest replica over the mean",
+            large_fleet__shared__ttft_ms__p99="the same: first token, p99",
+            large_fleet__traffic__ttft_ms__p99="without a prefix in common: first token, p99",
+            large_fleet__loss__noticed_s="a tenth killed at once: noticed",
+            large_fleet__loss__failed="the same: failed requests",
+            large_fleet__loss__replaced_s="the same: replaced",
+            large_fleet__restart__adopted_s="another controller: all replicas adopted",
+            large_fleet__restart__controller_cpu_s="its processor time for that",
+        ),
+    ),
+    Section(
         "Paged and contiguous memory",
         "paged_attention",
         "azure_conv_2023 at ten times its recorded speed on one simulated H100 with a Llama of 8 billion parameters, "
@@ -491,8 +516,9 @@ SECTIONS = (
         "Accuracy of simulation",
         {"1": "simulation_accuracy", "2": "simulation_accuracy_tp2"},
         "Simulated over real figures of the demo model, less 1, on workloads that were not in the fit. Aimed at are "
-        "5 % of the throughput and 10 % of the latencies: larger errors are misses. The files have errors by kind "
-        "of step.",
+        "5 % of the throughput and 10 % of the latencies: more is a miss. One rank was calibrated before and "
+        "after each workload, in processor time on cores that were busy with other work; two ranks, in wall time on "
+        "idle ones, before each workload alone. The files have errors by kind of step.",
         accuracy,
     ),
     Section(

@@ -58,6 +58,7 @@ from quire.cluster.fleet.controller.fleet_state import (
     ReplicaState,
 )
 from quire.cluster.fleet.controller.interfaces import BlockingCalls
+from quire.cluster.fleet.controller.replica_lifecycle import STABLE_AFTER_S
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.launch_progress import OnProgress
 from quire.cluster.fleet.replica.record import ReplicaRecord
@@ -84,8 +85,9 @@ REQUESTS_PER_S = 0.5
 LAUNCH_S = 2.0
 SILENCE_TIMEOUT_S = 70.0
 READY_TIMEOUT_S = 600.0
-# Until every replica has been idle for some rounds of what happens at intervals.
-CALM_S = 15.0
+# Until every replica has been idle for some rounds of what happens at intervals, and counts as stable: the controller
+# replaces replicas that fail within their first minute one at a time.
+CALM_S = STABLE_AFTER_S + 5.0
 START = 1_700_000_000.0
 
 OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="benchmark")
