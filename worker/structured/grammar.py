@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ...proto.block_tables import IntArray
-from .vocabulary import Vocabulary
 
 # Between two parts of a JSON text; enough to indent it. Small models write white space without an end if they may.
 MAX_WHITESPACE_CHARS = 32
@@ -89,12 +88,6 @@ class GrammarBackend(Protocol):
     def load(self, compiled: bytes) -> CompiledGrammar:
         """Return the grammar. Raises ValueError if another version of the library compiled it."""
         ...
-
-
-class BackendFactory(Protocol):
-    """Makes the backend of a vocabulary. Raises ImportError if its library is not installed."""
-
-    def __call__(self, vocabulary: Vocabulary) -> GrammarBackend: ...
 
 
 def num_words(vocab_size: int) -> int:

@@ -9,10 +9,12 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import fake_accelerator
 import pytest
+import ray
 import torch
 from fakes import small_config
 from tape import TapeBackend
@@ -109,6 +111,10 @@ def on_new_thread(call: Callable[[], Any]) -> Any:
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
     fake_accelerator.install(monkeypatch)
+    # Ray has assigned the last of the GPUs that the process sees.
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["7"]})
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,7")
     Runner.calls.clear()
     Runner.devices.clear()
     config = small_config()
@@ -119,7 +125,6 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ray calls the constructor and the methods on different threads."""
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
     rank = on_new_thread(lambda: actor.WorkerActor(config, 0, Runner))
     report = on_new_thread(lambda: rank.load(None))
@@ -138,7 +143,6 @@ def test_worker_actor_makes_its_gpu_current_on_every_thread(
 def test_standby_becomes_the_rank_of_its_new_configuration(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     standby: Any = actor.WorkerActor(config, None, Runner)
     assert standby.assigned_rank() is None
     assert standby.process().pid == os.getpid()
@@ -156,7 +160,6 @@ def test_rank_passes_on_what_it_logged_at_its_start(
         def _record(self, name: str) -> None:
             logging.getLogger("quire.of_a_test").info("%s", name)
 
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     rank = actor.WorkerActor(config, 0, Logging)
     rank.load(None)
     rank.profile()
@@ -170,7 +173,6 @@ def test_run_ends_though_the_device_does_not(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kernels of a collective that wait for a dead rank never end, and leaving the group waits for them."""
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
     monkeypatch.setattr(actor, "LEAVE_TIMEOUT_S", 0.05)
     released = threading.Event()
@@ -252,7 +254,6 @@ def test_group_is_aborted_while_its_graphs_are_dropped(
 def test_rank_rejoins_a_new_group_with_its_weights_in_place(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
     groups = [Group(), Group()]
     joined = iter(groups)
@@ -284,7 +285,6 @@ def test_in_process_group_uses_gpu_of_the_thread_that_made_it(
 
 
 def test_collectives_join_on_the_actors_gpu(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     rank = actor.WorkerActor(config, 0, Runner)
     joined: list[tuple[torch.device, int]] = []
 
@@ -335,7 +335,6 @@ def test_worker_actor_launches_a_step_while_the_device_computes_another(
             second_launched.set()
         return _SlowStep(plan.step_id, second_launched)
 
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", TwoPlans)
     monkeypatch.setattr(Runner, "launch", launch)
     rank = actor.WorkerActor(config, 0, Runner)
@@ -363,7 +362,6 @@ def test_worker_actor_reports_a_failed_kernel_and_ends(
         def result(self) -> StepResult:
             raise RankFailed(0, problem, 1, "device")
 
-    monkeypatch.setattr(actor, "_assigned_gpu", lambda: ORDINAL)
     monkeypatch.setattr(actor, "StepReceiver", Receiver)
     monkeypatch.setattr(Receiver, "reply", lambda self, frame: replies.append(decode_reply(frame)))
     monkeypatch.setattr(Runner, "launch", lambda self, plan: Broken())
