@@ -16,6 +16,7 @@ scaled so that its prompts and KV reads keep the simulated machine busy for a sh
 
 from __future__ import annotations
 
+import argparse
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,8 +127,9 @@ def measure_windows(model: str) -> Figures:
     return figures
 
 
-def main() -> None:
-    parser = make_parser(__doc__)
+def make_trace_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a program that replays traces; see `chosen_traces`."""
+    parser = make_parser(description)
     parser.add_argument(
         "--traces", type=Path, metavar="DIR",
         help="full traces (see benchmarks/traces/README.md); default: their bundled first requests",
@@ -135,13 +137,23 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="replay a few requests per trace, as a smoke test"
     )
-    arguments = parser.parse_args()
+    return parser
+
+
+def chosen_traces(arguments: argparse.Namespace, num_bundled: int) -> list[Trace]:
+    """Return the traces that the arguments name: whole, the first requests of bundled ones, or a few of each."""
+    traces = read_traces(arguments.traces or BUNDLED)
+    if arguments.quick or arguments.traces is None:
+        return [trace.first(NUM_QUICK if arguments.quick else num_bundled) for trace in traces]
+    return traces
+
+
+def main() -> None:
+    arguments = make_trace_parser(__doc__).parse_args()
     figures: Figures = {}
     for model in SHAPES:
         figures |= measure_windows(model)
-    traces = [trace for trace in read_traces(arguments.traces or BUNDLED) if trace.shares_prefixes]
-    if arguments.quick or arguments.traces is None:
-        traces = [trace.first(NUM_QUICK if arguments.quick else NUM_BUNDLED) for trace in traces]
+    traces = [trace for trace in chosen_traces(arguments, NUM_BUNDLED) if trace.shares_prefixes]
     jobs = [(trace, num_blocks) for trace in traces for num_blocks in POOL_BLOCKS]
     for trace, num_blocks in track(jobs, "replaying", transient=True):
         figures |= measure_hits(trace, num_blocks)

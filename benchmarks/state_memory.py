@@ -24,15 +24,14 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 from rich.progress import track
 
-from benchmarks.common import Figure, make_parser, report
-from benchmarks.memory import BUNDLED, at_load
+from benchmarks.common import Figure, report
+from benchmarks.memory import NUM_QUICK, at_load, chosen_traces, make_trace_parser
 from benchmarks.replay import Replay, replay
-from benchmarks.trace import Trace, read_traces
+from benchmarks.trace import Trace
 from quire.cluster.simulation.traces import BLOCK_TOKENS, TracedRequest
 from quire.proto.state_memory import choose_num_slots
 from quire.scheduler.kv import block_manager, snapshot_policy
@@ -52,7 +51,7 @@ POOL_BLOCKS, AGENT_BLOCKS = (16_000, 64_000), (64_000, 256_000)
 FACTORS = (0.25, 0.5, 2.0)
 # Trace |-> tokens for each of which one is replayed.
 SCALES = {"agent": AGENT_SCALE, "mooncake_conversation": 32, "coding_multiturn": 1, "websearch_multiturn": 1}
-NUM_QUICK, NUM_BUNDLED, NUM_AGENT = 8, 150, 900
+NUM_BUNDLED, NUM_AGENT = 150, 900
 
 Figures = dict[str, Figure]
 
@@ -153,18 +152,8 @@ def _measure(trace: Trace, num_blocks: int) -> Figures:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument(
-        "--traces", type=Path, metavar="DIR",
-        help="full traces (see benchmarks/traces/README.md); default: their bundled first requests",
-    )  # fmt: skip
-    parser.add_argument(
-        "--quick", action="store_true", help="replay a few requests per trace, as a smoke test"
-    )
-    arguments = parser.parse_args()
-    recorded = [trace for trace in read_traces(arguments.traces or BUNDLED) if trace.name in SCALES]
-    if arguments.quick or arguments.traces is None:
-        recorded = [trace.first(NUM_QUICK if arguments.quick else NUM_BUNDLED) for trace in recorded]
+    arguments = make_trace_parser(__doc__).parse_args()
+    recorded = [trace for trace in chosen_traces(arguments, NUM_BUNDLED) if trace.name in SCALES]
     agent = make_agent_trace().first(NUM_QUICK if arguments.quick else NUM_AGENT)
     figures: Figures = {}
     jobs = [(trace, num_blocks) for trace in recorded for num_blocks in POOL_BLOCKS]
