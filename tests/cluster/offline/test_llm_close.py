@@ -70,10 +70,10 @@ def test_closed_llm_returns_its_memory(make_model: Any) -> None:
         assert after_resident - resident < 50_000_000
 
 
-def test_workspace_is_freed_except_for_recorded_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_is_freed_except_for_recorded_graphs() -> None:
     """Another engine of the process may replay graphs that use its address."""
-    monkeypatch.setattr(workspace, "_workspaces", {})
     device = torch.device("cpu")
+    workspace.free_workspaces(device)  # of tests before
     used = workspace.float_workspace(100, device)
     recording = Recording(lambda: None, used, workspace.workspaces(device))
     assert workspace.float_workspace(50, device) is used

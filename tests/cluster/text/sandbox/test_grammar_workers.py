@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
+import msgpack
 import pytest
 from deadlines import PROGRAM_TIMEOUT_S
 
@@ -21,7 +22,7 @@ from quire.cluster.text.sandbox.grammar_workers import GrammarWorkers
 from quire.proto.config import EngineConfig
 from quire.proto.errors import InvalidRequest, Overloaded, ReplicaUnavailable
 from quire.proto.structured_outputs import StructuredOutputsParams
-from quire.worker.structured.compilation import MAX_COMPILED_BYTES, GrammarLibrary
+from quire.worker.structured.compilation import MAX_COMPILED_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -109,20 +110,28 @@ def test_schema_of_many_values_is_refused_before_it_is_written() -> None:
 
 
 def test_answers_are_kept(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = GrammarWorkers(config, 0)
-    answers: list[bytes | str] = [b"xgrammar", "is not supported"]
-    monkeypatch.setattr(workers, "_compile", lambda task: answers.pop(0))
-    form, other = StructuredOutputsParams(choice=["a"]), StructuredOutputsParams(choice=["b"])
-    assert workers.compile(form) == workers.compile(form) == b"xgrammar"
+    workers, asked = GrammarWorkers(config, 0), list[str]()
+
+    def run(task: dict[str, Any], timeout_s: float) -> dict[str, object]:
+        asked.append(json.dumps(task["spec"]))
+        return {"problem": "too odd"} if "odd" in asked[-1] else {"compiled": asked[-1].encode()}
+
+    monkeypatch.setattr(workers, "run", run)
+    params = [StructuredOutputsParams(choice=[f"choice {number}"]) for number in range(8)]
+    odd = StructuredOutputsParams(choice=["odd"])
+    assert workers.compile(params[0]) == workers.compile(params[0]) == asked[0].encode()
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match="is not supported"):
-            workers.compile(other)
-    assert answers == []
-    monkeypatch.setattr(grammar_workers, "MAX_CACHE_BYTES", 4 * grammar_workers._ENTRY_BYTES)
-    answers = [json.dumps([number]).encode() for number in range(9)]
-    for number in range(8):
-        workers.compile(StructuredOutputsParams(choice=[f"choice {number}"]))
-    assert len(workers._cache._results) <= 4
+        with pytest.raises(InvalidRequest, match="is not supported: too odd"):
+            workers.compile(odd)
+    assert len(asked) == 2
+    monkeypatch.setattr(grammar_workers, "MAX_CACHE_BYTES", 5000)  # four answers, and no fifth
+    for each in params:
+        workers.compile(each)
+    num_asked = len(asked)
+    workers.compile(params[-1])
+    assert len(asked) == num_asked
+    workers.compile(params[0])
+    assert len(asked) == num_asked + 1
 
 
 def test_without_a_free_worker_the_request_may_come_back(
@@ -228,8 +237,8 @@ def test_grammar_that_ranks_read_for_long_is_refused(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = config.model
-    library = GrammarLibrary(model.path, model.vocab_size, model.eos_token_ids)
+    carry_out = compiling.prepare(msgpack.packb((model.path, model.vocab_size, model.eos_token_ids, "auto")))
     task = {"spec": {"kind": "regex", "text": "a+"}, "time_s": 600}
-    assert "compiled" in compiling._compile(library, "auto", task)
+    assert "compiled" in carry_out(task)
     monkeypatch.setattr(compiling, "MAX_LOAD_S", 0.0)
-    assert "ms to read it" in compiling._compile(library, "auto", task)["problem"]
+    assert "ms to read it" in carry_out(task)["problem"]
