@@ -40,9 +40,9 @@ def fused_latent_norm_rope_write(
         scales: [N, 1, 1, B] float32, written if the cache is quantized; otherwise None.
         index_keys: [T, I], stored behind the latents (see kernels.sparse_latent); None if I is 0.
     """
-    latent_dim, shared_dim = norm.shape[0], cos.shape[1]
+    latent_dim, qk_rope_head_dim = norm.shape[0], cos.shape[1]
     shared = projected[:, latent_dim:].unsqueeze(1)
-    for rotated in (q[..., -shared_dim:], shared):
+    for rotated in (q[..., -qk_rope_head_dim:], shared):
         if interleaved:
             rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
         apply_rope(rotated, cos, sin)

@@ -124,22 +124,23 @@ def fused_latent_norm_rope_write(
     index_keys: Tensor | None = None,
 ) -> None:
     """See kernels.fused_latent_norm_rope_write; tokens with negative slots are not stored."""
-    (num_tokens, num_heads, qk_dim), shared_dim = q.shape, cos.shape[1]
+    (num_tokens, num_heads, qk_head_dim), qk_rope_head_dim = q.shape, cos.shape[1]
     latent_dim = norm.shape[0]
     index_dim = 0 if index_keys is None else index_keys.shape[1]
     assert q.stride(2) == projected.stride(1) == cos.stride(1) == sin.stride(1) == 1
     assert latents.is_contiguous()
-    assert latents.shape[-1] == latent_dim + shared_dim + index_dim
+    assert latents.shape[-1] == latent_dim + qk_rope_head_dim + index_dim
     assert index_keys is None or index_keys.stride(1) == 1
     assert scales is None or scales.is_contiguous()
-    assert shared_dim % 2 == 0
+    assert qk_rope_head_dim % 2 == 0
     _fused_latent_norm_rope_write[(num_tokens, 1 + triton.cdiv(num_heads, BLOCK_HEADS))](
         q, projected, index_keys, as_stored(latents), scales, slot_mapping, cos, sin, norm, eps, num_heads,
         q.stride(0), q.stride(1), projected.stride(0), 0 if index_keys is None else index_keys.stride(0),
         cos.stride(0), sin.stride(0),
-        KEY_DIM=qk_dim - shared_dim, LATENT_DIM=latent_dim, SHARED_DIM=shared_dim, INDEX_DIM=index_dim,
+        KEY_DIM=qk_head_dim - qk_rope_head_dim, SHARED_DIM=qk_rope_head_dim,
+        LATENT_DIM=latent_dim, INDEX_DIM=index_dim,
         INTERLEAVED=interleaved, LIMIT=quantized_kv.LIMITS.get(latents.dtype),
         MIN_MAGNITUDE=quantized_kv.MIN_MAGNITUDE, BLOCK_H=BLOCK_HEADS, BLOCK_C=triton.next_power_of_2(latent_dim),
-        BLOCK_I=triton.next_power_of_2(shared_dim // 2), BLOCK_X=triton.next_power_of_2(max(index_dim, 1)),
+        BLOCK_I=triton.next_power_of_2(qk_rope_head_dim // 2), BLOCK_X=triton.next_power_of_2(max(index_dim, 1)),
         num_warps=4,
     )  # fmt: skip

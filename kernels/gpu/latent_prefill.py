@@ -135,14 +135,14 @@ def latent_prefill_attention(
     """See kernels.latent_attention; the output of tokens outside all chunks is undefined."""
     matrix = expansion.matrix
     num_heads, key_value_dim, latent_dim = matrix.shape
-    shared_dim = latents.shape[-1] - latent_dim
-    key_dim = q.shape[2] - shared_dim
-    value_dim = key_value_dim - key_dim
+    qk_rope_head_dim = latents.shape[-1] - latent_dim
+    qk_nope_head_dim = q.shape[2] - qk_rope_head_dim
+    v_head_dim = key_value_dim - qk_nope_head_dim
     assert q.stride(2) == 1
     assert block_tables.stride(1) == 1
     assert visible is None or (visible.dtype == torch.bool and visible.stride(1) == 1)
-    out = torch.empty((q.shape[0], num_heads, value_dim), dtype=q.dtype, device=q.device)
-    tile = find_latent_tile(LATENT_PREFILL_TILES, key_dim, q, latents)
+    out = torch.empty((q.shape[0], num_heads, v_head_dim), dtype=q.dtype, device=q.device)
+    tile = find_latent_tile(LATENT_PREFILL_TILES, qk_nope_head_dim, q, latents)
     head_bytes = key_value_dim * q.itemsize
     offset = 0
     for first, end in _sequence_groups(bounds, EXPANDED_BYTES // head_bytes):
@@ -161,10 +161,11 @@ def latent_prefill_attention(
                 own, keys_values, gathered, starts, key_start, own_visible, into,
                 scale * LOG2_E.value, end - first, own.stride(0), own.stride(1), keys_values.stride(0),
                 gathered.stride(0), 0 if visible is None else visible.stride(0), into.stride(0),
-                KEY_DIM=key_dim, SHARED_DIM=shared_dim, VALUE_DIM=value_dim, LATENT_DIM=latent_dim,
-                BLOCK_Q=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_N=max(16, triton.next_power_of_2(key_dim)),
-                BLOCK_R=max(16, triton.next_power_of_2(shared_dim)),
-                BLOCK_V=max(16, triton.next_power_of_2(value_dim)), UPCAST=INTERPRETED,
+                KEY_DIM=qk_nope_head_dim, SHARED_DIM=qk_rope_head_dim, VALUE_DIM=v_head_dim, LATENT_DIM=latent_dim,
+                BLOCK_Q=tile.num_rows, BLOCK_K=tile.num_keys,
+                BLOCK_N=max(16, triton.next_power_of_2(qk_nope_head_dim)),
+                BLOCK_R=max(16, triton.next_power_of_2(qk_rope_head_dim)),
+                BLOCK_V=max(16, triton.next_power_of_2(v_head_dim)), UPCAST=INTERPRETED,
                 num_warps=tile.num_warps, num_stages=tile.num_stages,
             )  # fmt: skip
         offset += num_queries
