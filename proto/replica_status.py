@@ -96,6 +96,7 @@ class KvCacheInfo:
         kv_pull_bytes_per_s: recent rate at which a rank reads from another replica; 0 without KV transfers.
         kv_token_bytes: bytes that a rank reads for a token.
         num_kv_ahead_tokens: of the pulled tokens, those that came while the rest of their prompt was computed.
+        num_split_prompts: prompts computed for another replica, to which the sequence went with its first token.
     """
 
     block_size: int = 0
@@ -140,6 +141,7 @@ class KvCacheInfo:
     num_host_state_slots: int = 0
     num_host_snapshots: int = 0
     num_kv_ahead_tokens: int = 0
+    num_split_prompts: int = 0
 
     @property
     def stores_blocks(self) -> bool:
@@ -263,7 +265,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "encoder_cache_bytes", "encoder_output_bytes", "num_encoder_outputs", "num_encoded_images",
         "image_tensor_bytes",
         "num_host_state_slots", "num_host_snapshots",
-        "num_kv_ahead_tokens",
+        "num_kv_ahead_tokens", "num_split_prompts",
     )  # fmt: skip
 
     query_id: int

@@ -198,8 +198,9 @@ def _figures(replica: ReplicaInfo) -> list[tuple[str, str]]:
         )
     )
     ahead = f", {kv.num_kv_ahead_tokens} tokens ahead of their sequences" if kv.num_kv_ahead_tokens else ""
+    split = f", {kv.num_split_prompts} after their prompt" if kv.num_split_prompts else ""
     moves = (
-        f"{kv.num_kv_offers} sequences left with their blocks, {kv.num_kv_leases} of these held; {kv.num_kv_pulls} "
+        f"{kv.num_kv_offers} leases of blocks{split}, {kv.num_kv_leases} held; {kv.num_kv_pulls} "
         f"came from other replicas with theirs ({kv.num_kv_pulled_tokens} tokens, {kv.num_kv_pulled_bytes} bytes, "
         f"{kv.kv_pull_bytes_per_s / 1e6:,.0f} MB/s{ahead}), {_failed_pulls(kv)}"
     )

@@ -333,6 +333,7 @@ class SchedulerState:
             sequence.prefill_only = False
             self.num_prefill_only -= 1
         else:
+            self.kv_moves.num_split_prompts += 1
             self._end_as_moved((sequence.gateway, sequence.handle), sequence, len(tokens), offer, now)
 
     def lend_prompt(self, sequence: Sequence, num_computed: int, now: float) -> None:

@@ -19,6 +19,8 @@ from ....proto.replica_status import ReplicaStatus
 
 # The split must be expected to save this share of the prompt's time: measured rates vary by a tenth.
 MARGIN = 0.1
+# A prompt waits at most this many times as long for its first token as it would at the decode replica.
+MOST_WAIT = 2.0
 # A prefill replica may take this many times as long as expected, and this much longer, before the decode replica
 # computes the prompt after all.
 LATE_FACTOR, LATE_S = 4.0, 5.0
@@ -69,19 +71,21 @@ class SplitEstimate:
     Attributes:
         alone_s: if the decode replica computes it.
         apart_s: if the prefill replica does, without the transfer.
-        first_token_s: part of `apart_s` until the first token.
+        first_token_alone_s, first_token_s: parts of these until the first token.
         transfer_s: of the KV, between the first and the second token.
     """
 
     alone_s: float
     apart_s: float
+    first_token_alone_s: float
     first_token_s: float
     transfer_s: float
 
     @property
     def pays(self) -> bool:
         """Return whether the prefill replica should compute the prompt."""
-        return self.apart_s + self.transfer_s < (1 - MARGIN) * self.alone_s
+        is_cheaper = self.apart_s + self.transfer_s < (1 - MARGIN) * self.alone_s
+        return is_cheaper and self.first_token_s <= MOST_WAIT * self.first_token_alone_s
 
     @property
     def patience_s(self) -> float:
@@ -101,4 +105,6 @@ def estimate_split(decode: PromptAt, prefill: PromptAt, pull_tokens_per_s: float
     if decode.tokens_per_s <= 0 or pull_tokens_per_s <= 0:
         return None
     transfer_s = PULL_OVERHEAD_S + decode.num_uncached_tokens / pull_tokens_per_s
-    return SplitEstimate(decode.cost_s, prefill.cost_s, prefill.first_token_s, transfer_s)
+    return SplitEstimate(
+        decode.cost_s, prefill.cost_s, decode.first_token_s, prefill.first_token_s, transfer_s
+    )

@@ -228,6 +228,12 @@ KV_RECOMPUTED_TOKENS = _moved(
     "quire_kv_recomputed_tokens",
     "Tokens that were computed although another replica had lent their blocks.",
 )
+SPLIT_PROMPTS = _moved(
+    counter,
+    "num_split_prompts",
+    "quire_split_prompts",
+    "Prompts computed for another replica, to which the sequence went with its first token.",
+)
 KV_AHEAD_TOKENS = _moved(
     counter,
     "num_kv_ahead_tokens",

@@ -39,7 +39,7 @@ class NoKvMoves:
 
     kv_layout = b""
     num_kv_leases = num_kv_offers = num_kv_pulls = num_kv_pulled_tokens = num_kv_pulled_bytes = 0
-    num_kv_recomputed_tokens = num_kv_ahead_tokens = 0
+    num_kv_recomputed_tokens = num_kv_ahead_tokens = num_split_prompts = 0
     kv_pull_bytes_per_s = kv_token_bytes = 0.0
     num_kv_failures: tuple[int, ...] = ()
     must_order = False
@@ -91,6 +91,7 @@ class KvMoves:
             the rank that read most.
         num_kv_recomputed_tokens: tokens that were to be pulled, and were not.
         num_kv_ahead_tokens: of the pulled tokens, those that came before their sequence.
+        num_split_prompts: sequences that left with their first token, as was asked for.
         kv_pull_bytes_per_s: recent rate of the slowest rank.
     """
 
@@ -111,7 +112,7 @@ class KvMoves:
         self.kv_pull_bytes_per_s = FIRST_BYTES_PER_S
         self._rated_at = -math.inf
         self.num_kv_pulls = self.num_kv_pulled_tokens = self.num_kv_pulled_bytes = 0
-        self.num_kv_recomputed_tokens = self.num_kv_ahead_tokens = 0
+        self.num_kv_recomputed_tokens = self.num_kv_ahead_tokens = self.num_split_prompts = 0
         self._failures: Counter[KvFailure] = Counter()
 
     @property

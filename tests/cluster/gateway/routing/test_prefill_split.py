@@ -61,6 +61,12 @@ def test_prompts_at_a_crowded_prefill_replica_delay_those_to_come() -> None:
     assert not estimate(at(1000, running=8), PromptAt.of(crowd, 0, 1000)).pays
 
 
+def test_prompt_that_would_wait_for_long_at_the_prefill_replica_is_not_split() -> None:
+    assert estimate(at(1000, running=50), at(1000, queued=900)).pays
+    assert not estimate(at(1000, running=50), at(1000, queued=1100)).pays, "its first token would be too late"
+    assert estimate(at(1000, queued=1000, running=50), at(1000, queued=1100)).pays, "it would wait anyway"
+
+
 def test_cached_tokens_cost_nothing() -> None:
     assert not estimate(at(10, running=8), at(1000)).pays, "the decode replica has nearly all of the prompt"
     assert estimate(at(1000, running=1), at(10)).pays, "the prefill replica has nearly all of the prompt"
