@@ -51,7 +51,9 @@ class Planner:
                 continue  # a slot became free, or its adapter waits for another turn
             if quarantine.on_trial is not None:
                 quarantine.end_trials()  # what the others hold leaves the request on trial no room
-            elif not preempted:
+            elif not preempted and not (
+                self._state.waiting and self.admits and self._state.kv_moves.free_blocks(None)
+            ):
                 return None
             # The try only preempted, and no result will follow: the freed blocks are available to the next try.
 

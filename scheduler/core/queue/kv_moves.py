@@ -185,11 +185,18 @@ class KvMoves:
         return self.offer(sequence, row, sequence.token_ids, num_computed, now)
 
     def free_blocks(self, fence_step: int | None) -> bool:
-        """End all leases, since running sequences lack blocks; return whether there were any."""
+        """Hold no block for others, since sequences lack some; return whether any was held.
+
+        Those are the blocks of leases, and those that were read for sequences which have not started.
+        """
         leases = self._blocks.leases
         had_some = bool(leases)
         while leases.end_oldest(fence_step):
             pass
+        for pull in self._blocks.pulls:
+            if pull.sequence is not None and not pull.reading:
+                self.on_start(pull.sequence)  # which finds its blocks in the prefix cache, or computes them
+                had_some = True
         return had_some
 
     # The replica that a sequence comes to
