@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,17 @@ from types import TracebackType
 from quire import Client, FleetInfo, ReplicaInfo, SamplingParams
 
 REQUEST_TIMEOUT_S = 300.0
+# Long enough that reading its blocks is faster than computing them.
+_TALE = " ".join(
+    f"The {number}th traveler came to the inn in the evening, and asked for a room." for number in range(12)
+)
+_numbers = itertools.count()
+
+
+def new_prompts(count: int = 1000) -> list[str]:
+    """Return prompts whose prefix no replica has, whatever an earlier test has asked for."""
+    numbers = itertools.islice(_numbers, count)
+    return [f"{number} chapters. {_TALE} It was a dark evening, and" for number in numbers]
 
 
 def wait_for(client: Client, holds: Callable[[FleetInfo], bool], timeout_s: float) -> FleetInfo:
@@ -26,8 +38,20 @@ def ready(status: FleetInfo) -> list[ReplicaInfo]:
     return [replica for replica in status.replicas if replica.ready]
 
 
+def rank_pids(status: FleetInfo) -> set[int]:
+    """Return the processes of the ranks of ready replicas."""
+    return {rank.pid for replica in ready(status) for rank in replica.ranks}
+
+
+def num_pulls(status: FleetInfo) -> int:
+    """Return the number of times that blocks came from another replica."""
+    return sum(replica.kv.num_kv_pulls for replica in status.replicas)
+
+
 class Load:
     """Sends requests from several threads, one after the other in each, during a ``with`` block.
+
+    Each prompt is asked for once, until all were asked for.
 
     Attributes:
         outputs: (prompt, token ids) of every request; filled when the block ends, which raises the first error of a
@@ -64,4 +88,4 @@ class Load:
             outputs.append((prompt, tuple(output.token_ids)))
             if self._is_over:
                 return outputs
-            number += 1
+            number += self._num_threads
