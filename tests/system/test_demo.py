@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from deadlines import COMMAND_TIMEOUT_S
 pytestmark = pytest.mark.cluster
 
 COMMAND = sys.executable, "-m", "quire.cluster.cli.demo"
+MOST_TRIES = 5
 FIGURES = (
     "demo.throughput",
     "demo.ttft.p50",
@@ -57,15 +59,8 @@ def test_demo_finishes_every_request_and_leaves_nothing(temporary: Path, tmp_pat
     assert left_in(temporary) == []
 
 
-@pytest.mark.parametrize(
-    ("moment", "pause_s"),
-    [
-        pytest.param("starting", 0, id="importing"),
-        pytest.param("starting", 3, id="starting Ray"),
-        pytest.param("ready on", 0, id="ready", marks=pytest.mark.slow),
-    ],
-)
-def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, pause_s: float, temporary: Path) -> None:
+def interrupted_demo(moment: str, pause_s: float, temporary: Path) -> tuple[int, str, str]:
+    """Press Ctrl-C some time after the demo prints a line; return its exit status, and what it printed until then."""
     demo = subprocess.Popen(
         COMMAND,
         env=os.environ | {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"},
@@ -75,15 +70,32 @@ def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, pause_s: float, tempo
         start_new_session=True,
     )
     assert demo.stdout is not None
-    lines = []
+    output = ""
     for line in demo.stdout:
-        lines.append(line)
+        output += line
         if line.startswith(moment):
             break
     time.sleep(pause_s)
-    os.killpg(demo.pid, signal.SIGINT)
+    with suppress(ProcessLookupError):
+        os.killpg(demo.pid, signal.SIGINT)
     rest, _ = demo.communicate(timeout=COMMAND_TIMEOUT_S)
-    assert demo.returncode == 130, [*lines, rest]
+    return demo.returncode, output, rest
+
+
+@pytest.mark.parametrize(
+    ("moment", "pause_s"),
+    [
+        pytest.param("starting", 0, id="importing"),
+        pytest.param("starting", 3, id="starting Ray"),
+        pytest.param("ready on", 0, id="ready", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_shuts_down_and_leaves_nothing(moment: str, pause_s: float, temporary: Path) -> None:
+    for _ in range(MOST_TRIES):
+        status, output, rest = interrupted_demo(moment, pause_s, temporary)
+        if status != 0:  # otherwise it had ended before this process was run again
+            break
+    assert status == 130, output + rest
     assert "Traceback" not in rest
     assert "no process, no shared memory, no socket" in rest
     assert left_in(temporary) == []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
+from deadlines import READY_TIMEOUT_S
 
 from quire import Client, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.cluster
 
 Serve = Callable[..., ServerProcess]
 NUM_STREAMS = 4
-END_TIMEOUT_S = 90.0
-# Most that a stream may take to end after its rank, on a busy machine; the deadline of a step itself is 60 s.
-PROMPT_S = 30.0
+END_TIMEOUT_S = READY_TIMEOUT_S
 
 
 @dataclass

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,8 +145,11 @@ def test_a_killed_rank_changes_no_token_about_a_picture(
         received = next(texts)
         os.kill(replica.ranks[1].pid, signal.SIGKILL)
         received += "".join(texts)
-        (recovered,) = admin.status()
-    assert received == expected
+        assert received == expected
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (recovered := admin.status()[0]).num_recoveries == replica.num_recoveries:
+            assert time.monotonic() < deadline, "the rank was not replaced"
+            time.sleep(0.05)
     assert recovered.num_recoveries == replica.num_recoveries + 1
     assert recovered.ranks[1].pid != replica.ranks[1].pid
 

