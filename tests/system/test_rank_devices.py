@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import replace
@@ -29,6 +30,7 @@ class RecordingActor(WorkerActor):
         sys.path.insert(0, SUPPORT)
         import fake_accelerator
 
+        os.environ["TRITON_INTERPRET"] = "1"  # the GPUs cannot be compiled for
         self._current_device_index = fake_accelerator.current_device_index
         fake_accelerator.install(pytest.MonkeyPatch())
         self._constructor_thread = threading.get_ident()
