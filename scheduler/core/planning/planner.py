@@ -363,18 +363,19 @@ class Planner:
             if self._keeps_rows(builder, advancing):
                 break
             places = placement.places_for(sequence)
-            if state.rows.num_free and places and places[0].has_room:
-                if state.kv_moves.begin(sequence, builder.now, len(state.running)):
-                    state.waiting.park(sequence)
-                    continue
-                num_cached_tokens = sequence.num_host_tokens or places[0].num_cached_tokens
-                if not self._can_read_from(builder, sequence, num_cached_tokens):
-                    without_images.add(sequence.seq_id)
-                    if state.media.has_begun_for(sequence):
-                        state.waiting.keep_turn(sequence)
-                    if len(without_images) >= MAX_PASSED:
-                        break
-                    continue
+            has_room = bool(state.rows.num_free and places and places[0].has_room)
+            if has_room and state.kv_moves.begin(sequence, builder.now, len(state.running)):
+                state.waiting.park(sequence)
+                continue
+            num_cached_tokens = sequence.num_host_tokens or (places[0].num_cached_tokens if places else 0)
+            if not self._can_read_from(builder, sequence, num_cached_tokens):  # nor is a row preempted for it
+                without_images.add(sequence.seq_id)
+                if state.media.has_begun_for(sequence):
+                    state.waiting.keep_turn(sequence)
+                if len(without_images) >= MAX_PASSED:
+                    break
+                continue
+            if has_room:
                 state.waiting.remove(sequence)
                 self._start(builder, sequence, places[0].prefix)
                 continue
@@ -468,6 +469,7 @@ class Planner:
                 continue
             at_work = self._partitions_at_work((*advancing.tolist(), *builder.chunk_rows))
             is_stuck = not at_work if partition is None else partition not in at_work
+            is_stuck = is_stuck and not state.media.is_encoding  # for rows that go on in a later step
             if is_stuck or (by_priority and victim.rank > sequence.rank):
                 row = row_of(victim)
                 state.preempt(victim, builder.now)

@@ -197,6 +197,14 @@ def test_a_large_image_is_encoded_over_several_steps_beside_streams() -> None:
     assert not any(plan.held_rows.size for plan in driver.plans if plan.encodes.size)
 
 
+def test_a_row_that_waits_for_its_image_is_not_preempted_for_others() -> None:
+    driver = slow_driver(max_num_seqs=1)
+    expected = [add(driver, handle, image) for handle, image in enumerate((FIRST, SECOND, FIRST))]
+    driver.run(most_steps=500)
+    assert [driver.outputs[handle] for handle in range(3)] == expected
+    assert driver.scheduler.stats.num_preemptions == 0
+
+
 def test_small_images_are_encoded_together() -> None:
     work = make_driver(max_num_batched_tokens=64).config.encoder_step_work // 2
     driver = make_driver(image_work=work, max_num_batched_tokens=64)
