@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from caller import Caller
@@ -44,6 +45,8 @@ pytestmark = pytest.mark.cluster
 NAMESPACE = "multi-node"
 PROMPTS = [[5, 6, 7, 8, 9], [11] * 20, list(range(40, 75))]
 NEW_TOKENS = 12
+# Tokens of a request that goes on long after a test has interfered.
+LONG = 4000
 
 
 @dataclass
@@ -259,6 +262,39 @@ def kill_worker(node: subprocess.Popen[bytes]) -> None:
     """Kill the rank on a node, found from outside: its process id may differ inside the node."""
     (worker,) = processes_with("WorkerActor", node.pid)
     worker.kill()
+
+
+def kill_node(node: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a node, as the loss of its machine does."""
+    for process in (*psutil.Process(node.pid).children(recursive=True), psutil.Process(node.pid)):
+        process.kill()
+
+
+@pytest.mark.slow
+def test_lost_node_of_two_stages_is_replaced_by_another(target: FleetLaunchTarget, model_dir: Path) -> None:
+    """The request goes on, and no token differs."""
+    options = EngineOptions(
+        str(model_dir), pipeline_parallel_size=2, device="cpu", dtype="float32", num_kv_blocks=520
+    )
+    with open_cluster("one network") as two_nodes, attach(two_nodes.nodes.address, NAMESPACE):
+        replica = launch_replica(resolve(options, Machine.this()), "replica-lost-node", target)
+        _, first_stage, second_stage = replica.record.node_ids
+        assert first_stage != second_stage
+        two_nodes.nodes.add({"CPU": 1, "slot": 1}, LOOPBACK, [])
+        wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 3, "the third node to join")
+        with Caller(replica.address, target.keys) as caller:
+            caller.send(submit(1, PROMPTS[0], max_tokens=LONG, ignore_eos=True))
+            first = caller.receive(60.0)
+            assert isinstance(first, TokenBatch)
+            kill_node(two_nodes.far)
+            output = caller.follow(1, timeout_s=300.0)[1]
+            assert status_of(caller).num_recoveries >= 1
+        assert output.finish is not None
+        assert output.finish.reason is FinishReason.LENGTH, output.finish.error
+        token_ids = [*first.token_ids.tolist(), *output.token_ids]
+        assert len(token_ids) == LONG
+        Reference(model_dir).check_greedy(PROMPTS[0], token_ids)
+        replica.close()
 
 
 @pytest.mark.slow

@@ -190,7 +190,10 @@ class RankProcesses:
         starter = self._handles.starter
         if starter is None:
             raise ReplicaUnavailable("these ranks cannot be replaced")
-        lost = next(filter(None, (each.lost_raylet for each in self.ranks)), "")
+        # Ray moves the bundles of another node that is lost, but those of this process's node only once it ends.
+        here = starter.node_ids[0]
+        nearby = (each for each, node in zip(self.ranks, starter.node_ids[1:], strict=True) if node == here)
+        lost = next(filter(None, (each.lost_raylet for each in nearby)), "")
         if lost:
             raise ReplicaUnavailable(f"no rank can be replaced: {lost} died, which would start the process")
         for rank in failed:
