@@ -105,8 +105,6 @@ class EncoderCache:
         """Do not compute an output after all, unless all of it was computed by the plans so far."""
         if media_id not in self._in_part and media_id not in self._encodes:
             return
-        if media_id in self._encodes:
-            self._encodes.remove(media_id)
         if media_id in self._pinned:
             self._pinned.remove(media_id)
             self._pinned_bytes -= self._outputs[media_id]
@@ -164,5 +162,7 @@ class EncoderCache:
     def _remove(self, media_id: int) -> None:
         self.num_bytes -= self._outputs.pop(media_id)
         self._in_part.pop(media_id, None)
+        if media_id in self._encodes:
+            self._encodes.remove(media_id)
         if media_id in self._on_ranks:
             self._drops.append(media_id)
