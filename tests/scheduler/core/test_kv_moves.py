@@ -27,7 +27,7 @@ from quire.proto.media import MediaItem
 from quire.proto.stream import FinishReason
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.kv.leases import LEASE_S, Leases
-from quire.scheduler.kv.pulls import Pull, Pulls
+from quire.scheduler.kv.pulls import Pull
 
 PROMPT = random_prompt(13)
 IMAGE = b"i" * 16
@@ -661,16 +661,6 @@ def lend_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leases, "grant", grant_only)
 
 
-def release_targets_that_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cancel(pulls: Pulls, pull: Pull) -> None:
-        pull.sequence = None
-        pulls._end(pull)
-        pull.reading.clear()
-        pulls.release(pull)
-
-    monkeypatch.setattr(Pulls, "cancel", cancel)
-
-
 def use_failed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pull, "complete", property(lambda pull: pull.targets))
 
@@ -681,7 +671,6 @@ def use_failed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         read_unverified,
         end_leases_unannounced,
         lend_without_a_reference,
-        release_targets_that_are_written,
         use_failed_blocks,
     ],
 )
