@@ -409,6 +409,35 @@ def test_pull_without_an_answer_ends_at_its_deadline_and_keeps_its_blocks() -> N
     assert target.scheduler.blocks.num_held_blocks == 0
 
 
+def test_blocks_that_ranks_may_write_to_are_held_after_an_abort() -> None:
+    _, source, target = pair()
+    leave_after(source, 6)
+    source.step()
+    arrive(source, target)
+    target.step()
+    (pull,) = target.scheduler.blocks.pulls
+    written = [block.target for block in pull.targets]
+    target.abort(1)
+    assert target.scheduler.blocks.pulls.held == written
+    peer_of(target).read(1)
+    target.run()  # the rank reports that it has stopped
+    assert target.scheduler.blocks.num_held_blocks == 0
+
+
+def test_blocks_that_came_for_a_later_sequence_are_freed_for_an_earlier_one() -> None:
+    _, source, target = pair(num_blocks=10, policy="priority")
+    leave_after(source, 6)
+    source.step()
+    arrive(source, target)
+    target.step()
+    first = random_prompt(30, 2)
+    target.add(2, first, max_tokens=2, priority=1)  # 8 blocks, of which 6 are free
+    peer_of(target).read(1)
+    target.run()
+    assert target.outputs[2] == oracle(first, 2)
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+
+
 def test_blocks_of_other_weights_are_not_taken() -> None:
     network = FakeKvNetwork()
     source, target = make_replica(network, "a"), make_replica(network, "b", weights="other")
