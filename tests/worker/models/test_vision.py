@@ -34,7 +34,7 @@ from quire.proto.engine_command import Action, EngineCommand
 from quire.proto.media import MediaTensors, layout_of
 from quire.proto.model.vision import read_vision
 from quire.proto.step import WHOLE_IMAGE, EncoderInput, StepPlan
-from quire.worker.models.vision.parts import encode_whole
+from quire.worker.models.vision.parts import Encoding
 from quire.worker.rank.encoder_outputs import EncoderOutputs
 from quire.worker.step.media_rows import Piece, StepMedia
 
@@ -47,6 +47,16 @@ SAMPLING: dict[str, Any] = {
     "ignore_eos": True,
     "logit_bias": {IMAGE_TOKEN: -100.0, VIDEO_TOKEN: -100.0},
 }
+
+
+def encode_whole(encoding: Encoding) -> torch.Tensor:
+    """Return the embeddings of an image, computed at once."""
+    while True:
+        try:
+            next(encoding)
+        except StopIteration as end:
+            embeddings: torch.Tensor = end.value
+            return embeddings
 
 
 class Model:

@@ -35,16 +35,6 @@ _PIECE_PAIRS, _MIN_PIECE_QUERIES = 1 << 22, 512
 Runs = Sequence[tuple[int, int]]
 
 
-def encode_whole(encoding: Encoding) -> Tensor:
-    """Return the embeddings of an image, computed at once."""
-    while True:
-        try:
-            next(encoding)
-        except StopIteration as end:
-            embeddings: Tensor = end.value
-            return embeddings
-
-
 def read_linear(
     load: LoadContext, names: Sequence[str], in_features: int, out_features: int, *, bias: bool = True
 ) -> ColumnParallelLinear:
