@@ -68,7 +68,7 @@ class Routing:
         """
         if scores.is_cpu and (sum_lanes := self._sum_lanes):
             return self._choose_natively(scores, correction, sum_lanes)
-        return choose_experts(scores, correction, self)
+        return select_experts(scores, correction, self)
 
     def choose_by_torch(self, scores: Tensor, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `choose`, by PyTorch."""
@@ -86,9 +86,9 @@ class Routing:
         """Set the scores outside of each token's best groups to -inf, [T, X]."""
         groups = scores.unflatten(-1, (self.num_groups, -1))
         best = groups.topk(self.group_best, dim=-1).values.sum(dim=-1)
-        chosen = best.topk(self.num_top_groups, dim=-1).indices
-        is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, chosen, value=True)
-        masked: Tensor = groups.masked_fill(~is_chosen.unsqueeze(-1), -torch.inf).flatten(-2)
+        selected = best.topk(self.num_top_groups, dim=-1).indices
+        is_selected = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, selected, value=True)
+        masked: Tensor = groups.masked_fill(~is_selected.unsqueeze(-1), -torch.inf).flatten(-2)
         return masked
 
     def _choose_natively(
@@ -105,7 +105,7 @@ class Routing:
 
 
 @on_gpu("routing")
-def choose_experts(scores: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def select_experts(scores: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Return what `Routing.choose` does; of equal scores any may come first."""
     return routing.choose_by_torch(scores, correction)
 

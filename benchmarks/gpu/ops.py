@@ -44,7 +44,7 @@ from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_
 from quire.kernels.paged_cache import copy_blocks
 from quire.kernels.quantized_kv import quantize as quantize_kv
 from quire.kernels.quantized_linear import FLOAT8, float8_linear, quantize, quantized_linear
-from quire.kernels.routing import Routing, choose_experts
+from quire.kernels.routing import Routing, select_experts
 from quire.worker.attention import AttentionInputs
 
 
@@ -300,7 +300,7 @@ def expert_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
         scores = random(sizes, tokens, 4 * count).float().sigmoid()
         correction = random(sizes, 4 * count).float() / 4
         own = Routing(4 * count, top_k, 4, 2, 2, normalized=True, scale=2.5)
-        return partial(choose_experts, scores, correction, own)
+        return partial(select_experts, scores, correction, own)
 
     num_read, num_products = min(count, tokens * top_k), tokens * top_k * hidden * inner
     num_bytes = num_read * hidden * inner * dtype.itemsize

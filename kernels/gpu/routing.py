@@ -12,7 +12,7 @@ SCORES_PER_WARP = 512
 
 
 @triton.jit
-def _choose_experts(
+def _select_experts(
     scores_ptr,  # [T, X] float32
     correction_ptr,  # [X] float32, or None
     weights_ptr,  # [T, K] float32
@@ -50,12 +50,12 @@ def _choose_experts(
             if GROUP_BEST == 2:
                 best += tl.max(tl.where(offs_x == tl.argmax(own, 0), lowest, own), 0)
             left_groups = tl.where(offs_g == group, best, left_groups)
-        is_chosen = offs_x < 0
+        is_selected = offs_x < 0
         for _ in range(NUM_TOP_GROUPS):
             group = tl.argmax(left_groups, 0)
-            is_chosen = is_chosen | (groups == group)
+            is_selected = is_selected | (groups == group)
             left_groups = tl.where(offs_g == group, lowest, left_groups)
-        left = tl.where(is_chosen, left, lowest)
+        left = tl.where(is_selected, left, lowest)
     ids, weights = tl.zeros([BLOCK_K], tl.int64), tl.zeros([BLOCK_K], tl.float32)
     for choice in range(TOP_K):
         expert = tl.argmax(left, 0)
@@ -70,7 +70,7 @@ def _choose_experts(
     tl.store(ids_ptr + places, ids, mask=is_choice)
 
 
-def choose_experts(scores: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def select_experts(scores: Tensor, correction: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """See kernels.routing. Of equal scores the expert with the lower number comes first."""
     num_tokens, num_experts = scores.shape
     assert scores.dtype == torch.float32
@@ -83,7 +83,7 @@ def choose_experts(scores: Tensor, correction: Tensor | None, routing: Routing) 
     if num_tokens == 0:
         return weights, expert_ids
     block_experts = triton.next_power_of_2(num_experts)
-    _choose_experts[(num_tokens,)](
+    _select_experts[(num_tokens,)](
         scores,
         correction,
         weights,

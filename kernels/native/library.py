@@ -72,7 +72,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_dequantize": [_POINTER, _INT, _POINTER, _INT],
     "quire_experts_bytes": [],
     "quire_experts": [_POINTER, _INT] + [_POINTER] * 4 + [_LONG] * 2 + [_INT],
-    "quire_choose_experts": [_POINTER] * 4 + [_LONG] * 7 + [_FLOAT] * 2 + [_INT],
+    "quire_select_experts": [_POINTER] * 4 + [_LONG] * 7 + [_FLOAT] * 2 + [_INT],
     "quire_linear_attention": [_INT] * 2 + [_POINTER] * 12 + [_LONG] * 9 + [_FLOAT] + [_INT] * 2,
     "quire_causal_conv": [_INT] + [_POINTER] * 10 + [_LONG] * 4 + [_INT] * 2,
     "quire_selective_scan": [_INT] * 2 + [_POINTER] * 12 + [_LONG] * 5 + [_INT],

@@ -417,7 +417,7 @@ def route_experts(
     num_tokens, num_experts = scores.shape
     weights = torch.empty((num_tokens, top_k))
     expert_ids = torch.empty((num_tokens, top_k), dtype=torch.int64)
-    library().quire_choose_experts(
+    library().quire_select_experts(
         scores.data_ptr(), address_of(correction), weights.data_ptr(), expert_ids.data_ptr(), num_tokens, num_experts,
         top_k, *groups, sum_lanes, epsilon, scale, torch.get_num_threads(),
     )  # fmt: skip

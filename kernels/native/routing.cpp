@@ -153,7 +153,7 @@ extern "C" {
 // Writes the weights and expert_ids [T, per_token] of the experts with the best scores [T, X] of each token, or the best
 // sums of score and correction [X], if it is not null, within the best groups. The weights are divided by their sum plus
 // epsilon, unless sum_lanes is 0, and multiplied by `scale`. per_token is less than 64.
-void quire_choose_experts(const float* scores, const float* correction, float* weights, int64_t* expert_ids,
+void quire_select_experts(const float* scores, const float* correction, float* weights, int64_t* expert_ids,
                           int64_t num_tokens, int64_t num_experts, int64_t per_token, int64_t num_groups,
                           int64_t num_top_groups, int64_t group_best, int64_t sum_lanes, float epsilon, float scale,
                           int threads) {

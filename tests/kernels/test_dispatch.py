@@ -57,7 +57,7 @@ OPS: dict[str, list[Callable[..., Any]]] = {
     "latent_prefill": [latent_attention.latent_prefill_attention],
     "lora": [lora.add_lora],
     "moe": [moe.sort_choices, moe.scatter_linear, moe.gather_linear, moe.gather_terms],
-    "routing": [routing.choose_experts],
+    "routing": [routing.select_experts],
     "process_logits": [logits.process_logits],
     "fused_qk_norm_rope_kv_write": [fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write],
     "topk_tokens": [sampling.topk_tokens],

@@ -13,10 +13,10 @@ from quire.kernels.routing import Routing
 
 
 def choose(own: Routing, device: str, scores: Tensor, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    from quire.kernels.gpu.routing import choose_experts
+    from quire.kernels.gpu.routing import select_experts
 
     moved = None if correction is None else correction.to(device)
-    weights, expert_ids = choose_experts(scores.to(device), moved, own)
+    weights, expert_ids = select_experts(scores.to(device), moved, own)
     assert (weights.dtype, expert_ids.dtype) == (torch.float32, torch.int64)
     return weights.cpu(), expert_ids.cpu()
 
@@ -46,7 +46,7 @@ def test_strided_scores_and_no_tokens(device: str) -> None:
     assert [tuple(each.shape) for each in choose(own, device, scores[:0], None)] == [(0, 3), (0, 3)]
 
 
-def test_scores_that_are_not_numbers_choose_experts_that_exist(device: str) -> None:
+def test_scores_that_are_not_numbers_select_experts_that_exist(device: str) -> None:
     """An expert out of range would be read from memory of others."""
     for own in (Routing(12, 3), replace(Routing(12, 3, 3, 2, 2), normalized=True)):
         _, expert_ids = choose(own, device, torch.full((2, 12), torch.nan), None)

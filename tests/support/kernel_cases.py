@@ -189,7 +189,7 @@ def launch_routing() -> None:
     """Launch the choice of experts of every size that is tested."""
     for own in ROUTINGS:
         for correction in (None, torch.zeros(own.num_experts)):
-            routing.choose_experts(torch.zeros(3, own.num_experts), correction, own)
+            routing.select_experts(torch.zeros(3, own.num_experts), correction, own)
 
 
 def launch_adapters() -> None:
