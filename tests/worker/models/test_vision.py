@@ -215,7 +215,9 @@ def test_preempted_prompts_and_small_caches_change_no_token(
     longest = max(len(prompt.token_ids) for prompt in model.prompts) + (num_tokens := 24)
     least = next(n for n in count(2) if engine.config.with_num_blocks(n).max_servable_tokens >= longest)
     config = replace(engine.config, cache=cache)
-    driver = run(model, engine, model.prompts * 2, num_blocks=least + 6, num_tokens=num_tokens, config=config)
+    # The prompts without images run beside those that wait for theirs.
+    prompts = [*model.prompts * 2, *model.prompts[:1] * 4]
+    driver = run(model, engine, prompts, num_blocks=least + 4, num_tokens=num_tokens, config=config)
     assert driver.scheduler.stats.num_preemptions
     assert driver.scheduler.media.cache.num_encoded > 6
 
