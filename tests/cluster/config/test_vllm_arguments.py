@@ -29,7 +29,7 @@ SAME_NAMES = (
     "gpu_memory_utilization", "kv_cache_dtype", "language_model_only", "limit_mm_per_prompt",
     "lora_modules", "mamba_ssm_cache_dtype", "max_cpu_loras", "max_logprobs",
     "max_lora_rank", "max_loras", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
-    "mm_processor_kwargs", "quantization",
+    "mm_processor_kwargs", "pipeline_parallel_size", "quantization",
     "reasoning_parser", "revision", "runner", "seed", "served_model_name", "skip_tokenizer_init",
     "speculative_config",
     "tensor_parallel_size", "tool_call_parser", "trust_request_chat_template",
