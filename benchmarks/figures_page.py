@@ -274,8 +274,9 @@ SECTIONS = (
         "images",
         "A random Qwen2.5-VL of 15 million parameters behind HTTP, with JPEG files of one megapixel in data URLs, on "
         "two cores that were busy with other work. Gaps are those of four streams of text, beside prompts of 1,238 "
-        "tokens: text, or an image of four megapixels that is shrunk to one. The encoder of an image is one part of "
-        "a step.",
+        "tokens: text, or an image of four megapixels that is shrunk to one. Measured before images were encoded "
+        "over several steps, with a client that stalled its own streams while it drew images: decision 73 has the "
+        "gaps since.",
         chosen(
             images__first_token_ms__text="first token, new text of as many tokens",
             images__first_token_ms__cold="first token, a new image",
