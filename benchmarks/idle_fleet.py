@@ -17,7 +17,7 @@ import multiprocessing
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -27,6 +27,7 @@ import numpy as np
 import zmq
 
 from benchmarks.common import Figure, make_parser, report
+from benchmarks.in_memory import MemoryStore
 from benchmarks.scheduler import NoOpGroup, make_model
 from quire.cluster.config.deployment import Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
@@ -224,28 +225,12 @@ class _Launcher:
         return None
 
 
-class _Store:
-    """See `interfaces.Store`."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def read(self) -> Mapping[str, str]:
-        return dict(self._texts)
-
-    def write(self, name: str, text: str) -> None:
-        self._texts[name] = text
-
-    def delete(self, name: str) -> None:
-        self._texts.pop(name, None)
-
-
 def _run_controller(pipe: Connection, keys: CurveKeys, endpoints: list[str]) -> None:
     asyncio.run(_controller(pipe, keys, endpoints))
 
 
 async def _controller(pipe: Connection, keys: CurveKeys, endpoints: list[str]) -> None:
-    fleet = Fleet(_Launcher(keys, endpoints), _Store())
+    fleet = Fleet(_Launcher(keys, endpoints), MemoryStore())
     limits = ScalingLimits(min_replicas=len(endpoints), max_replicas=len(endpoints))
     await fleet.deploy(Deployment(EngineOptions("none"), limits=limits))
     tasks = [asyncio.create_task(fleet.run())]

@@ -34,7 +34,7 @@ import pickle
 import random
 import selectors
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -46,6 +46,7 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.common import Figure, make_parser, report
+from benchmarks.in_memory import MemoryStore, ReceivedFrames
 from benchmarks.replay import ReplicaModel
 from quire.cluster.config.deployment import Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
@@ -150,15 +151,15 @@ def context_of(owner: str) -> contextvars.Context:
     return context
 
 
-class _Connection:
+class _Connection(ReceivedFrames):
     """See `cluster.fleet.replica.connection.Connection`: in memory."""
 
     def __init__(self, world: World, owner: str, replica: _Replica | None) -> None:
+        super().__init__()
         self._world, self._owner, self._replica = world, owner, replica
         self._context = context_of(owner)
         self._identity = b""
-        self._received: deque[bytes] = deque()
-        self._arrival, self._lost = asyncio.Event(), asyncio.Event()
+        self._lost = asyncio.Event()
 
     def open(self) -> None:
         """See `Connection`."""
@@ -177,24 +178,12 @@ class _Connection:
 
     def _deliver(self, frame: bytes) -> None:
         self._world.num_messages[self._owner] += 1
-        self._received.append(frame)
-        self._arrival.set()
+        self._arrive(frame)
 
     def break_off(self) -> None:
         """Lose the connection for good."""
         self._identity = b""
         self._lost.set()
-
-    async def receive(self) -> bytes:
-        """See `Connection`."""
-        while not self._received:
-            self._arrival.clear()
-            await self._arrival.wait()
-        return self._received.popleft()
-
-    def receive_arrived(self) -> bytes | None:
-        """See `Connection`."""
-        return self._received.popleft() if self._received else None
 
     async def wait_until_lost(self) -> None:
         """See `Connection`."""
@@ -307,22 +296,6 @@ class _Calls(BlockingCalls):
 
     def close(self) -> None:
         """Nothing to end."""
-
-
-class _Store:
-    """See `interfaces.Store`."""
-
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-
-    def read(self) -> Mapping[str, str]:
-        return dict(self._texts)
-
-    def write(self, name: str, text: str) -> None:
-        self._texts[name] = text
-
-    def delete(self, name: str) -> None:
-        self._texts.pop(name, None)
 
 
 class _Launcher:
@@ -442,7 +415,7 @@ class World:
         self.num_messages: Counter[str] = Counter()
         self.ttft = Distribution()
         self.outcomes: Counter[str] = Counter()
-        self._store, self._num_identities = _Store(), 0
+        self._store, self._num_identities = MemoryStore(), 0
         self._rng = np.random.default_rng(1)
         self._shared = self._tokens(SHARED_TOKENS)
         self._reading: set[asyncio.Task[None]] = set()

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from hashlib import blake2b
 
+from benchmarks.in_memory import ReceivedFrames
 from quire.proto.errors import ReplicaUnavailable
 
 # Delays of a message, in seconds.
@@ -177,10 +178,11 @@ class _Pipe:
             self._deliver(identity, frame)
 
 
-class SimulatedConnection:
+class SimulatedConnection(ReceivedFrames):
     """See `cluster.replica.connection.Connection`: a DEALER's connection to a ROUTER."""
 
     def __init__(self, network: Network, client: str, server: Server) -> None:
+        super().__init__()
         self.client = client
         self.server = server
         self.is_open = False
@@ -189,8 +191,6 @@ class SimulatedConnection:
         self._out = _Pipe(network, client, server.name, self._arrive_at_server)
         self._back = _Pipe(network, client, server.name, self._arrive_at_client)
         self._unsent: list[bytes] = []  # sent while there was no connection
-        self._received: deque[bytes] = deque()
-        self._arrival = asyncio.Event()
         self._lost = asyncio.Event()
 
     def open(self) -> None:
@@ -214,17 +214,6 @@ class SimulatedConnection:
             self._out.push(self._identity, frame)
         else:
             self._unsent.append(frame)
-
-    async def receive(self) -> bytes:
-        """See `Connection`."""
-        while not self._received:
-            self._arrival.clear()
-            await self._arrival.wait()
-        return self._received.popleft()
-
-    def receive_arrived(self) -> bytes | None:
-        """See `Connection`."""
-        return self._received.popleft() if self._received else None
 
     async def wait_until_lost(self) -> None:
         """See `Connection`."""
@@ -261,5 +250,4 @@ class SimulatedConnection:
             self.server.on_frame(identity, frame)
 
     def _arrive_at_client(self, identity: bytes, frame: bytes) -> None:
-        self._received.append(frame)
-        self._arrival.set()
+        self._arrive(frame)

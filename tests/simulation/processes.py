@@ -9,6 +9,7 @@ from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.in_memory import MemoryStore
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import Demand, FleetCommand, FleetState
@@ -26,7 +27,6 @@ from .replicas import (
     Cluster,
     SimulatedCalls,
     SimulatedLauncher,
-    SimulatedStore,
     connect,
     replica_config,
     wall_clock,
@@ -63,7 +63,7 @@ class ControllerProcess:
         """Start, with the replicas and the deployments of an earlier controller."""
         fleet = Fleet(
             SimulatedLauncher(self._cluster),
-            SimulatedStore(self._cluster),
+            MemoryStore(self._cluster.texts),
             clock=asyncio.get_running_loop().time,
             wall_clock=wall_clock,
             canary_timeout_s=20.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -241,22 +241,6 @@ class Cluster:
         if self.num_failing_calls:
             self.num_failing_calls -= 1
             raise ConnectionError("the Ray head node is not reachable")
-
-
-class SimulatedStore:
-    """See `interfaces.Store`."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def read(self) -> Mapping[str, str]:
-        return dict(self._cluster.texts)
-
-    def write(self, name: str, text: str) -> None:
-        self._cluster.texts[name] = text
-
-    def delete(self, name: str) -> None:
-        self._cluster.texts.pop(name, None)
 
 
 class SimulatedLauncher:

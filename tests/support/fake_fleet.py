@@ -242,22 +242,6 @@ class FakeLauncher:
         self._directory.cleanup()
 
 
-class MemoryStore:
-    """See `interfaces.Store`."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def read(self) -> Mapping[str, str]:
-        return dict(self.texts)
-
-    def write(self, name: str, text: str) -> None:
-        self.texts[name] = text
-
-    def delete(self, name: str) -> None:
-        self.texts.pop(name, None)
-
-
 class DirectController:
     """See `controller_client.Controller`: calls a Fleet in the same event loop.
 

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fake_fleet import FakeLauncher, MemoryStore
+from fake_fleet import FakeLauncher
 
+from benchmarks.in_memory import MemoryStore
 from quire.cluster.config.deployment import Deployment
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import ReplicaEntry, ReplicaState

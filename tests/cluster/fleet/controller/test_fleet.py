@@ -6,9 +6,10 @@ import asyncio
 import pickle
 
 import pytest
-from fake_fleet import FakeLauncher, MemoryStore
+from fake_fleet import FakeLauncher
 from running_fleet import DEADLINE_S, deployment, run, running
 
+from benchmarks.in_memory import MemoryStore
 from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.fleet.controller.autoscaler import Decision, FleetSnapshot, ScalingState
 from quire.cluster.fleet.controller.fleet import REASON_INTERVAL_S, Fleet

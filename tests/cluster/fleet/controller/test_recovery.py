@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_fleet import FakeLauncher, MemoryStore
+from fake_fleet import FakeLauncher
 from running_fleet import deployment, run, running
 
+from benchmarks.in_memory import MemoryStore
 from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.fleet.controller.autoscaler import Decision, FleetSnapshot, ScalingState, decide
 from quire.cluster.fleet.controller.fleet_state import ReplicaState

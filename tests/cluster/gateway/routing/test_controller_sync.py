@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_fleet import DirectController, FakeLauncher, MemoryStore
+from fake_fleet import DirectController, FakeLauncher
 from fakes import oracle
 
+from benchmarks.in_memory import MemoryStore
 from quire.cluster.client.client import AsyncClient
 from quire.cluster.client.wire.status import DeploymentInfo, FleetEvent, FleetInfo, ReplicaInfo
 from quire.cluster.client.wire.tokens import Role, Token, TokenSet
