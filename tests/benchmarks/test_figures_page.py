@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks import figures_page
+from benchmarks import figure_tables, figures_page
+from benchmarks.figure_sections import SECTIONS
 
 
 def test_page_names_every_result_file() -> None:
-    shown = {name for section in figures_page.SECTIONS for name in section.files}
+    shown = {name for section in SECTIONS for name in section.files}
     assert shown >= {path.stem for path in figures_page.RESULTS.glob("*.json")}
 
 
@@ -18,7 +19,7 @@ def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
         "peers.quire.w1.output_tokens_per_s": {"value": 5.0, "unit": "tokens/s", "note": ""},
         "peers.other.w1.failed_after_s": {"value": 80.1, "unit": "s", "note": ""},
     }
-    table = figures_page.engines({"60M": figures})
+    table = figure_tables.engines({"60M": figures})
     assert table[-2:] == [
         "| 60M | quire | 5 |  |  |  |  |",
         "| 60M | other | not finished in 80 s |  |  |  |  |",
@@ -52,7 +53,7 @@ def test_accuracy_has_a_row_per_workload_and_number_of_ranks() -> None:
         label: {name.format(prefix): figure for name, figure in figures.items()}
         for label, prefix in (("1", ""), ("2", "tp2."))
     }
-    assert figures_page.accuracy(settings)[-2:] == [
+    assert figure_tables.accuracy(settings)[-2:] == [
         "| 1 | chat | +0% | +1% | +2% | +3% | +4% |",
         "| 2 | chat | +0% | +1% | +2% | +3% | +4% |",
     ]
