@@ -1,4 +1,4 @@
-"""How long requests wait when their KV moves: prompts computed apart, whole and in chunks, and drained replicas.
+"""Waits of requests whose KV moves: prompts that are computed apart, whole and in chunks, and drained replicas.
 
     python -m benchmarks.kv_moves --json benchmarks/results/kv_moves.json
 

@@ -36,7 +36,7 @@ SHARING_BLOCKS = 64_000
 
 @dataclass(slots=True)
 class Memory:
-    """What a run held, each summed over its steps and weighted with their seconds."""
+    """Memory that a run held: sums over its steps, weighted with their seconds."""
 
     seconds: float = 0.0
     running: float = 0.0

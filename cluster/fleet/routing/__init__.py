@@ -1,1 +1,1 @@
-"""Which replica gets a request: pure functions of the replicas' states, for gateways and simulations."""
+"""Choice of the replica of a request: pure functions of the replicas' states, for gateways and simulations."""

@@ -30,7 +30,7 @@ ALL_TO_ALL = {"enable_expert_parallel": True, "all2all_backend": "all_to_all"}
 
 @dataclass(frozen=True)
 class Case:
-    """How ranks share a model, and which of them are on another host."""
+    """Ranks that share a model, and those of them on another host."""
 
     kind: str
     pp: int
