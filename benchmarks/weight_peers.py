@@ -39,7 +39,7 @@ def load(folder: str, report_of_owner: str) -> None:
     from quire.worker.memory.shared_segment import SegmentAddress
     from quire.worker.rank.runner import ModelRunner
     from quire.worker.rank.weight_peers import WeightServer
-    from quire.worker.weights.standby_weights import WeightSource
+    from quire.worker.weights.weight_source import WeightSource
 
     options = EngineOptions(
         folder, device="cpu", dtype="bfloat16", num_kv_blocks=16, max_model_len=256, weights_from_peers=True

@@ -26,7 +26,7 @@ from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.shared_segment import SegmentAddress
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.rank.weight_peers import WeightServer
-from quire.worker.weights.standby_weights import WeightSource
+from quire.worker.weights.weight_source import WeightSource
 
 _NUM_TOKENS = 11
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from ..comm.pipeline import Pipeline
     from ..comm.replica_groups import ReplicaGroups
-    from ..weights.standby_weights import WeightSource
+    from ..weights.weight_source import WeightSource
     from .runner import ModelRunner
     from .step_executor import LaunchedStep
     from .weight_peers import WeightServer

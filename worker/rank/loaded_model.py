@@ -44,8 +44,9 @@ from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import Checkpoint, ProgressCallback
 from ..weights.node_cache import weights_folder
 from ..weights.same_layout import has_tensors
-from ..weights.standby_weights import StandbyWeights, WeightSource
+from ..weights.standby_weights import StandbyWeights
 from ..weights.weight_segment import SegmentReader, SegmentWriter
+from ..weights.weight_source import WeightSource
 from .device import on_device
 from .expert_balancer import ExpertBalancer, NoBalancer, Orders
 from .weight_peers import copy_segment

@@ -30,7 +30,7 @@ from ..step.device_rows import DeviceRows
 from ..step.token_relay import make_relay
 from ..weights.checkpoint import ProgressCallback
 from ..weights.same_layout import check_same_layout
-from ..weights.standby_weights import WeightSource
+from ..weights.weight_source import WeightSource
 from .encoder_outputs import EncoderOutputs
 from .expert_balancer import ExpertBalancer, NoBalancer
 from .kv_budget import LargestSteps, profile_kv_bytes

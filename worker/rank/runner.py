@@ -30,7 +30,7 @@ from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
 from ..transfer.kv_blocks import KvBlocks, NoKvService
 from ..weights.checkpoint import ProgressCallback
-from ..weights.standby_weights import WeightSource
+from ..weights.weight_source import WeightSource
 from .device import compute_device, on_device
 from .lost_device import step_failed
 from .rank_memory import RankMemory

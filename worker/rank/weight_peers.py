@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...proto.errors import in_one_line
 from ..memory.shared_segment import SegmentAddress, SharedSegment
-from ..weights.standby_weights import WeightSource
 from ..weights.weight_segment import PURPOSE, difference, read_table
+from ..weights.weight_source import WeightSource
 
 if TYPE_CHECKING:
     from ..transfer.sealed_port import SealedPort

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...kernels.native.packed_weights import panel_len
 from ...proto.errors import in_one_line
 from ..memory.shared_segment import SegmentAddress, SharedSegment
 from .weight_segment import NoStore, SegmentReader, SegmentWriter, WeightStore
+from .weight_source import WeightSource
 
 # Files by which weights and configuration are recognized.
 _PATTERNS = ("*.safetensors", "*.json")
@@ -31,24 +32,6 @@ _MIN_BYTES = 1 << 30
 _REPLACED = "the rank that failed"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSource:
-    """Process that has the weights of a rank, and the ways to read them. Picklable.
-
-    Attributes:
-        owner: for messages.
-        segments: for processes of the owner's host.
-        host, port: for processes of other hosts; port 0 if there is none.
-        credentials: a token and a key for each connection.
-    """
-
-    owner: str
-    segments: tuple[SegmentAddress, ...]
-    host: str = ""
-    port: int = 0
-    credentials: tuple[tuple[bytes, bytes], ...] = ()
 
 
 # Returns a copy of the segment with these weights, of which the second argument is the folder; None if that is not

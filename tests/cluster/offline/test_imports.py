@@ -1,4 +1,4 @@
-"""LLM on one rank needs neither Ray, nor ZeroMQ, nor gRPC; clients need no torch."""
+"""LLM on one rank needs neither Ray, nor ZeroMQ, nor gRPC; clients, gateways and controllers need no torch."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ from quire import AsyncClient, Client, SamplingParams, errors
 import quire.cluster.cli
 print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 """
+# Neither has a model. Torch is 300 MB of memory and seconds of a start.
+_SERVICES = """
+import sys
+import quire.cluster.cli.serve.single_host
+import quire.cluster.fleet.controller.controller
+import quire.cluster.gateway.grpc.inference
+print(sorted({"torch", "transformers"} & set(sys.modules)))
+"""
 
 
 def printed_by(program: str, *arguments: str) -> str:
@@ -45,3 +53,7 @@ def test_llm_on_one_rank_runs_without_ray_zmq_and_grpc(make_model: Any) -> None:
 
 def test_client_and_command_import_no_torch_ray_or_transformers() -> None:
     assert printed_by(_CLIENT) == "[]\n"
+
+
+def test_gateways_and_controllers_import_no_torch_or_transformers() -> None:
+    assert printed_by(_SERVICES) == "[]\n"

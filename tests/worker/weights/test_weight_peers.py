@@ -20,7 +20,7 @@ from quire.worker.rank import weight_peers
 from quire.worker.rank.weight_peers import WeightServer, seconds_to_read
 from quire.worker.weights import standby_weights
 from quire.worker.weights.checkpoint import Checkpoint
-from quire.worker.weights.standby_weights import WeightSource
+from quire.worker.weights.weight_source import WeightSource
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 
