@@ -68,7 +68,9 @@ test: venv
 	$(BIN)/python -m pytest $(IN_PROCESSES) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # --maxfail: what fails twice is certain, and the rest of it can wait.
+# After a run that broke off, or that left processes, the failed tests are not all that was wrong: see tests/conftest.py.
 test-again: venv
+	@grep -q true .pytest_cache/v/quire/only_failed_tests || { echo "make test-again: the last run has failed otherwise"; exit 1; }
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST_ARGS) --last-failed --last-failed-no-failures none --maxfail 1
 
 test-all: venv $(TRITON_VERSIONS:%=build/triton/%/.ready)

@@ -56,11 +56,13 @@ LONG = "tests/kernels/native/test_instruction_sets.py", "tests/worker/models/tes
 
 _MARK = pytest.StashKey[str]()
 _LEFT = pytest.StashKey[list[str]]()
+ONLY_FAILED_TESTS = "quire/only_failed_tests"  # in pytest's cache; make test-again reads it
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if mark := mark_run():
         config.stash[_MARK] = mark
+        _remember(config, only_failed_tests=False)  # until the run ends
     # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _make_hypothesis_repeatable()
@@ -72,8 +74,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if (mark := session.config.stash.get(_MARK, None)) is None:
         return
     left = session.config.stash[_LEFT] = kill_left(mark)
+    is_whole = session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    _remember(session.config, only_failed_tests=is_whole and not left)
     if left and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _remember(config: pytest.Config, *, only_failed_tests: bool) -> None:
+    """Say whether a second run of the failed tests shows all that was wrong: not after a run that broke off."""
+    if (cache := getattr(config, "cache", None)) is not None:
+        cache.set(ONLY_FAILED_TESTS, only_failed_tests)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
