@@ -125,7 +125,9 @@ async def soak(minutes: float, interval_s: float, seed: int) -> tuple[dict[str, 
         ("num_descriptors", "descriptors"),
     ):
         for when, sample in (("early", first), ("late", last)):
-            figures[f"soak.{when}.{name}"] = Figure(getattr(sample, name), unit, "of the gateway")
+            figures[f"soak.{when}.{name}"] = Figure(
+                getattr(sample, name), unit, "of the gateway and the scheduler"
+            )
     return figures, [*problems, *left]
 
 
