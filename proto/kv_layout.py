@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 
-from .codec import FrameCodec
+from .codec import FrameCodec, sent_if_set
 from .config import EngineConfig, ModelConfig
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "int8": 1}
@@ -78,7 +78,8 @@ class KvLayout:
         model: the name that the model is served under.
         weights_version: digest of the weights; blocks of other weights are other content.
         rank, tensor_parallel_size: which heads the rank has; 0 of 1 for all of them.
-        groups: the cache groups, those of a draft model's layers last.
+        groups: the cache groups with the layers of the rank's pipeline stage, those of a draft model's layers last.
+        first_layer: number of the stage's first layer among those with keys and values.
     """
 
     model: str
@@ -86,6 +87,7 @@ class KvLayout:
     groups: tuple[KvGroupLayout, ...]
     rank: int = 0
     tensor_parallel_size: int = 1
+    first_layer: int = sent_if_set(0)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
@@ -121,22 +123,33 @@ class KvLayout:
         return tuple(found)
 
 
-def layout_of(config: EngineConfig, rank: int, weights_version: str) -> KvLayout:
+def layout_of(
+    config: EngineConfig, rank: int, weights_version: str, own_layers: range | None = None
+) -> KvLayout:
     """Return the layout of a rank's blocks.
 
     Args:
+        rank: within the tensor-parallel group.
         weights_version: digest of the weights that the rank has loaded.
+        own_layers: those of its stage, among the layers with keys and values; None for all.
     """
     model, cache = config.model, config.cache
     dtype = model.dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
     shapes = _shapes_of(model)
+    own = range(len(shapes)) if own_layers is None else own_layers
     groups = [
-        KvGroupLayout(dtype, cache.block_size, group.window, tuple(shapes[layer] for layer in group.layers))
+        KvGroupLayout(
+            dtype,
+            cache.block_size,
+            group.window,
+            tuple(shapes[layer] for layer in group.layers if layer in own),
+        )
         for group in config.cache_layout.groups
     ]
-    if (draft := config.speculative_draft) is not None:
+    if (draft := config.speculative_draft) is not None and own.start == 0:
         groups.append(KvGroupLayout(dtype, cache.block_size, 0, tuple(_shapes_of(draft))))
-    return KvLayout(model.name, weights_version, tuple(groups), rank, config.parallel.tensor_parallel_size)
+    size = config.parallel.tensor_parallel_size
+    return KvLayout(model.name, weights_version, tuple(groups), rank, size, own.start)
 
 
 def _shapes_of(model: ModelConfig) -> list[KvLayerShape]:

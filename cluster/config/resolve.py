@@ -181,8 +181,6 @@ def _with_host_blocks(config: EngineConfig) -> EngineConfig:
     names = " and ".join(name for name in ("kv_disk", "kv_shared") if getattr(cache, name) is not None)
     if config.parallel.enable_dp_attention:
         raise ConfigError(f"{names} cannot store the blocks of enable_dp_attention; leave one of them out")
-    if config.parallel.pipeline_parallel_size > 1:
-        raise ConfigError(f"{names} cannot store the blocks of pipeline stages yet; leave one of them out")
     if not cache.prefix_caching:
         raise ConfigError(f"{names} needs prefix_caching, which is off")
     if not config.kv_directories:

@@ -105,7 +105,7 @@ class StoredTier:
     def __init__(self, config: EngineConfig, host: HostTier, events: CacheEvents) -> None:
         self._host, self._events = host, events
         self._block_size = config.cache.block_size
-        self._num_ranks = config.parallel.tensor_parallel_size
+        self._num_ranks = config.parallel.num_ranks
         self._tiers = [number for number, place in enumerate(config.kv_directories) if place is not None]
         self._of_rank = len(TIERS)
         # Of a mask, the bits of all ranks in the first tier.

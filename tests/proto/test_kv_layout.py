@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from fakes import small_config
 
-from quire.proto.kv_layout import (
-    KvGroupLayout,
-    KvLayerShape,
-    KvLayout,
-    layout_of,
-)
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.proto.kv_layout import KvGroupLayout, KvLayerShape, KvLayout, layout_of
+from quire.proto.model.parallel_split import ParallelSplit
+from quire.proto.model.registry import kv_range
 
 GROUP = KvGroupLayout("bfloat16", 16, 0, (KvLayerShape(2, 8, 64),) * 4)
 LAYOUT = KvLayout("m", "w1", (GROUP,), rank=1, tensor_parallel_size=4)
@@ -57,6 +57,23 @@ def test_fingerprint_depends_on_all_that_determines_the_bytes() -> None:
         LAYOUT,
         replace(LAYOUT, weights_version="w2"),
         replace(LAYOUT, rank=2),
+        replace(LAYOUT, first_layer=4),
         layout_of(small_config(), 0, "w"),
     )
-    assert len({layout.fingerprint for layout in layouts}) == 4
+    assert len({layout.fingerprint for layout in layouts}) == len(layouts)
+
+
+def test_rank_of_a_stage_has_the_layers_of_the_stage() -> None:
+    options = EngineOptions(
+        "demo", pipeline_parallel_size=2, tensor_parallel_size=2, kv_disk="/nowhere:64MiB"
+    )
+    config = resolve(options, Machine(num_cores=2, num_gpus=0))
+    split = ParallelSplit.of(config.parallel)
+    found = [
+        layout_of(config, split.place_of(rank).tensor, "w", kv_range(config.model, split.stage_of(rank)))
+        for rank in range(split.num_ranks)
+    ]
+    assert [layout.rank for layout in found] == [0, 1, 0, 1]
+    sizes = config.parallel.stage_sizes
+    assert [len(layout.groups[0].layers) for layout in found[::2]] == [*sizes]
+    assert [layout.first_layer for layout in found[::2]] == [0, sizes[0]]

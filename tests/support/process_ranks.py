@@ -109,7 +109,8 @@ class ProcessRanks:
                 raise RankFailed(rank, reason)
         result = decoded[ParallelSplit.of(self.config.parallel).result_rank]
         assert isinstance(result, StepResult)
-        return replace(result, stage_times={})
+        stored = tuple(own for each in decoded if isinstance(each, StepResult) for own in each.stored_reports)
+        return replace(result, stage_times={}, stored_reports=stored)
 
     def replace(self, failed: int) -> None:
         """Start a process in place of a killed one, and let all ranks join a new group."""

@@ -28,6 +28,8 @@ from torch import Tensor
 from ...proto.config import EngineConfig
 from ...proto.errors import in_one_line
 from ...proto.kv_layout import layout_of
+from ...proto.model.parallel_split import ParallelSplit
+from ...proto.model.registry import kv_range
 from ...proto.step import StepPlan
 from ...proto.stored_kv import KEY_BYTES, TIERS, StoredOrder, StoredReport, split_keys
 from .kv_directory import Changes, KvDirectory, ReadBlocks, read_key
@@ -284,7 +286,9 @@ def open_stored_blocks(
     if not config.kv_directories:
         return NoStoredBlocks()
     memory = HostBlocks(parts)
-    layout = layout_of(config, rank, _version_of(config, weights_digest)).fingerprint
+    split, version = ParallelSplit.of(config.parallel), _version_of(config, weights_digest)
+    own_layers = kv_range(config.model, split.stage_of(rank))
+    layout = layout_of(config, split.place_of(rank).tensor, version, own_layers).fingerprint
     key = read_key(Path(config.cache.kv_key) if config.cache.kv_key else _default_key_path())
     directories = [
         None if place is None else KvDirectory.open(*place, layout, memory.block_bytes, key)

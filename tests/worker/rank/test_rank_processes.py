@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
 from benchmarks.draft_lengths import fixed_lengths
-from quire.proto.config import SpeculativeConfig
+from quire.proto.config import EngineConfig, SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.scheduler.kv.kv_tiers import KvTiers
 
@@ -98,13 +98,18 @@ def ranks(case: Case, folder: Path, engine_config: Any) -> Iterator[ProcessRanks
         folder, case.tp, pp=case.pp, block_size=4, num_blocks=NUM_BLOCKS, max_num_seqs=4,
         max_num_batched_tokens=24, **dict(case.settings),
     )  # fmt: skip
-    with hosts(case) as (address, prefixes):
-        started = ProcessRanks(config, NUM_BLOCKS, address, prefixes)
-        try:
-            started.start()
-            yield started
-        finally:
-            started.close()
+    with hosts(case) as (address, prefixes), running(config, address, prefixes) as started:
+        yield started
+
+
+@contextmanager
+def running(config: EngineConfig, address: str, prefixes: list[list[str]]) -> Iterator[ProcessRanks]:
+    started = ProcessRanks(config, NUM_BLOCKS, address, prefixes)
+    try:
+        started.start()
+        yield started
+    finally:
+        started.close()
 
 
 def open_driver(ranks: ProcessRanks, num_blocks: int = NUM_BLOCKS) -> RankedDriver:
@@ -147,3 +152,29 @@ def test_tokens_stay_after_a_rank_of_each_stage_is_killed(
         ranks.replace(killed)
         driver.scheduler.resume(driver.scheduler.epoch + 1, KvTiers.NONE, has_new_ranks=True)
     driver.finish(prompts, Reference(folder), MAX_TOKENS)
+
+
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_new_ranks_of_stages_read_the_blocks_of_those_before(
+    tp: int, tmp_path: Path, make_model: Callable[..., Path], engine_config: Any
+) -> None:
+    """Stages have as many layers of the same shapes each: the files of one are not taken for those of another."""
+    folder = make_model("llama", seed=7, num_hidden_layers=4)
+    config = engine_config(
+        folder, tp, pp=2, block_size=4, num_blocks=NUM_BLOCKS, max_num_seqs=4, num_host_blocks=NUM_BLOCKS
+    )
+    disk = {"kv_disk": f"{tmp_path / 'kv'}:64MiB", "kv_key": str(tmp_path / "key")}
+    config = replace(config, cache=replace(config.cache, **disk))
+    prompts, num_read = dict(enumerate(prompts_of([30, 21], seed=5))), []
+    for _ in range(2):
+        with running(config, HOST, [[] for _ in range(2 * tp)]) as ranks:
+            driver = open_driver(ranks)
+            driver.run()  # the ranks tell what they have
+            add_all(driver, prompts)
+            driver.finish(prompts, Reference(folder), MAX_TOKENS)
+            driver.now += 1.0  # the machine is idle
+            driver.run()
+            stored = driver.scheduler.blocks.stored
+            assert stored.is_settled
+            num_read.append(stored.num_read_blocks)
+    assert num_read == [0, 30 // 4 + 21 // 4]
