@@ -156,7 +156,7 @@ def _largest_share(model: ModelConfig, spec: object, pipeline: int) -> float:
         return 1.0
     if not isinstance(spec, DecoderSpec):
         raise ConfigError(f"{model.name} has no stages")
-    sizes, costs = divide_layers(model.name, spec, pipeline), layer_costs(spec)
+    sizes, costs = divide_layers(model.name, spec, pipeline, model.vision), layer_costs(spec)
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     of_stages = [
         sum(costs[end - size : end]) + (head_cost(spec) if index == len(sizes) - 1 else 0.0)

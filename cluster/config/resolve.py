@@ -206,11 +206,6 @@ def _stage_sizes(options: EngineOptions, model: ModelConfig) -> tuple[int, ...]:
     """
     if options.pipeline_parallel_size == 1:
         return ()
-    if model.vision is not None:
-        raise ConfigError(
-            f"{model.name}: pipeline_parallel_size does not support models that read images; set "
-            "language_model_only, or use tensor_parallel_size"
-        )
     spec = check_supported(
         model, options.tensor_parallel_size, expert_parallel=options.enable_expert_parallel
     )
@@ -219,7 +214,7 @@ def _stage_sizes(options: EngineOptions, model: ModelConfig) -> tuple[int, ...]:
             f"{model.name}: pipeline_parallel_size does not support {model.architecture}, which is served with the "
             "modules of transformers; leave it out, or use tensor_parallel_size"
         )
-    return divide_layers(model.name, spec, options.pipeline_parallel_size)
+    return divide_layers(model.name, spec, options.pipeline_parallel_size, model.vision)
 
 
 def _check_exchange(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from ..errors import ConfigError
+from ..vision import VisionSpec
 from .attention import AttentionSpec
 from .experts import Experts
 from .mla import MlaSpec
@@ -16,18 +17,22 @@ from .spec import DecoderSpec, LayerSpec
 _STATE_MIXER_SQUARES = 4
 
 
-def divide_layers(name: str, spec: DecoderSpec, num_stages: int) -> tuple[int, ...]:
+def divide_layers(
+    name: str, spec: DecoderSpec, num_stages: int, vision: VisionSpec | None = None
+) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the slowest stage computes a token as fast as possible.
 
     Args:
         name: of the model.
+        vision: of a model that reads images, which the first stage encodes for the first layers.
 
     Raises:
         ConfigError: the model cannot be divided into so many stages; names the most that work.
     """
     _check_divisible(name, spec)
     costs = layer_costs(spec)
-    starts = [index for index, layer in enumerate(spec.layers) if index and _may_begin(layer)]
+    fewest = 1 if vision is None else max(1, vision.num_deep_features)
+    starts = [index for index, layer in enumerate(spec.layers) if index >= fewest and _may_begin(layer)]
     if num_stages > 1 + len(starts):
         raise ConfigError(
             f"{name}: pipeline_parallel_size is {num_stages}, but its {len(costs)} layers make at most "

@@ -15,6 +15,7 @@ from quire.proto.model.divide_layers import divide_layers, head_cost, layer_cost
 from quire.proto.model.parallel_split import WHOLE_MODEL, Coordinate, ParallelSplit
 from quire.proto.model.registry import check_supported
 from quire.proto.model.spec import DecoderSpec
+from quire.proto.vision import VisionSpec
 
 
 def test_rank_is_a_coordinate() -> None:
@@ -76,6 +77,15 @@ def test_stage_does_not_begin_with_a_layer_that_follows_an_indexer(make_model: C
         assert not {sum(sizes[:index]) for index in range(1, num_stages)} & set(follows)
     with pytest.raises(ConfigError, match=f"make at most {most} stages"):
         divide_layers("tiny", spec, most + 1)
+
+
+def test_first_stage_has_the_layers_that_read_images(make_model: Callable[..., Path]) -> None:
+    spec = spec_of(make_model("llama"))
+    spec = replace(spec, layers=(spec.layers * 4)[:9])
+    vision = VisionSpec("qwen3_vl", 0, embedding_size=8, num_deep_features=7)
+    assert divide_layers("tiny", spec, 3, vision) == (7, 1, 1)
+    with pytest.raises(ConfigError, match="make at most 3 stages"):
+        divide_layers("tiny", spec, 4, vision)
 
 
 @pytest.mark.parametrize("kind", ["gemma3n_text", "gemma4_text"])

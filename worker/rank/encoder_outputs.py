@@ -1,4 +1,7 @@
-"""EncoderOutputs: a rank's encoder outputs, and the tensors of images that are to be encoded."""
+"""EncoderOutputs: a rank's encoder outputs, and the tensors of images that are to be encoded.
+
+The ranks of the first pipeline stage encode: the embeddings of images stand in the place of those that it looks up.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,13 @@ class EncoderOutputs:
 
     def digest_after(self, plan: StepPlan) -> int:
         """Return the part of the encoder outputs in the digest of a plan."""
-        held = self._outputs.keys() | self._in_part.keys()
+        held = self._held()
         if not (plan.encodes.size or plan.media_drops.size or held):
             return 0
         return outputs_digest((held - {*plan.media_drops.tolist()}) | {*plan.encodes.tolist()})
+
+    def _held(self) -> set[int]:
+        return {*self._outputs, *self._in_part}
 
     def apply(self, plan: StepPlan, encoder: Encoder | None) -> None:
         """Drop and compute the outputs of a plan, or the next parts of them.
@@ -63,8 +69,8 @@ class EncoderOutputs:
         on_device = {name: to_device_once(each, self._device) for name, each in tensors.items()}
         return _ImageInPart(encoder.encode(on_device))
 
-    def embeddings(self, media: StepMedia) -> MediaEmbeddings:
-        """Return the embeddings of a step's image tokens.
+    def embeddings(self, media: StepMedia) -> MediaEmbeddings | None:
+        """Return the embeddings of a step's image tokens; None if another rank puts them in their places.
 
         Raises:
             ValueError: the rank lacks an output, or one has too few rows.
@@ -85,6 +91,30 @@ class EncoderOutputs:
         self._inputs.clear()
         self._outputs.clear()
         self._in_part.clear()
+
+
+class EncodedElsewhere(EncoderOutputs):
+    """The outputs of another stage, of which this rank knows which there are, as the plan's digest has them."""
+
+    def __init__(self) -> None:
+        super().__init__(None, torch.device("cpu"))
+        self._ids = set[int]()
+
+    def take(self, image: EncoderInput) -> None:
+        pass
+
+    def _held(self) -> set[int]:
+        return self._ids
+
+    def apply(self, plan: StepPlan, encoder: Encoder | None) -> None:
+        self._ids.difference_update(plan.media_drops.tolist())
+        self._ids.update(plan.encodes.tolist())
+
+    def embeddings(self, media: StepMedia) -> MediaEmbeddings | None:
+        return None
+
+    def clear(self) -> None:
+        self._ids.clear()
 
 
 class _ImageInPart:

@@ -63,7 +63,7 @@ class LoadedModel:
         digest: of the checkpoint, as Checkpoint.digest returns it.
         tap: hands hidden states of the model to a draft head, if there is one.
         drafts: source of drafted tokens, set by ModelLoader.load_drafts.
-        encoder: of images; None for a model that reads none.
+        encoder: of images; None for a model that reads none, and of later stages.
         has_deep_features: the outputs of the encoder have several embeddings of each image token.
     """
 
@@ -161,7 +161,9 @@ class ModelLoader:
             if model.pooling is not None:
                 head = read_head(load, model, model.pooling)
                 pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
-            encoder = None if model.vision is None else load_encoder(load, model.vision)
+            encoder = None
+            if model.vision is not None and self._pipeline.stage.is_first:
+                encoder = load_encoder(load, model.vision)
             served = load_model(load, model)
             digest = load.checkpoint.digest()
         if self._linear is not OWN_LINEAR:

@@ -31,7 +31,7 @@ from ..step.token_relay import make_relay
 from ..weights.checkpoint import ProgressCallback
 from ..weights.same_layout import check_same_layout
 from ..weights.weight_source import WeightSource
-from .encoder_outputs import EncoderOutputs
+from .encoder_outputs import EncodedElsewhere, EncoderOutputs
 from .expert_balancer import ExpertBalancer, NoBalancer
 from .kv_budget import LargestSteps, profile_kv_bytes
 from .loaded_model import LoadedModel, ModelLoader
@@ -90,7 +90,9 @@ class RankMemory:
             self.rows = DeviceRows(config, loaded.model.head.shard, device, comm, samples=stage.is_last)
             max_steps = config.scheduler.max_steps_in_flight
             self.relay = make_relay(stage, self.rows, pipeline.link, max_steps)
-            self.encoder_outputs = EncoderOutputs(config.model.vision, device)
+            self.encoder_outputs = (
+                EncoderOutputs(config.model.vision, device) if stage.is_first else EncodedElsewhere()
+            )
             self._keep(loaded)
 
     @property
@@ -390,5 +392,7 @@ class RankMemory:
             partial(self.run_largest_steps, scratch),
             partial(self._record_graphs, scratch),  # they are recorded again on the whole cache
         )
-        reserved = self.loaded.model.reserved_bytes + self._config.encoder_cache_bytes
+        reserved = self.loaded.model.reserved_bytes
+        if self._pipeline.stage.is_first:
+            reserved += self._config.encoder_cache_bytes
         return max(0, num_bytes - reserved)

@@ -41,6 +41,8 @@ from quire.worker.step.media_rows import Piece, StepMedia
 # Width and height, one of them far from square.
 SIZES = ((32, 32), (80, 16), (20, 44), (9, 70))
 NUM_TOKENS = 6
+# Kinds of three layers and more, with grid positions, deep features, tokens that attend to each other, and states.
+STAGED_KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "pixtral")
 # transformers would look for the image of a generated image token.
 SAMPLING: dict[str, Any] = {
     "max_tokens": NUM_TOKENS,
@@ -160,6 +162,19 @@ def test_ranks_share_a_model_that_reads_images(kind: str, model_of: Any, make_en
         run(model, make_engine(model.folder, tp, max_model_len=1024, num_blocks=256), model.prompts)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", STAGED_KINDS)
+def test_the_first_stage_encodes_for_all(kind: str, tp: int, model_of: Any, make_engine: Any) -> None:
+    model = model_of(kind)
+    most = model.step_tokens(7)
+    engine = make_engine(
+        model.folder, tp, pp=2, max_model_len=1024, num_blocks=256, max_num_batched_tokens=most, block_size=4
+    )
+    run(model, engine, model.prompts, num_blocks=192)
+    encoders = [runner.memory.loaded.encoder is not None for runner in engine.runners]
+    assert encoders == [True] * tp + [False] * tp
+
+
 @pytest.mark.parametrize("kind", VISION_KINDS)
 def test_chunks_may_end_within_an_image(kind: str, model_of: Any, make_engine: Any) -> None:
     model = model_of(kind)
@@ -265,6 +280,7 @@ def test_images_are_encoded_alike_in_any_parts(kind: str, model_of: Any, make_en
             assert digest == outputs.digest_after(StepPlan(2, 1, 0)) == outputs_digest([media_id])
         vision = engine.config.model.vision
         found = outputs.embeddings(StepMedia(np.arange(len(whole)), (Piece(media_id, 0, len(whole)),)))
+        assert found is not None
         assert torch.equal(found.rows, whole[:, : vision.embedding_size])
 
 
