@@ -123,7 +123,6 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         "moe_backend": options.moe_backend,
     }
     libraries = {name: value for name, value in backends.items() if value not in ("auto", "triton")}
-    is_pipeline = options.pipeline_parallel_size > 1
     adapters, most = [name for name, _ in options.lora_modules], options.max_cpu_loras
     # problem |-> whether the options have it
     problems = {
@@ -136,8 +135,6 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
         **_exchange_problems(options, device),
-        "enable_dp_attention does not support pipeline_parallel_size; leave one of the two out": is_pipeline
-        and options.enable_dp_attention,
         **{f"{name} {value} is for GPUs": device != "cuda" for name, value in libraries.items()},
         **{
             f"{name} is {value}, whose bits depend on the batch; batch_invariant needs triton": (

@@ -149,11 +149,6 @@ def test_model_without_a_vocabulary_is_refused_unless_it_serves_token_ids(model_
             Machine(2, 4),
             "has 4 CUDA",
         ),
-        (
-            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_dp_attention": True},
-            CPU,
-            "enable_dp_attention does not support pipeline_parallel_size",
-        ),
     ],
 )
 def test_stages_that_cannot_be_are_refused(

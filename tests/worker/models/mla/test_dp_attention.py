@@ -29,6 +29,8 @@ BLOCK_SIZE, MAX_TOKENS = 4, 24
 # Blocks of each rank: enough for all sequences, and too few for two sequences at once.
 MANY, FEW = 120, 16
 KINDS = "deepseek_v3", "glm_moe_dsa"
+# Ranks of a stage, stages, and the kind of model.
+SPLITS = [(2, 1, "deepseek_v3"), (4, 1, "deepseek_v3"), (2, 1, "glm_moe_dsa"), (2, 2, "deepseek_v3")]
 
 Models = dict[str, tuple[Path, Reference]]
 
@@ -57,16 +59,16 @@ def models(make_model: Callable[..., Path]) -> Models:
     return {kind: (folder, Reference(folder)) for kind in KINDS for folder in [make_model(kind, seed=7)]}
 
 
-@pytest.fixture(scope="module", params=[(2, "deepseek_v3"), (4, "deepseek_v3"), (2, "glm_moe_dsa")], ids=str)
+@pytest.fixture(scope="module", params=SPLITS, ids=str)
 def ranks(request: pytest.FixtureRequest, models: Models, make_engine: Any) -> Ranks:
-    tp, kind = request.param
+    tp, pp, kind = request.param
     folder, reference = models[kind]
     engines: dict[int, Any] = {}
 
     def make(num_blocks: int) -> Any:
         if num_blocks not in engines:
             engines[num_blocks] = make_engine(
-                folder, tp, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=6,
+                folder, tp, pp=pp, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=6,
                 max_num_batched_tokens=24, num_host_blocks=MANY, enable_dp_attention=True, max_model_len=60,
             )  # fmt: skip
         return engines[num_blocks]
@@ -190,12 +192,13 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
         driver.step(depth=2)
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
     driver.group = RankedDriver(driver.config, engine.step).group  # no plans in flight
+    engine.forget_transfers()
     engine.on_all(lambda runner: runner.reset(has_new_ranks=not kept), engine.runners)
     caches = driver.scheduler.blocks.prefixes.caches if kept else []
     for rank, runner in enumerate(engine.runners):
         for layer in runner.memory.kv.cache.layers:
             for block in range(MANY):
-                if not any(rank * MANY + block in cache for cache in caches):
+                if not any(rank % ranks.tp * MANY + block in cache for cache in caches):
                     layer.blocks[block].fill_(torch.nan)
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
@@ -211,7 +214,7 @@ def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> Non
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
     num_written = [
         int((~runner.memory.kv.cache.layers[0].blocks[1:].isnan().flatten(1).all(dim=1)).sum())
-        for runner in engine.runners
+        for runner in engine.runners[-ranks.tp :]  # of the last stage
     ]
     num_blocks = [-(-(len(prompt) + MAX_TOKENS - 1) // BLOCK_SIZE) for prompt in prompts.values()]
     assert sorted(num_written, reverse=True) == sorted(num_blocks, reverse=True) + [0] * (ranks.tp - 2)

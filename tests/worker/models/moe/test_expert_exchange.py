@@ -75,6 +75,16 @@ def test_tokens_travel_within_each_pipeline_stage(make_model: Any, make_engine: 
     check(engine, Reference(folder))
 
 
+@pytest.mark.parametrize("backend", ["all_reduce", "all_to_all"])
+def test_ranks_of_each_stage_attend_for_their_own_sequences(
+    backend: str, latents: tuple[Path, Reference], make_engine: Any
+) -> None:
+    engine = make_engine(
+        latents[0], 2, pp=2, enable_expert_parallel=True, all2all_backend=backend, enable_dp_attention=True
+    )
+    check(engine, latents[1])
+
+
 @pytest.fixture(scope="module", params=[(2, True), (4, False)], ids=str)
 def moving(request: pytest.FixtureRequest, latents: tuple[Path, Reference], make_engine: Any) -> Any:
     tp, is_dp = request.param
