@@ -100,6 +100,8 @@ class CacheLayout:
 
     def max_blocks_per_seq(self, num_blocks: int, most: int, step_tokens: int, block_size: int) -> int:
         """Return the largest number of blocks of tokens, at most `most`, that a pool can hold of one sequence."""
+        if not self.has_windows:
+            return min(most, num_blocks // len(self.groups))
         limits = self.max_held_blocks(step_tokens, block_size)
 
         def num_held(length: int) -> int:

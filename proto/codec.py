@@ -8,7 +8,7 @@ little-endian bytes. Nothing else describes a message: `FrameCodec` reads the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from operator import attrgetter
@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from .block_tables import IntArray
 from .errors import InvalidRequest, ProtocolError
+from .later_fields import SENT_IF_SET
 
 FloatArray = npt.NDArray[np.float32]
 # [n, 2]
@@ -32,18 +33,6 @@ NO_INTS.flags.writeable = False
 NO_PAIRS: IntArray = NO_INTS.reshape(0, 2)
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
-_SENT_IF_SET = "sent if set"
-
-
-def sent_if_set(default: Any) -> Any:
-    """Declare a field that is not sent while it and all fields after it have their defaults.
-
-    A release that does not know the field reads the message as long as the field is unset.
-    """
-    metadata = {_SENT_IF_SET: True}
-    if isinstance(default, np.ndarray):
-        return field(default_factory=lambda: default, metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 class FrameCodec(Generic[Message]):
@@ -114,7 +103,7 @@ def unpack_floats(raw: bytes) -> FloatArray:
 
 def num_always_sent(kind: Any) -> int:
     """Return the number of a dataclass's leading fields that every sender of this version sends."""
-    always = [index for index, each in enumerate(_members(kind), 1) if _SENT_IF_SET not in each.metadata]
+    always = [index for index, each in enumerate(_members(kind), 1) if SENT_IF_SET not in each.metadata]
     return always[-1] if always else 0
 
 

@@ -5,9 +5,10 @@ options and their defaults; a field that it declares again, by `field()`, is com
 replica gets an equal object, and none changes it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from .cache_groups import CacheLayout, make_layout
 from .errors import ConfigError
@@ -104,6 +105,8 @@ class ModelConfig(ModelOptions):
             same on every rank; 0 for models that cache keys and values of heads.
         has_states: some layers keep a state of each sequence (see proto.model.state).
         vision: the encoder of a model that reads images; None for text alone.
+        sees_whole_prompt: the tokens of a prompt attend to all of it, so that it is computed in one step, and what is
+            cached of it depends on the whole; generated tokens attend to those before them.
         kv_layers: KV heads and head dim of each layer with keys and values of its own, which are the first layers;
             empty if these are all layers, with `num_kv_heads` and `head_dim`.
         layer_windows: tokens that a token attends to in each of these layers, 0 for all; empty if no layer has a
@@ -132,6 +135,7 @@ class ModelConfig(ModelOptions):
     kv_layers: tuple[tuple[int, int], ...] = ()
     has_states: bool = False
     vision: VisionSpec | None = None
+    sees_whole_prompt: bool = False
 
     @property
     def reads_images(self) -> bool:
@@ -167,6 +171,13 @@ class ModelConfig(ModelOptions):
         return 2, max(1, self.num_kv_heads // tensor_parallel_size), self.head_dim
 
 
+class SwapRates(NamedTuple):
+    """Moves of a rank between device and host memory per second, each way; 0 for what has no host memory."""
+
+    blocks_per_s: float = 0.0
+    states_per_s: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig(CacheOptions):
     """The paged KV cache.
@@ -174,10 +185,12 @@ class CacheConfig(CacheOptions):
     `num_kv_blocks` is None until the ranks have reported their memory, unless it is given.
 
     Attributes:
-        swap_blocks_per_s: blocks per second between device and host in each direction, measured at start-up.
+        swap_blocks_per_s, swap_states_per_s: blocks, and states of sequences, per second between device and host in
+            each direction, measured at start-up.
     """
 
     swap_blocks_per_s: float = 0.0
+    swap_states_per_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +209,8 @@ class ParallelConfig(ParallelOptions):
 
     @property
     def num_kv_partitions(self) -> int:
-        """Partitions of the KV pool, each with the memory of one rank; 1 if all ranks hold the same blocks."""
-        return self.tensor_parallel_size if self.enable_dp_attention else 1
+        """Partitions of the KV pool, whose ranks hold the same blocks; 1 if all ranks of a stage do."""
+        return (self.dp_attention_size or self.tensor_parallel_size) if self.enable_dp_attention else 1
 
     @property
     def logits_processor_names(self) -> tuple[str, ...]:
@@ -290,9 +303,11 @@ class EngineConfig:
             )
         return replace(self, cache=replace(self.cache, num_kv_blocks=num_blocks))
 
-    def with_swap_rate(self, blocks_per_s: float) -> Self:
-        """Return the configuration with the measured swap rate of the host tier."""
-        return replace(self, cache=replace(self.cache, swap_blocks_per_s=blocks_per_s))
+    def with_swap_rates(self, rates: Iterable[SwapRates]) -> Self:
+        """Return the configuration with the swap rates of the slowest rank."""
+        blocks_per_s, states_per_s = map(min, zip(*rates, strict=True))
+        measured = {"swap_blocks_per_s": blocks_per_s, "swap_states_per_s": states_per_s}
+        return replace(self, cache=replace(self.cache, **measured))
 
     @property
     def summary(self) -> str:
@@ -322,13 +337,10 @@ class EngineConfig:
 
     @property
     def kv_directories(self) -> tuple[tuple[str, int] | None, ...]:
-        """The directory of each tier of stored blocks with its bound of bytes; empty if no blocks are stored.
-
-        The states of recurrent layers are not stored, and a prefix is of no use without them.
-        """
+        """The directory of each tier of stored blocks with its bound of bytes; empty if no blocks are stored."""
         cache = self.cache
         places = cache.kv_disk, cache.kv_shared
-        if not any(places) or not cache.prefix_caching or self.model.has_states:
+        if not any(places) or not cache.prefix_caching:
             return ()
         return tuple(None if place is None else parse_directory_size(place) for place in places)
 

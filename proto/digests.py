@@ -39,6 +39,14 @@ def make_root(model: str, salt: bytes = b"", adapter: str = "", *, tenant: str =
     return sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts)).digest()
 
 
+def whole_prompt_salt(salt: bytes, token_ids: Sequence[int] | IntArray, media: Sequence[MediaItem]) -> bytes:
+    """Return a salt that only equal prompts share, for a model whose prompts attend to all of their tokens."""
+    digest = sha256(len(salt).to_bytes(4, "little") + salt + np.asarray(token_ids, "<i4").tobytes())
+    for item in media:
+        digest.update(item.start.to_bytes(8, "little") + item.digest)
+    return digest.digest()
+
+
 def prefix_hashes(
     token_ids: Sequence[int] | IntArray, block_size: int, root: bytes, media: Sequence[MediaItem] = ()
 ) -> list[bytes]:
@@ -88,7 +96,7 @@ def content_digest(
 ) -> bytes:
     """Return a digest of what determines a request's tokens, beside the seed; equal for each of its outputs."""
     settings = replace(sampling, n=1, best_of=None, seed=None)
-    adapter = "" if lora is None else lora.cache_key
+    adapter = "" if lora is None else lora.identity
     digest = hashlib.blake2b(repr((settings, adapter)).encode(errors="surrogatepass"), digest_size=16)
     digest.update(np.ascontiguousarray(prompt, dtype="<i4").tobytes())
     for item in media:

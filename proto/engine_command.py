@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .codec import sent_if_set
+from .later_fields import sent_if_set
 
 # Loading the weights of a large model from a slow disk.
 COMMAND_TIMEOUT_S = 1800.0

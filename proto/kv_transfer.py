@@ -4,6 +4,9 @@ A sequence that leaves a replica may take its blocks along. The replica's schedu
 puts a KvOffer into the sequence's Finish; the gateway passes it on in the Submit to the next replica. There the
 scheduler allocates blocks and orders its ranks to *pull*. They read from the ranks that hold the lease, and verify
 afterwards that the lease still holds and that the bytes are those that were sent.
+
+The state after the blocks of a model whose layers keep one of each sequence travels with them. Among the numbers of
+blocks its slot s stands as -s, in a last group of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from .block_tables import IntArray
-from .codec import NO_INTS, sent_if_set
+from .codec import NO_INTS
+from .later_fields import sent_if_set
 
 # Cost of a pull whatever its length: two plans, and the messages between the ranks.
 PULL_OVERHEAD_S = 0.02
@@ -26,10 +30,11 @@ class KvOffer:
         generation: number of the lease, which no other lease of those ranks has.
         layout: fingerprint of the layout of all heads; a replica with another one cannot use the blocks.
         endpoints: rank |-> where it serves its part of the blocks.
-        digest: of the chain of tokens up to the last block, with model, tenant, salt and adapter in its root.
+        digest: digest of the chain of tokens up to the last block, with model, tenant, salt and adapter in its root.
         num_blocks: full blocks of the sequence.
         block_ids: equally many of each cache group, one group after the other; 0 for those behind a window.
         lease_s: time that the blocks stay unless the lease is renewed, which each read does.
+        state_slot: of the state after these blocks; 0 for none.
     """
 
     generation: int
@@ -39,6 +44,7 @@ class KvOffer:
     num_blocks: int
     block_ids: IntArray
     lease_s: float
+    state_slot: int = sent_if_set(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class KvPull:
 
     Attributes:
         generation, endpoints: as in KvOffer.
-        group_lens: blocks of each cache group, in the order of `sources`.
+        group_lens: blocks of each cache group, in the order of `sources`, and 1 more if a state is read.
         sources: the other replica's blocks.
         targets: this replica's, as many.
         timeout_s: a rank that has not read all in this time reports the rest as failed.
@@ -123,7 +129,7 @@ class KvReport:
         name: SERVES: the endpoint. PULLED: a KvFailure, and after a colon which peer did what; empty if none failed.
         weights: SERVES: digest of the weights that are loaded.
         failed: PULLED: places in the pull's `targets` of the blocks that do not have their content.
-        num_bytes, seconds: PULLED: what was read, and how long it took.
+        num_bytes, seconds: PULLED: what was read, and how long it took. SERVES: the bytes of a state on the rank.
     """
 
     rank: int

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .later_fields import sent_if_set
+
 # Bounds of a LoraReference.
 MAX_LORA_NAME_CHARS = 256
 MAX_LORA_PATH_CHARS = 4096
@@ -26,11 +28,14 @@ class LoraReference:
         name: the `model` of HTTP requests.
         path: its directory, on every node; empty in a registry's entry of an adapter that was unloaded.
         version: differs between loads of the same name, whose files may differ.
+        content: digest of the files that replicas have read; empty if it is not known yet. It names the adapter's KV,
+            so that this outlives the version, and is found under another name.
     """
 
     name: str
     path: str
     version: str = ""
+    content: str = sent_if_set("", compare=False)
 
     def __post_init__(self) -> None:
         if not all(isinstance(value, str) for value in (self.name, self.path, self.version)):
@@ -39,6 +44,11 @@ class LoraReference:
     @property
     def cache_key(self) -> str:
         """The part of prefix-cache roots that separates the adapter's KV from all other."""
+        return f"\0{self.content}" if self.content else self.identity
+
+    @property
+    def identity(self) -> str:
+        """The name of the adapter whether its content is known or not."""
         return "\0".join((self.name, self.path, self.version))
 
 
@@ -59,7 +69,7 @@ class LoraReport:
     """The end of a LoraLoad on one rank.
 
     Attributes:
-        digest: digest of the adapter's files, equal on all ranks that read the same ones; empty after an error.
+        digest: digest of the content of the adapter's files; empty after an error.
         error: why the adapter cannot be used; empty if it can.
     """
 
@@ -82,6 +92,8 @@ def merge_references(
         if known is None or known.version < entry.version:
             registry[entry.name] = entry
             newer.append(entry)
+        elif known == entry and not known.content:
+            registry[entry.name] = entry  # whose content is known now
     unloaded = sorted(
         (entry for entry in registry.values() if not entry.path), key=lambda entry: entry.version
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from .codec import sent_if_set
+from .later_fields import sent_if_set
 from .lora import LoraReference
 
 # Stage of a rank that compiles a kernel variant: its step takes longer than steps before it.
@@ -232,8 +232,10 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         num_retained_tokens: computed tokens of sequences whose KV survived failures of the ranks.
         last_step_s: time since the latest step whose result came through all ranks; infinite before the first.
         reports_changes: a StatusQuery's `watch_s` has an effect.
+        num_report_rounds: rounds, one per second, in which all gateways that watch are told of a change.
         kv_layout: fingerprint of the layout of its blocks, which replicas with the same one may take from each other;
             empty if it neither takes nor gives any.
+        kv_state_bytes: bytes that a rank reads for a sequence's state; 0 for a model without states.
         role: part of a request that the replica computes.
         prefill_delay: share of the time of a prompt by which its steps are longer than the steps without it: so much
             each running sequence is delayed. 1 until it is measured.
@@ -266,6 +268,7 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
         "image_tensor_bytes",
         "num_host_state_slots", "num_host_snapshots",
         "num_kv_ahead_tokens", "num_split_prompts",
+        "num_report_rounds", "kv_state_bytes",
     )  # fmt: skip
 
     query_id: int
@@ -287,7 +290,9 @@ class ReplicaStatus(KvCacheInfo, QueueInfo, ReplicaFigures):
     num_retained_tokens: int = 0
     last_step_s: float = math.inf
     reports_changes: bool = False
+    num_report_rounds: int = 1
     kv_layout: bytes = b""
+    kv_state_bytes: int = 0
     role: ReplicaRole = ReplicaRole.BOTH
     prefill_delay: float = 1.0
     encoder_cache_bytes: int = 0

@@ -10,9 +10,9 @@ from enum import IntEnum
 from typing import Any, cast, get_args, get_type_hints
 
 from . import coerce as plain
-from .codec import sent_if_set
 from .coerce import BadWord
 from .errors import InvalidRequest
+from .later_fields import sent_if_set
 from .structured_outputs import RepetitionDetectionParams, StructuredOutputsParams
 
 # As `top_k`, `logprobs` and `prompt_logprobs`: all tokens, as in vLLM.

@@ -41,13 +41,13 @@ from .codec import (
     FloatArray,
     FrameCodec,
     PairArray,
-    sent_if_set,
     unpack_floats,
     unpack_ints,
 )
 from .engine_command import EngineCommand
 from .errors import ProtocolError
 from .kv_transfer import KvOrders, KvReport
+from .later_fields import sent_if_set
 from .lora import NO_SLOT, LoraLoad, LoraReport
 from .media import MediaItem, MediaTensors, TensorLayout
 from .pooling import Pooled, PoolingParams
@@ -249,6 +249,7 @@ class StepPlan:
         swap_in: [n, 2] host block id, device block id that receives its copy.
         state_copies: [n, 2] source and destination state slots; no slot is both. Of snapshots into rows, and forks.
         state_saves: [n, 2] a row's slot, slot that receives a copy of its state after the step.
+        save_tails: [n] tokens of the row's chunk in this step that are not in the saved state; empty if it has all.
         state_swap_out: [n, 2] state slot, slot in host memory that receives a copy of it.
         state_swap_in: [n, 2] slot in host memory, a new row's slot that receives a copy of it.
         kv: leases and pulls of blocks that travel between replicas; applied before everything else.
@@ -297,6 +298,7 @@ class StepPlan:
     state_swap_out: PairArray = sent_if_set(NO_PAIRS)
     state_swap_in: PairArray = sent_if_set(NO_PAIRS)
     encode_shares: IntArray = sent_if_set(NO_INTS)
+    save_tails: IntArray = sent_if_set(NO_INTS)
 
     def encode(self) -> bytes:
         return _plans.encode(self)

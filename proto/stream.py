@@ -23,10 +23,11 @@ from typing import Any
 
 from .block_map import BlockMap
 from .block_tables import IntArray
-from .codec import NO_INTS, FrameCodec, num_always_sent, sent_if_set
+from .codec import NO_INTS, FrameCodec, num_always_sent
 from .engine_command import EngineCommand
 from .errors import ProtocolError, QuireError, from_reason
 from .kv_transfer import KvOffer
+from .later_fields import sent_if_set
 from .lora import LoraReference
 from .media import (
     MEDIA_DIGEST_BYTES,
@@ -71,7 +72,10 @@ class SequenceRequest:
         kv: blocks of the prompt and the generated tokens at the replica that the sequence left; None without any.
         prefill_only: the sequence leaves as MOVED with its first token, if its blocks can be lent.
         fetch_only: nothing is generated or answered. The blocks of `kv` are read into the prefix cache, because the
-            sequence will come when the rest of its prompt has been computed.
+            sequence will come when the rest of its prompt has been computed. The first such message with a handle
+            has the prompt; later ones with more blocks have none, and are those of the first otherwise.
+        lend_only: nothing is generated. The first blocks of the prompt that are cached, on the device or on the host,
+            are lent: a TokenBatch tells it with `lent`, or a Finish with an error that there are none.
     """
 
     request_id: str
@@ -90,6 +94,7 @@ class SequenceRequest:
     kv: KvOffer | None = sent_if_set(None)
     prefill_only: bool = sent_if_set(False)
     fetch_only: bool = sent_if_set(False)
+    lend_only: bool = sent_if_set(False)
 
     def __post_init__(self) -> None:
         if self.media:
@@ -127,11 +132,14 @@ class StatusQuery:
 
     Attributes:
         watch_s: for this time the replica sends its status, with the query_id 0, after each change as well: at most
-            once per second.
+            once per second, and to many gateways in turn, see `ReplicaStatus.num_report_rounds`.
+        load_only: changes are those of its load and condition. The steps of canaries, which prove an idle replica to
+            gateways, are none.
     """
 
     query_id: int
     watch_s: float = 0.0
+    load_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ class VisionSpec:
         attends_within: layers in which the tokens of an image attend to each other in both directions.
         num_deep_features: further embeddings of each image token, which the first layers add to their outputs.
         num_parameters: of the encoder, which every rank holds whole.
+        work_per_patch: multiplications of each patch beside attention; 0 for one for each parameter.
         layer_windows: patches that a patch attends to in each layer, 0 for all of the image.
         patch_bytes: of the tensors of a patch.
         hf: the encoder's own configuration.
@@ -45,6 +46,7 @@ class VisionSpec:
     attends_within: AttendsWithin = "none"
     num_deep_features: int = 0
     num_parameters: int = 0
+    work_per_patch: int = 0
     layer_windows: tuple[int, ...] = ()
     patch_bytes: int = 0
     hf: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +67,8 @@ class VisionSpec:
             return 0
         num_patches = item.num_bytes // self.patch_bytes
         num_attended = sum(min(window or num_patches, num_patches) for window in self.layer_windows)
-        return num_patches * (self.num_parameters + 2 * num_attended * int(self.hf.get("hidden_size", 0)))
+        per_patch = self.work_per_patch or self.num_parameters
+        return num_patches * (per_patch + 2 * num_attended * int(self.hf.get("hidden_size", 0)))
 
     def check_item(self, item: MediaItem) -> str:
         """Return what is wrong with an image for this model; empty if nothing is."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from ..errors import ConfigError
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
@@ -24,14 +27,36 @@ class QkNorm:
     """Norms of queries and keys.
 
     Attributes:
-        kind: RMSNorm before the rotation over each ``head`` or the whole ``projection``, or after it over each
-            ``rotated_head``, or ``rotated_unweighted`` in layers with positions only; or LayerNorm with weights per
-            head, ``layer``.
+        kind: RMSNorm before the rotation over each ``head``, with weights or ``unweighted``, or over the whole
+            ``projection``, or after it over each ``rotated_head``, or ``rotated_unweighted`` in layers with positions
+            only; or LayerNorm with weights per head, ``layer``.
         names: of both norms in the checkpoint; with a ``{}``, each head has its own.
     """
 
     kind: str
     names: tuple[str, str] = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class BlockIndexerSpec:
+    """Sizes of the indexer of attention to blocks of keys (MiniMax-M3, 2026).
+
+    Attributes:
+        head_dim: I, elements of the key that a token has for the indexer, and of its queries, one for each KV head.
+        block_len: successive tokens of a block.
+        top_k: blocks that a query attends to at most, for each KV head.
+        num_local: of these, the last ones up to the query's own, whatever their scores are.
+    """
+
+    head_dim: int
+    block_len: int
+    top_k: int
+    num_local: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a query attends to at most; with so many or fewer it attends to all."""
+        return self.top_k * self.block_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +75,13 @@ class AttentionSpec:
         temperature: of the layer's queries; None for none.
         values_are_keys: the projected keys are the values too, before norm and rotation.
         gate: sigmoids multiply the results: of as many projected numbers as ``query`` has, which are stored after
-            those of each head, or of one per ``head``, which are stored as ``g_proj``; None for no gate.
+            those of each head, or as a ``projection`` of their own, ``gate_proj``, or of one per ``head``, which are
+            stored as ``g_proj``; None for no gate.
+        normalizes_results: each head's result has an RMSNorm without weights before the gate.
         value_dim: elements of a head's values, which are cached with zeros behind them; None for `head_dim`.
         value_scale: multiplies the values.
         output_name: of the output projection in the checkpoint, if it is not Names.attention_output.
+        indexer: chooses the blocks of keys that a query attends to; None for attention to all.
     """
 
     num_heads: int
@@ -73,6 +101,24 @@ class AttentionSpec:
     temperature: QueryTemperature | None = None
     values_are_keys: bool = False
     gate: str | None = None
+    normalizes_results: bool = False
     value_dim: int | None = None
     value_scale: float = 1.0
     output_name: str | None = None
+    indexer: BlockIndexerSpec | None = None
+
+    @property
+    def cached(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head dim of what a token is cached as: keys and values, then halves of an indexer's key."""
+        own = self.num_kv_heads, self.head_dim
+        return (own,) if self.indexer is None else (own, (1, self.indexer.head_dim // 2))
+
+
+def check_block_lens(name: str, indexers: Iterable[BlockIndexerSpec | None], block_size: int) -> None:
+    """Raise ConfigError unless the blocks that indexers choose consist of whole blocks of the cache."""
+    for block_len in sorted(own.block_len for own in indexers if own is not None):
+        if block_len % block_size:
+            raise ConfigError(
+                f"{name}: block_size is {block_size}, must divide the {block_len} tokens of the blocks of keys that "
+                "its attention chooses (index_block_size)"
+            )

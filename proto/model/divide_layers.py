@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from ..vision import VisionSpec
 from .attention import AttentionSpec
 from .experts import Experts
+from .families.muse_spark import MuseSpark
 from .mla import MlaSpec
 from .spec import DecoderSpec, LayerSpec
 
@@ -54,7 +55,7 @@ def head_cost(spec: DecoderSpec) -> float:
 
 def _check_divisible(name: str, spec: DecoderSpec) -> None:
     kinds = {
-        "parts of its layers read what other layers compute": spec.variant is not None,
+        "parts of its layers read what other layers compute": not isinstance(spec.variant, MuseSpark | None),
         "layers share the keys and values of others": any(own.kv_source is not None for own in spec.layers),
     }
     for reason, is_so in kinds.items():

@@ -21,11 +21,13 @@ class Experts:
         intermediate_size: of one expert.
         normalized: scale the weights of a token's experts to sum to 1.
         score: function of the router's logits: ``softmax`` over all experts, ``softmax_of_top_k`` or
-            ``sigmoid_of_top_k`` over the best ones, ``sigmoid`` of each, or ``sparsemixer`` (see `jitter`).
+            ``sigmoid_of_top_k`` over the best ones, ``sigmoid`` or ``sqrt_softplus`` of each, or ``sparsemixer`` (see
+            `jitter`).
         router_bias: the router's linear layer has a bias.
         num_groups, num_top_groups: a token's experts are selected from its best `num_top_groups` of `num_groups`
             groups of equal size (group-limited routing; DeepSeek-AI, *DeepSeek-V2*, 2024).
         group_score: score of a group: that of its best expert, ``max``, or the sum of its best two, ``top2``.
+        logits_scale: multiplies the router's logits.
         correction_bias: a stored bias per expert is added to the scores that experts are selected by, but not to
             their weights (DeepSeek-AI, *DeepSeek-V3*, 2024).
         may_lack_correction: checkpoints without that bias are read, too.
@@ -37,9 +39,16 @@ class Experts:
         interleaved: the experts are stored as in gpt-oss: rows of gate and up alternate, and all layers have biases.
         transposed: stacks of all experts store each matrix as [inputs, outputs].
         scaled_inputs: a token's weights multiply the inputs of its experts instead of their results.
-        clamp: `alpha` and `limit` of kernels.activation.clamped_silu_and_mul; None for the model's own activation.
+        clamp: `alpha`, `limit` and `offset` of kernels.activation.clamped_silu_and_mul; None for the model's own
+            activation.
+        clamps_shared: the network that every token passes has this activation too.
+        exact_router: the router computes in float32, whatever its scores are.
+        limits: of the activated gates and the other halves of the experts, and of the network that every token
+            passes; 0 for none.
         gated: each expert has a gate and an up projection; otherwise an up projection alone.
         latent_size: of what the experts read and write, which is projected from and to the hidden size; 0 for that.
+        result_eps: of the norm of each expert's result, after stored factors of its numbers; 0 for no norm. A rank
+            then holds whole experts.
         jitter: of sparsemixer: experts whose logits are within twice this part of the best one's share its softmax.
     """
 
@@ -52,6 +61,7 @@ class Experts:
     num_groups: int = 1
     num_top_groups: int = 1
     group_score: str = "max"
+    logits_scale: float = 1.0
     correction_bias: bool = False
     may_lack_correction: bool = False
     scale: float = 1.0
@@ -62,10 +72,19 @@ class Experts:
     interleaved: bool = False
     transposed: bool = False
     scaled_inputs: bool = False
-    clamp: tuple[float, float] | None = None
+    clamp: tuple[float, float, float] | None = None
+    clamps_shared: bool = False
+    exact_router: bool = False
+    limits: tuple[float, float] = (0.0, 0.0)
     jitter: float = 0.0
     gated: bool = True
     latent_size: int = 0
+    result_eps: float = 0.0
+
+    @property
+    def are_whole(self) -> bool:
+        """True if the ranks cannot share an expert: a norm reads the whole of its result."""
+        return self.result_eps > 0
 
     @property
     def num_scored(self) -> int:
@@ -184,10 +203,44 @@ def _grouped_softmax_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     return replace(_corrected_sigmoid_routing(experts, hf), score="softmax", correction_bias=False)
 
 
+def _exact_softmax_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing of Mistral Large 4: that of Mistral 4 in float32."""
+    return replace(_grouped_softmax_routing(experts, hf), exact_router=True)
+
+
 def _gpt_oss_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     """Routing and experts of gpt-oss: biases everywhere, and a clamped activation."""
-    clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"])
+    clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"]), 1.0
     return replace(experts, score="softmax_of_top_k", router_bias=True, interleaved=True, clamp=clamp)
+
+
+def _hashed_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of DeepSeek-V4; in some layers a stored table has the experts of each token id."""
+    scores = {"sqrtsoftplus": "sqrt_softplus", "sigmoid": "sigmoid"}
+    if hf["scoring_func"] not in scores:
+        raise ConfigError(
+            f"scoring_func {hf['scoring_func']!r:.100} is not supported, only {', '.join(scores)}"
+        )
+    return replace(
+        experts,
+        score=scores[hf["scoring_func"]],
+        correction_bias=True,
+        scale=float(hf["routed_scaling_factor"]),
+        clamp=(1.0, float(hf["swiglu_limit"]), 0.0),
+        clamps_shared=True,
+    )
+
+
+def _clamped_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of HY V4: as DeepSeek-V3's, with a clamped activation."""
+    limit = float(hf.get("swiglu_limit") or 0.0)
+    return replace(_corrected_sigmoid_routing(experts, hf), clamp=(1.0, limit, 0.0) if limit > 0 else None)
+
+
+def _offset_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of MiniMax-M3: as DeepSeek-V3's, all with the activation of gpt-oss."""
+    clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"]), 1.0
+    return replace(_corrected_sigmoid_routing(experts, hf), clamp=clamp, clamps_shared=True)
 
 
 def _llama4_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
@@ -210,12 +263,23 @@ def _ungated_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     return replace(_corrected_sigmoid_routing(experts, hf), gated=False, latent_size=latent_size)
 
 
+def _normalized_results(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of Muse Spark: as DeepSeek-V3's, with a width of their own and a norm of their results."""
+    return replace(
+        _corrected_sigmoid_routing(experts, hf),
+        logits_scale=float(hf["output_multiplier"]),
+        latent_size=int(hf["moe_hidden_size"]),
+        result_eps=float(hf["post_norm_eps"]),
+    )
+
+
 # ExpertFields.routing |-> function that adds the settings of a configuration.
 ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "softmax": lambda experts, hf: experts,
     "group_limited": _group_limited_routing,
     "corrected_sigmoid": _corrected_sigmoid_routing,
     "grouped_softmax": _grouped_softmax_routing,
+    "exact_softmax": _exact_softmax_routing,
     "optionally_corrected_sigmoid": lambda experts, hf: replace(
         _corrected_sigmoid_routing(experts, hf), may_lack_correction=True
     ),
@@ -223,7 +287,11 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
         _corrected_sigmoid_routing(experts, hf), correction_bias=bool(hf.get("use_expert_bias"))
     ),
     "ungated_sigmoid": _ungated_sigmoid_routing,
+    "normalized_results": _normalized_results,
     "gpt_oss": _gpt_oss_routing,
+    "hashed": _hashed_routing,
+    "clamped_sigmoid": _clamped_sigmoid_routing,
+    "offset_sigmoid": _offset_sigmoid_routing,
     "zero_experts": lambda experts, hf: replace(
         experts,
         correction_bias=True,

@@ -41,9 +41,13 @@ class Family:
         interleaved_rope: as AttentionSpec.interleaved.
         experts: None for dense architectures.
         full_layers_unrotated: layers without a window have no positions, unless no layer has a window.
+        normalizes_embeddings: as in DecoderSpec.
         all_layers_windowed: ``sliding_window`` applies to every layer, regardless of ``layer_types``.
         is_latent: has multi-head latent attention.
+        cached_field: the field with the numbers that a token is cached as, the same on every rank; None if it is
+            cached as latents or as keys and values of heads.
         indexer_interleaved: as for read_mla; None if there are no indexers.
+        count_index_keys: returns MlaSpec.num_index_keys of a configuration; None if it is 1.
         adapt: returns a configuration with the field names that the other families have.
         change_layers: returns the layers with what only this family reads from its (adapted) configuration.
         read_variant: returns DecoderSpec.variant of an adapted configuration.
@@ -65,9 +69,12 @@ class Family:
     has_sinks: bool = False
     experts: ExpertFields | None = None
     full_layers_unrotated: bool = False
+    normalizes_embeddings: bool = False
     all_layers_windowed: bool = False
     is_latent: bool = False
+    cached_field: str | None = None
     indexer_interleaved: bool | None = None
+    count_index_keys: Callable[[dict[str, Any]], int] | None = None
     names: Names = field(default_factory=Names)
     adapt: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     change_layers: Callable[[ModelConfig, Sequence[LayerSpec]], Sequence[LayerSpec]] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .state import StateTensor, check_heads_and_groups, groups_per_rank
+from .state import StateSection, StateTensor, check_heads_and_groups, groups_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,15 @@ class GatedDeltaSpec:
         """Return the last inputs of the convolution, and a matrix per head."""
         heads = self.num_heads // num_ranks
         keys = 2 * groups_per_rank(self.num_key_heads, num_ranks) * self.key_dim
+        key, value = (
+            StateSection(self.num_key_heads, self.key_dim),
+            StateSection(self.num_heads, self.value_dim),
+        )
+        matrices = (StateSection(self.num_heads, self.key_dim * self.value_dim),)
+        shape = heads, self.key_dim, self.value_dim
         return (
-            StateTensor("conv", (self.width - 1, keys + heads * self.value_dim)),
-            StateTensor("recurrent", (heads, self.key_dim, self.value_dim), is_recurrent=True),
+            StateTensor("conv", (self.width - 1, keys + heads * self.value_dim), (key, key, value)),
+            StateTensor("recurrent", shape, matrices, is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .state import StateTensor, check_heads_and_groups
+from .state import StateSection, StateTensor, check_heads_and_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,12 @@ class KimiDeltaSpec:
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return the last inputs of the convolution, and a matrix per head."""
         heads = self.num_heads // num_ranks
+        vectors = (StateSection(self.num_heads, self.head_dim),) * 3
+        matrices = (StateSection(self.num_heads, self.head_dim**2),)
+        shape = heads, self.head_dim, self.head_dim
         return (
-            StateTensor("conv", (self.width - 1, 3 * heads * self.head_dim)),
-            StateTensor("recurrent", (heads, self.head_dim, self.head_dim), is_recurrent=True),
+            StateTensor("conv", (self.width - 1, 3 * heads * self.head_dim), vectors),
+            StateTensor("recurrent", shape, matrices, is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

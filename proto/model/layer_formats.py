@@ -29,6 +29,11 @@ _STACKED = {
     "down_proj": ("down_proj", "w2"),
 }
 
+# Of DeepSeek-V4, where checkpoints with float4 experts have these in full precision without saying so.
+_COMPRESSORS = tuple(
+    f".{own}.{part}_proj" for own in ("compressor", "compressor.indexer") for part in ("kv", "gate")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerFormat:
@@ -163,7 +168,17 @@ def _compressed_format(
 def _float8(quantization: Quantization, stored: dict[str, Any], layers: LayerNames) -> FindFormat:
     group_len = None if quantization.block_shape is None else quantization.block_shape[1]
     usual = LayerFormat(8, group_len, _FLOAT32_BYTES)
-    return _unless(stored.get("modules_to_not_convert") or stored.get("ignored_layers"), usual, layers)
+    find = _unless(stored.get("modules_to_not_convert") or stored.get("ignored_layers"), usual, layers)
+    if not quantization.has_float4_experts:
+        return find
+    experts = LayerFormat(4, MXFP4_GROUP_LEN, _FLOAT16_BYTES)
+
+    def find_published(layer: str) -> LayerFormat | None:
+        if layer.endswith(_COMPRESSORS) or find(layer) is None:
+            return None
+        return experts if ".experts." in layer else usual
+
+    return find_published
 
 
 def _mxfp4(quantization: Quantization, stored: dict[str, Any], layers: LayerNames) -> FindFormat:

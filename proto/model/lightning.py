@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .state import StateTensor, check_heads_and_groups
+from .state import StateSection, StateTensor, check_heads_and_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class LightningSpec:
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return a matrix per head."""
         shape = self.num_heads // num_ranks, self.head_dim, self.head_dim
-        return (StateTensor("recurrent", shape, is_recurrent=True),)
+        matrices = (StateSection(self.num_heads, self.head_dim**2),)
+        return (StateTensor("recurrent", shape, matrices, is_recurrent=True),)
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
         """Raise ConfigError unless these ranks get equal parts."""

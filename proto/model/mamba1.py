@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .state import StateTensor, check_channels
+from ..errors import ConfigError
+from .attention import AttentionSpec
+from .state import StateTensor, check_channels, groups_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,9 @@ class Mamba1Spec:
         conv_bias, bias: of the convolution and the linear layers.
         norms: of step sizes, B and C: ``weighted``, ``unweighted``, or None for none.
         norm_eps: of these.
+        num_heads: groups of adjacent channels, each with step sizes, B and C of its own (Zamba, 2024); 0 for one
+            group without the names of heads.
+        attention: of a block that is computed before the mixer; None without one.
     """
 
     num_channels: int
@@ -29,15 +34,20 @@ class Mamba1Spec:
     conv_bias: bool = True
     bias: bool = False
     norms: str | None = None
+    num_heads: int = 0
+    attention: AttentionSpec | None = None
 
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
-        """Return the last inputs of the convolution, and a vector per channel."""
-        channels = self.num_channels // num_ranks
-        return (
-            StateTensor("conv", (self.width - 1, channels)),
-            StateTensor("recurrent", (self.state_size, channels), is_recurrent=True),
-        )
+        """Return the last inputs of the convolution, and the vectors of the channels, a tensor for each head."""
+        channels, own_heads = self.num_channels // num_ranks, groups_per_rank(self.num_heads, num_ranks)
+        recurrent = StateTensor("recurrent", (self.state_size, channels // own_heads), is_recurrent=True)
+        return StateTensor("conv", (self.width - 1, channels)), *[recurrent] * own_heads
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
-        """Raise ConfigError unless these ranks get equal parts."""
+        """Raise ConfigError unless these ranks get equal parts, of whole heads or of one head each."""
         check_channels(name, "Mamba", self.num_channels, num_ranks)
+        if self.num_heads and self.num_heads % num_ranks and num_ranks % self.num_heads:
+            raise ConfigError(
+                f"{name}: tensor_parallel_size {num_ranks} neither divides the {self.num_heads} heads of its Mamba "
+                "layers, nor is a multiple of them"
+            )

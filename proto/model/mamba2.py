@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .attention import AttentionSpec
-from .state import StateTensor, check_heads_and_groups, groups_per_rank
+from .state import StateSection, StateTensor, check_heads_and_groups, groups_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,15 @@ class Mamba2Spec:
         """Return the last inputs of the convolution, and a matrix per head."""
         heads = self.num_heads // num_ranks
         grouped = 2 * groups_per_rank(self.num_groups, num_ranks) * self.state_size
+        inner, group = (
+            StateSection(self.num_heads, self.head_dim),
+            StateSection(self.num_groups, self.state_size),
+        )
+        matrices = (StateSection(self.num_heads, self.state_size * self.head_dim),)
+        shape = heads, self.state_size, self.head_dim
         return (
-            StateTensor("conv", (self.width - 1, heads * self.head_dim + grouped)),
-            StateTensor("recurrent", (heads, self.state_size, self.head_dim), is_recurrent=True),
+            StateTensor("conv", (self.width - 1, heads * self.head_dim + grouped), (inner, group, group)),
+            StateTensor("recurrent", shape, matrices, is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

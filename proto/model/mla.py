@@ -26,13 +26,20 @@ class IndexerSpec:
     Attributes:
         num_heads, head_dim: Hi heads, which share one key of I elements per token.
         top_k: tokens that a query attends to at most.
-        interleaved: elements 2 i and 2 i + 1 of the rotated part, which comes first, are a pair.
+        interleaved: elements 2 i and 2 i + 1 of the rotated part are a pair.
+        rotates_last: the rotated part comes last; otherwise it comes first.
+        norm_eps: of the norms of keys and of inputs.
+        reads_hidden: its queries are computed from the layer's input after a norm of its own, not from the latents of
+            the layer's queries, and have learned factors (MlaSpec.has_query_factors).
     """
 
     num_heads: int
     head_dim: int
     top_k: int
     interleaved: bool
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
+    reads_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,20 @@ class MlaSpec:
         indexer: of sparse attention; None for attention to all tokens.
         rope: key of the rotary embedding in DecoderSpec.ropes.
         gate: sigmoids multiply the results: of a projected number per ``head``, which are stored as ``g_proj``, or of
-            as many as values have, which are stored behind each head's ``query``; None for no gate.
+            as many as values have, which are stored behind each head's ``query`` or as ``gate_proj`` for each
+            ``value``; None for no gate.
         joins_latents: queries are computed from their latent after the norm and before it, together.
         latent_scale: multiplies the normalized latents of keys and values.
         temperature: of the queries; None for none.
+        has_sinks: each head has one more key, whose value is 0.
         has_indexer: the layer has one; otherwise it attends to the tokens that the last layer with one has selected.
+        norm_eps: of the norms of latents.
+        has_rotated: latents have a rotated part; otherwise its place in the cache is 0, as in the queries, whose own
+            parts are then as long as both parts of other layers' (`qk_nope_head_dim` is that length).
+        shares_latents: the layer attends to the latents of an earlier one, LayerSpec.kv_source.
+        has_query_factors: factors of a head's queries grow with the position, with a learned slope and offset.
+        num_index_keys: keys behind a token's latent, of the indexers of the layers that share it.
+        index_place: of the layer's own among them.
     """
 
     num_heads: int
@@ -67,14 +83,26 @@ class MlaSpec:
     rope: str = FULL
     indexer: IndexerSpec | None = None
     has_indexer: bool = False
+    has_sinks: bool = False
     gate: str | None = None
     joins_latents: bool = False
     latent_scale: float = 1.0
     temperature: QueryTemperature | None = None
+    norm_eps: float = 1e-6
+    has_rotated: bool = True
+    shares_latents: bool = False
+    has_query_factors: bool = False
+    num_index_keys: int = 1
+    index_place: int = 0
 
     @property
     def qk_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def unstored_dim(self) -> int:
+        """Elements of the rotated part that no projection computes, because they are 0."""
+        return 0 if self.has_rotated else self.qk_rope_head_dim
 
     @property
     def attended_dim(self) -> int:
@@ -132,12 +160,15 @@ def read_mla(model: ModelConfig, indexer_interleaved: bool | None) -> MlaSpec:
 
 
 def _read_indexer(model: ModelConfig, interleaved: bool) -> IndexerSpec:
-    required(model, "q_lora_rank")
+    reads_hidden = bool(model.hf.get("indexer_reads_hidden"))
+    if not reads_hidden:
+        required(model, "q_lora_rank")
     indexer = IndexerSpec(
         num_heads=required(model, "index_n_heads"),
         head_dim=required(model, "index_head_dim"),
         top_k=required(model, "index_topk"),
         interleaved=bool(model.hf.get("indexer_rope_interleave", interleaved)),
+        reads_hidden=reads_hidden,
     )
     for field, value, least in (
         ("index_n_heads", indexer.num_heads, 1),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import ModelConfig
 
@@ -22,6 +22,8 @@ class MtpLayout:
         reads_first: the embedding of the token at position 0 counts; otherwise it is replaced by zeros.
         is_dense: the layer has no experts, whatever the model's last layer has.
         prefixes: the names of all tensors of the heads begin with one of these.
+        count_field: of the configuration, the number of heads.
+        default_count: the number of heads if the configuration does not have the field.
     """
 
     layer: str
@@ -34,6 +36,8 @@ class MtpLayout:
     reads_first: bool = False
     is_dense: bool = False
     prefixes: tuple[str, ...] = ()
+    count_field: str = "num_nextn_predict_layers"
+    default_count: int = 0
 
 
 # DeepSeek-V3, GLM-4.5 and models that follow them: a layer after the last one.
@@ -66,17 +70,37 @@ _ERNIE = MtpLayout(
     is_dense=True,
     prefixes=("model.mtp_",),
 )
+# The norm after the layer is its own, and is computed before further drafts read the hidden state.
+_BAILING = replace(_APPENDED, final_norm="model.layers.{index}.final_layernorm", feeds_normed=True)
+# Published configurations of Qwen3-Next have no number of heads.
+_QWEN_3_NEXT = MtpLayout(
+    layer="mtp.layers.0",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    projection="mtp.fc",
+    final_norm="mtp.norm",
+    feeds_normed=True,
+    reads_first=True,
+    prefixes=("mtp.",),
+    default_count=1,
+)
+_QWEN_3_5 = replace(_QWEN_3_NEXT, count_field="mtp_num_hidden_layers")
 # architecture |-> layout of its heads; others have that of DeepSeek-V3.
 _LAYOUTS = {
     "MiMoForCausalLM": _MIMO,
     "Ernie4_5ForCausalLM": _ERNIE,
     "Ernie4_5_MoeForCausalLM": _ERNIE,
+    "BailingHybridForCausalLM": _BAILING,
+    "Qwen3NextForCausalLM": _QWEN_3_NEXT,
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5,
 }
 
 
 def num_mtp_heads(model: ModelConfig) -> int:
     """Return the number of heads that the checkpoint has, each for one more token."""
-    count = model.hf.get("num_nextn_predict_layers")
+    layout = mtp_layout(model)
+    count = model.hf.get(layout.count_field, layout.default_count)
     return count if isinstance(count, int) else 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 # Of all patterns of a configuration. 420 regular expressions, one for each layer of a model, take 0.2 s.
 MAX_CPU_S = 1
 MAX_BYTES = 1 << 30
-_TIMEOUT_S = 60  # reached only if the process hardly runs
+TIMEOUT_S = 60  # reached only if the process hardly runs
 _PROGRAM = Path(__file__).with_name("match_patterns.py")
 
 
@@ -75,11 +75,11 @@ def _run(content: Any) -> list[str]:
             input=json.dumps(content),
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(f"its patterns were not matched within {_TIMEOUT_S} s") from error
+        raise ValueError(f"its patterns were not matched within {TIMEOUT_S} s") from error
     return [line.removesuffix("\n") for line in done.stdout.splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -67,7 +67,7 @@ class Coordinate:
     Attributes:
         stage: pipeline stage.
         tensor: tensor-parallel rank within the stage.
-        attention: rank of data-parallel attention within the stage; 0 without it.
+        attention: group of data-parallel attention within the stage; 0 without it.
         expert: rank that holds whole experts within the stage; 0 if each rank has a part of each expert.
     """
 
@@ -84,7 +84,7 @@ class ParallelSplit:
     Attributes:
         pipeline: stages of layers.
         tensor: ranks that share each layer of a stage.
-        data_attention: of these, ranks that attend each for sequences of their own; 1 if all attend for all.
+        data_attention: groups of adjacent ones that attend each for sequences of its own; 1 if all attend for all.
         expert: of these, ranks that hold experts whole; 1 if each rank holds a part of each expert.
         stage_sizes: layers of each stage; empty with one stage.
     """
@@ -102,7 +102,7 @@ class ParallelSplit:
         return ParallelSplit(
             parallel.pipeline_parallel_size,
             size,
-            size if parallel.enable_dp_attention else 1,
+            parallel.num_kv_partitions,
             size if parallel.enable_expert_parallel else 1,
             parallel.stage_sizes,
         )
@@ -118,11 +118,18 @@ class ParallelSplit:
 
     def place_of(self, rank: int) -> Coordinate:
         stage, tensor = divmod(rank, self.tensor)
-        return Coordinate(stage, tensor, tensor % self.data_attention, tensor % self.expert)
+        attention = tensor * self.data_attention // self.tensor
+        return Coordinate(stage, tensor, attention, tensor % self.expert)
 
     def ranks_of(self, stage: int) -> range:
         """Return the ranks of a stage, which are its tensor-parallel group."""
         return range(stage * self.tensor, (stage + 1) * self.tensor)
+
+    def sharers_of(self, rank: int) -> range:
+        """Return the ranks that attend for the same sequences as a rank, and so share the heads of attention."""
+        size = self.tensor // self.data_attention
+        start = rank - rank % size
+        return range(start, start + size)
 
     def stage(self, index: int) -> Stage:
         if self.pipeline == 1:

@@ -48,6 +48,7 @@ class Quantization:
         group_len: inputs that share a scale; None if all inputs of an output do. Unused for ``compressed``.
         zero_offset: added to the stored zero points of ``gptq``.
         block_shape: outputs and inputs that share a scale, if scales are per block.
+        has_float4_experts: the routed experts of a ``float8`` checkpoint are in MXFP4.
     """
 
     method: str
@@ -55,11 +56,12 @@ class Quantization:
     group_len: int | None = None
     zero_offset: int = 0
     block_shape: tuple[int, int] | None = None
+    has_float4_experts: bool = False
 
     @property
     def shard_multiple(self) -> int:
-        """Return the length of which each rank's part of a layer's inputs has to be a multiple."""
-        return MXFP4_GROUP_LEN if self.method == "mxfp4" else 1
+        """Return the length of which each rank's part of an expert's inputs has to be a multiple."""
+        return MXFP4_GROUP_LEN if self.method == "mxfp4" or self.has_float4_experts else 1
 
     @property
     def is_online(self) -> bool:
@@ -89,6 +91,8 @@ def read_quantization(model: ModelConfig) -> Quantization | None:
             f"{model.name}: quantization method {given!r:.100} is not supported{hint}; "
             f"supported: {', '.join(_METHODS)}"
         )
+    # Older releases of transformers leave that of DeepSeek-V4 beside the quantization_config.
+    stored = {"expert_dtype": model.hf.get("expert_dtype"), **stored}
     try:
         with reading_config(model.name):
             return reader(stored)
@@ -161,8 +165,13 @@ def weight_groups(stored: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _read_float8(stored: dict[str, Any]) -> Quantization:
     _require("fmt", stored.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
-    size = stored.get("weight_block_size")
-    return Quantization("float8", block_shape=None if size is None else _pair(size))
+    size, expert_dtype = stored.get("weight_block_size"), stored.get("expert_dtype") or "fp8"
+    _require("expert_dtype", expert_dtype, ("fp8", "fp4"))
+    return Quantization(
+        "float8",
+        block_shape=None if size is None else _pair(size),
+        has_float4_experts=expert_dtype == "fp4",
+    )
 
 
 def _read_mxfp4(stored: dict[str, Any]) -> Quantization:

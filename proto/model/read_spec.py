@@ -49,6 +49,7 @@ def read_spec(model: ModelConfig, family: Family) -> DecoderSpec:
         activation=activation,
         norms=replace(family.norms, before_mlp=None) if is_parallel else family.norms,
         parallel_residual=is_parallel,
+        normalizes_embeddings=family.normalizes_embeddings,
         embedding_scale=hf.get("embedding_multiplier", 1.0),
         residual_scale=hf.get("residual_multiplier", 1.0),
         logits_scale=hf.get("logit_scale") or 1.0 / hf.get("logits_scaling", 1.0),
@@ -101,7 +102,7 @@ def _read_mixers(model: ModelConfig, family: Family) -> Sequence[AttentionSpec |
     hf = model.hf
     window = (hf.get("sliding_window") or 0) if hf.get("use_sliding_window", True) else 0
     layer_types = _read_layer_types(model, family, window)
-    if hf.get("use_bidirectional_attention"):
+    if hf.get("use_bidirectional_attention") and not model.sees_whole_prompt:
         raise ConfigError(
             f"{model.name}: bidirectional attention (use_bidirectional_attention) is not supported"
         )

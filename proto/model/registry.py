@@ -10,9 +10,11 @@ from ..config import ModelConfig
 from ..errors import ConfigError, in_one_line
 from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
+from .compressed import SharedKvSpec, check_shared_kv, num_pages
 from .config_fields import check_numbers
 from .experts import ExpertFields, Experts
 from .families import (
+    deepseek_v4,
     gated_delta_nets,
     gemma,
     gptj,
@@ -22,16 +24,21 @@ from .families import (
     longcat,
     mamba,
     mimo,
+    minimax_m3,
+    mistral_large,
+    muse_spark,
+    step,
     zamba,
+    zaya,
 )
-from .families.latent_attention import AXK_1, AXK_2, DEEPSEEK, DEEPSEEK_EXPERTS, MINICPM_3, MISTRAL_4
+from .families.latent_attention import AXK_1, AXK_2, DEEPSEEK, DEEPSEEK_EXPERTS, HY_4, MINICPM_3, MISTRAL_4
 from .family import Family, FieldNames
-from .mla import MlaSpec
 from .parallel_split import WHOLE_MODEL, Stage
 from .quantization import read_quantization
 from .read_spec import read_spec
 from .spec import DecoderSpec, LayerSpec, Norms, attention_of
 from .state import KeepsState, StateLayers, layers_with_state
+from .streams import Streams
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms after attention and feed-forward network only.
@@ -73,12 +80,15 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "MiMoForCausalLM": Family(qkv_bias=True),
     "MiMoV2FlashForCausalLM": mimo.V2_FLASH,
+    "Step3p5ForCausalLM": step.STEP_3,
+    "MuseSparkForCausalLM": muse_spark.MUSE_SPARK,
     "Qwen3ForCausalLM": Family(qk_norm=QkNorm("head")),
     "Qwen3MoeForCausalLM": Family(
         qk_norm=QkNorm("head"),
         all_layers_windowed=True,
         experts=ExpertFields("num_experts", "moe_intermediate_size"),
     ),
+    "GemmaForCausalLM": gemma.GEMMA,
     "Gemma2ForCausalLM": gemma.GEMMA_2,
     "Gemma3ForCausalLM": gemma.GEMMA_3,
     "Gemma3nForCausalLM": gemma.GEMMA_3N,
@@ -109,10 +119,12 @@ FAMILIES = {
         qk_norm=QkNorm("projection"),
         experts=replace(_LOCAL_EXPERTS, routing="corrected_sigmoid"),
     ),
+    "MiniMaxM3VLForCausalLM": minimax_m3.M3,
     "Exaone4ForCausalLM": Family(
         qkv_bias=False, qk_norm=QkNorm("head"), norms=_AFTER_ONLY, full_layers_unrotated=True
     ),
     "Ernie4_5ForCausalLM": _ERNIE,
+    "PaddleOCRVLForCausalLM": replace(_ERNIE, interleaved_rope=False),
     "Ernie4_5_MoeForCausalLM": replace(
         _ERNIE,
         fields=replace(_ERNIE.fields, head_bias="use_bias"),
@@ -174,12 +186,18 @@ FAMILIES = {
     ),
     "DeepseekV3ForCausalLM": DEEPSEEK,
     "YoutuForCausalLM": replace(DEEPSEEK, experts=None),
+    "DeepseekOcr2ForCausalLM": Family(
+        experts=replace(DEEPSEEK_EXPERTS, normalized=False, routing="group_limited")
+    ),
     "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "DeepseekV32ForCausalLM": replace(DEEPSEEK, indexer_interleaved=False),
     "GlmMoeDsaForCausalLM": replace(DEEPSEEK, indexer_interleaved=True),
+    "DeepseekV4ForCausalLM": deepseek_v4.V4,
     "LongcatFlashForCausalLM": longcat.FLASH,
     "Mistral4ForCausalLM": MISTRAL_4,
+    "MistralLarge4ForCausalLM": mistral_large.LARGE_4,
     "MiniCPM3ForCausalLM": MINICPM_3,
+    "HYV4ForCausalLM": HY_4,
     "AXK1ForCausalLM": AXK_1,
     "AXK2ForCausalLM": AXK_2,
     "Qwen3NextForCausalLM": gated_delta_nets.QWEN_3_NEXT,
@@ -193,7 +211,9 @@ FAMILIES = {
     "FalconMambaForCausalLM": mamba.MAMBA,
     "Mamba2ForCausalLM": mamba.MAMBA_2,
     "JambaForCausalLM": mamba.JAMBA,
+    "ZambaForCausalLM": zamba.ZAMBA,
     "Zamba2ForCausalLM": zamba.ZAMBA_2,
+    "ZayaForCausalLM": zaya.ZAYA,
     "BambaForCausalLM": mamba.BAMBA,
     "GraniteMoeHybridForCausalLM": mamba.GRANITE_HYBRID,
     "FalconH1ForCausalLM": mamba.FALCON_H1,
@@ -232,11 +252,16 @@ TEXT_MODELS = {
     "InternVLForConditionalGeneration": _CHOSEN_TEXT,
     "Idefics3ForConditionalGeneration": _CHOSEN_TEXT,
     "SmolVLMForConditionalGeneration": _CHOSEN_TEXT,
+    "DeepseekOcr2ForConditionalGeneration": {"deepseek_ocr2_text": "DeepseekOcr2ForCausalLM"},
+    "Step3p7ForConditionalGeneration": {"step3p5": "Step3p5ForCausalLM"},
+    "MuseSparkForConditionalGeneration": {"muse_spark_text": "MuseSparkForCausalLM"},
     "Gemma3nForConditionalGeneration": {"gemma3n_text": "Gemma3nForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "KimiK25ForConditionalGeneration": {"deepseek_v3": "DeepseekV3ForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
+    "PaliGemmaForConditionalGeneration": {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM"},
+    "PaddleOCRVLForConditionalGeneration": {"paddleocr_vl_text": "PaddleOCRVLForCausalLM"},
     "Qwen2_5_VLForConditionalGeneration": {"qwen2_5_vl_text": "Qwen2ForCausalLM"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
@@ -247,6 +272,8 @@ TEXT_MODELS = {
         "ministral3": "Ministral3ForCausalLM",
         "mistral4": "Mistral4ForCausalLM",
     },
+    "MiniMaxM3SparseForConditionalGeneration": {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
+    "MistralLarge4ForConditionalGeneration": {"mistral_large4_text": "MistralLarge4ForCausalLM"},
 }
 # Model type of a text model within another |-> fields of its configuration as the same model alone has them.
 TEXT_FIELDS: dict[str, dict[str, Any]] = {
@@ -257,14 +284,19 @@ TEXT_FIELDS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"model_type": "glm4_moe"},
     "qwen3_vl_moe_text": {"model_type": "qwen3_moe", "norm_topk_prob": True},
 }
+# Architectures of ModelConfig.sees_whole_prompt.
+SEE_WHOLE_PROMPTS = frozenset({"PaliGemmaForConditionalGeneration"})
 # ModelConfig.kv_layers of a model without keys and values, whose blocks then count tokens and take nearly no memory.
 NO_KV = ((1, 1),)
 # Architectures without attention, whose configurations state no heads.
 WITHOUT_ATTENTION = ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM")
 # Errors of code that reads a configuration, whose values may have any type.
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-# Published name of an architecture |-> that in FAMILIES.
-ARCHITECTURE_ALIASES = {"PhiMoEForCausalLM": "PhimoeForCausalLM"}
+# Another name of an architecture, in published checkpoints or those of transformers |-> that in FAMILIES.
+ARCHITECTURE_ALIASES = {
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+}
 
 
 def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> None:
@@ -274,20 +306,22 @@ def check_architecture(name: str, architecture: str, hf: Mapping[str, Any]) -> N
 
 
 def latent_dim(architecture: str, hf: Mapping[str, Any]) -> int:
-    """Return the number of elements that a token is cached as if the architecture has latent attention, otherwise 0.
+    """Return the number of elements that a token is cached as if all heads attend to the same, otherwise 0.
 
     Raises:
         ConfigError: a size is not a whole number.
     """
-    if architecture not in FAMILIES or not FAMILIES[architecture].is_latent:
+    family = FAMILIES.get(architecture)
+    if family is None or not (family.is_latent or family.cached_field):
         return 0
-    parts = ["kv_lora_rank", "qk_rope_head_dim"]
-    if FAMILIES[architecture].indexer_interleaved is not None:
+    parts = [family.cached_field] if family.cached_field else ["kv_lora_rank", "qk_rope_head_dim"]
+    if family.indexer_interleaved is not None:
         parts.append("index_head_dim")
     for part in parts:
         if not isinstance(hf.get(part) or 0, int):
             raise ConfigError(f"{part} is {hf[part]!r:.100}, must be a whole number")
-    return sum(hf.get(part) or 0 for part in parts)
+    num_more = 0 if family.count_index_keys is None else family.count_index_keys(dict(hf)) - 1
+    return sum(hf.get(part) or 0 for part in parts) + num_more * (hf.get("index_head_dim") or 0)
 
 
 def layer_windows(model: ModelConfig) -> tuple[int, ...]:
@@ -298,8 +332,11 @@ def layer_windows(model: ModelConfig) -> tuple[int, ...]:
     family = FAMILIES.get(model.architecture)
     if family is None:
         return transformers_spec.layer_windows(model)
-    windows = tuple(mixer.window or mixer.chunk for mixer in _own_attention(model, family))
-    return windows if any(windows) else ()
+    windows = [mixer.window or mixer.chunk for mixer in _own_attention(model, family)]
+    layers = _read_layers(model, family)
+    windows += [layer.mixer.window for layer in layers if isinstance(layer.mixer, SharedKvSpec)]
+    windows += [0] * num_pages([layer.mixer for layer in layers])
+    return tuple(windows) if any(windows) else ()
 
 
 def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
@@ -311,9 +348,9 @@ def kv_layers(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     if layers and not any(layer.has_own_kv for layer in layers):
         return NO_KV
     if model.latent_dim:
-        count = sum(layer.has_own_kv for layer in layers)
+        count = sum(layer.has_own_kv for layer in layers) + num_pages([layer.mixer for layer in layers])
         return () if count == model.num_layers else ((1, model.latent_dim),) * count
-    sizes = [(own.num_kv_heads, own.head_dim) for own in _own_attention(model, family)]
+    sizes = [size for own in _own_attention(model, family) for size in own.cached]
     return () if sizes == [(model.num_kv_heads, model.head_dim)] * model.num_layers else tuple(sizes)
 
 
@@ -326,8 +363,8 @@ def kv_range(model: ModelConfig, stage: Stage) -> range:
     if stage.count == 1 or family is None:
         return range(model.num_kv_layers)
     layers = _read_layers(model, family)
-    first = min(sum(layer.has_own_kv for layer in layers[: stage.first]), model.num_kv_layers - 1)
-    return range(first, first + max(1, sum(layer.has_own_kv for layer in stage.part(layers))))
+    first = min(sum(layer.num_cached for layer in layers[: stage.first]), model.num_kv_layers - 1)
+    return range(first, first + max(1, sum(layer.num_cached for layer in stage.part(layers))))
 
 
 def state_layers(model: ModelConfig, num_ranks: int, stage: Stage = WHOLE_MODEL) -> StateLayers:
@@ -341,6 +378,18 @@ def state_layers(model: ModelConfig, num_ranks: int, stage: Stage = WHOLE_MODEL)
         tuple(replace(tensor, dtype=dtype) for tensor in mixer.state_tensors(num_ranks))
         for mixer in layers_with_state([own.mixer for own in layers])
     )
+
+
+def layer_mixers(model: ModelConfig) -> list[object]:
+    """Return the mixers of a model's layers; none of a model that is served with transformers' modules."""
+    family = FAMILIES.get(model.architecture)
+    return [] if family is None else [layer.mixer for layer in _read_layers(model, family)]
+
+
+def hands_out_states(model: ModelConfig) -> bool:
+    """Return whether draft heads can read the hidden states between the layers of a model in FAMILIES."""
+    variant = read_spec(model, FAMILIES[model.architecture]).variant
+    return not isinstance(variant, Streams | zaya.Zaya | gemma.Gemma3n)
 
 
 def _own_attention(model: ModelConfig, family: Family) -> list[AttentionSpec]:
@@ -379,7 +428,8 @@ def check_supported(
             return read_transformers_spec(model, tensor_parallel_size)
         spec = read_spec(model, family)
         multiple = 1 if quantization is None else quantization.shard_multiple
-        _check_sizes(model, spec, tensor_parallel_size, None if expert_parallel else multiple)
+        has_whole = expert_parallel or (spec.experts is not None and spec.experts.are_whole)
+        _check_sizes(model, spec, tensor_parallel_size, None if has_whole else multiple)
         check_numbers(spec)
     except _MALFORMED as error:
         reason = in_one_line(error)
@@ -413,7 +463,12 @@ def check_dp_attention(model: ModelConfig) -> None:
 def check_batch_invariant(model: ModelConfig) -> None:
     """Raise ConfigError if attention of a model depends on the other sequences of a batch on a GPU."""
     family = FAMILIES.get(model.architecture)
-    if family is not None and family.indexer_interleaved is not None:
+    if any(isinstance(mixer, SharedKvSpec) for mixer in layer_mixers(model)):
+        raise ConfigError(
+            f"{model.name}: batch_invariant does not support {model.architecture}; leave it out"
+        )
+    chooses_blocks = any(isinstance(own, AttentionSpec) and own.indexer for own in layer_mixers(model))
+    if chooses_blocks or (family is not None and family.indexer_interleaved is not None):
         raise ConfigError(
             f"{model.name}: batch_invariant does not support sparse attention ({model.architecture}), whose short "
             "sequences attend to all tokens unless a longer one is in the batch; leave it out"
@@ -428,18 +483,26 @@ def _check_sizes(model: ModelConfig, spec: DecoderSpec, size: int, multiple: int
     """
     # The heads of latent attention have keys and values of their own, computed from latents on each rank.
     mixers = [own for own in (attention_of(layer.mixer) for layer in spec.layers) if own is not None]
-    counts = {mixer.num_heads if isinstance(mixer, MlaSpec) else mixer.num_kv_heads for mixer in mixers}
-    for count in counts:
-        check_heads(model.name, model.num_heads, count, size)
+    counts = {
+        (mixer.num_heads, mixer.num_kv_heads)
+        if isinstance(mixer, AttentionSpec)
+        else (model.num_heads, mixer.num_heads)
+        for mixer in mixers
+    }
+    for mixer in {mixer for mixer in mixers if isinstance(mixer, SharedKvSpec)}:
+        check_shared_kv(model.name, mixer, size)
+    for num_heads, num_kv_heads in counts:
+        check_heads(model.name, num_heads, num_kv_heads, size)
     for state in {layer.mixer for layer in spec.layers if isinstance(layer.mixer, KeepsState)}:
         state.check_ranks(model.name, size)
     lengths = {"vocab_size": (spec.vocab_size, 1)}
     for width in {layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None}:
         lengths["intermediate_size"] = min(lengths.get("intermediate_size", (width, 1)), (width, 1))
     if spec.experts is not None and multiple is None and spec.experts.count < size:
+        others = "" if spec.experts.are_whole else "leave enable_expert_parallel out, or "
         raise ConfigError(
-            f"{model.name}: it has {spec.experts.count} experts, too few for one on each of {size} ranks; leave "
-            f"enable_expert_parallel out, or use a tensor_parallel_size of {spec.experts.count} or less"
+            f"{model.name}: it has {spec.experts.count} experts, too few for one on each of {size} ranks; "
+            f"{others}use a tensor_parallel_size of {spec.experts.count} or less"
         )
     if spec.experts is not None and multiple is not None:
         lengths["intermediate size of experts"] = spec.experts.intermediate_size, multiple

@@ -26,12 +26,14 @@ class Rope:
         sections: pairs of dimensions that a token's time, row and column rotate; empty if a token has one position.
         interleaved_sections: the pairs of row and column alternate with those of time; otherwise the sections follow
             each other.
+        exponents: name of a tensor of the checkpoint whose exponentials multiply the frequencies; empty for none.
     """
 
     frequencies: tuple[float, ...]
     scale: float = 1.0
     sections: tuple[int, ...] = ()
     interleaved_sections: bool = False
+    exponents: str = ""
 
     def axes(self) -> list[int]:
         """Return for each pair of dimensions whether a token's time, row or column (0, 1 or 2) rotates it."""
@@ -88,6 +90,7 @@ def make_rope(settings: dict[str, Any], context: RopeContext) -> Rope:
             )
         frequencies = [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
         rope = _KINDS[kind](frequencies, theta, settings, context)
+        rope = replace(rope, exponents=str(settings.get("exponents") or ""))
         return _with_sections(rope, settings) if settings.get("mrope_section") else rope
     except KeyError as error:
         raise ValueError(f"rope scaling {kind!r} lacks {error}") from error

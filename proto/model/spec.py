@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .attention import AttentionSpec
+from .compressed import SharedKvSpec
 from .experts import Experts
 from .mla import MlaSpec
 from .rope import Rope
@@ -62,6 +63,8 @@ class MlpSpec:
         fused_gate_up: checkpoints store gate and up as one ``gate_up_proj``.
         gated_names: of the layers of a gated one: gate, up and down.
         multipliers: of the gates before the activation, and of the result.
+        limit: of the activated gates, and of the other halves; 0 for none.
+        clamp: as Experts.clamp.
     """
 
     intermediate_size: int
@@ -70,6 +73,8 @@ class MlpSpec:
     fused_gate_up: bool = False
     gated_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     multipliers: tuple[float, float] = (1.0, 1.0)
+    limit: float = 0.0
+    clamp: tuple[float, float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +102,17 @@ class LayerSpec:
         kv_source: index of the layer whose keys and values it attends to; None if it has its own.
         mixer_name: of the mixer in the checkpoint, if it is not Names.attention.
         norms: of the layer, if they are not those of the decoder.
+        expert_limits: Experts.limits of the layer.
         residual_factors: None for a residual that is not normalized.
     """
 
-    mixer: AttentionSpec | MlaSpec | KeepsState | None
+    mixer: AttentionSpec | MlaSpec | SharedKvSpec | KeepsState | None
     mlp: MlpSpec | None
     has_experts: bool = False
     kv_source: int | None = None
     mixer_name: str | None = None
     norms: Norms | None = None
+    expert_limits: tuple[float, float] = (0.0, 0.0)
     residual_factors: ResidualFactors | None = None
 
     @property
@@ -113,10 +120,16 @@ class LayerSpec:
         """True if the layer has keys and values, or latents, of its own."""
         return self.kv_source is None and attention_of(self.mixer) is not None
 
+    @property
+    def num_cached(self) -> int:
+        """Number of the cache's layers that this layer writes."""
+        has_indexer = isinstance(self.mixer, AttentionSpec) and self.mixer.indexer is not None
+        return (2 if has_indexer else 1) if self.has_own_kv else 0
 
-def attention_of(mixer: object) -> AttentionSpec | MlaSpec | None:
+
+def attention_of(mixer: object) -> AttentionSpec | MlaSpec | SharedKvSpec | None:
     """Return the attention of a mixer, or the attention beside its recurrence; None if it has none."""
-    if isinstance(mixer, AttentionSpec | MlaSpec):
+    if isinstance(mixer, AttentionSpec | MlaSpec | SharedKvSpec):
         return mixer
     beside = getattr(mixer, "attention", None)
     return beside if isinstance(beside, AttentionSpec) else None
@@ -133,6 +146,7 @@ class DecoderSpec:
         parallel_residual: attention and feed-forward network have the same input.
         embedding_scale, residual_scale, logits_scale: multiply the embeddings, what a layer adds to the residual,
             and the logits.
+        normalizes_embeddings: embeddings of tokens have an RMSNorm without weights.
         logits_soft_cap: ``logits_soft_cap * tanh(x / logits_soft_cap)`` bounds the logits; 0 for unbounded.
         draft_prefixes: names of tensors of the checkpoint that only draft heads use begin with one of these.
         names: of the parts in the checkpoint.
@@ -153,6 +167,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    normalizes_embeddings: bool = False
     logits_soft_cap: float = 0.0
     tied_embeddings: bool = False
     head_bias: bool = False

@@ -12,16 +12,32 @@ from ..options.sections import STATE_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
+class StateSection:
+    """Heads that stand side by side in each row of a state's tensor, of which each rank has some.
+
+    Attributes:
+        num_heads: of all ranks; ranks that are more share them.
+        head_len: elements of a head in a row.
+    """
+
+    num_heads: int
+    head_len: int
+
+
+@dataclass(frozen=True, slots=True)
 class StateTensor:
     """A tensor of a layer's state, of one sequence on one rank.
 
     Attributes:
+        sections: of each row; empty if the tensor cannot be divided by heads, so that it moves between ranks of one
+            tensor-parallel size only. Rows are all but the last dimension; a matrix per head is a row of all heads.
         is_recurrent: every token adds to the elements, which have `dtype`; otherwise they have the model's dtype.
         dtype: float32, or the one that the operator has chosen.
     """
 
     name: str
     shape: tuple[int, ...]
+    sections: tuple[StateSection, ...] = ()
     is_recurrent: bool = False
     dtype: str = "float32"
 

@@ -32,13 +32,10 @@ MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types that are refused before anything of them is loaded |-> reason.
 _REFUSED = {
-    "deepseek_v4": "its attention compresses adjacent tokens into one, and its residual has several streams",
-    "hy_v4": "its multi-head latent attention has sinks, and its residual has several streams",
     "qwen4_exp": "it has embeddings of n-grams, gated residuals and an indexer of another kind",
     "qwen4_exp_text": "it has embeddings of n-grams, gated residuals and an indexer of another kind",
     "inkling_text": "its attention has logits of relative positions, and short convolutions beside it",
     "inkling2_text": "its attention has logits of relative positions, and short convolutions beside it",
-    "zaya": "it convolves the queries and keys of its attention",
     "jetmoe": "its experts have keys and values of other shapes than its configuration",
     "hrm_text": "its layers are computed several times per token, each time with other keys and values",
     "diffllama": "its layers attend twice",
@@ -46,14 +43,7 @@ _REFUSED = {
 } | dict.fromkeys(
     (
         *("cohere_compass", "cohere_compass_text", "dots3_note"),
-        *(
-            "emu3",
-            "emu3_text_model",
-            "fuyu",
-            "gemma4_unified_assistant",
-            "minimax_m3_vl",
-            "minimax_m3_vl_text",
-        ),
+        *("emu3", "emu3_text_model", "fuyu", "gemma4_unified_assistant"),
         *("mllama", "mllama_text_model", "moshi", "phi4_multimodal"),
     ),
     "it reads images or sound, and only text models are served",

@@ -103,6 +103,10 @@ def _read_mistral3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     return _pixtral_spec(hf, int(hf["spatial_merge_size"]), bool(hf["multimodal_projector_bias"]))
 
 
+def _read_mistral_large4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    return replace(_read_mistral3(name, hf), kind="mistral_large4")
+
+
 def _pixtral_spec(hf: Mapping[str, Any], merge_size: int, bias: bool) -> VisionSpec:
     """Return the encoder of Pixtral.
 
@@ -150,6 +154,30 @@ def _read_gemma3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         attends_within="all",
         num_parameters=_vit_parameters(vision) + size * (embedding_size + 1),
         hf=vision | {"mm_tokens_per_image": hf["mm_tokens_per_image"]},
+    )
+
+
+def _read_paligemma(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision, text = _vit_settings(hf, ("siglip_vision_model",), last_layer=True), hf["text_config"]
+    size, embedding_size = int(vision["hidden_size"]), int(text["hidden_size"])
+    if int(hf["projection_dim"]) != embedding_size:
+        raise ValueError(
+            f"its projection_dim is {hf['projection_dim']}, not the hidden size of the text model"
+        )
+    num_tokens, window = (
+        (int(vision["image_size"]) // int(vision["patch_size"])) ** 2,
+        text.get("sliding_window"),
+    )
+    if window and num_tokens >= window:
+        raise ValueError(
+            f"an image of {num_tokens} tokens is not supported, must have less than sliding_window, {window}"
+        )
+    return VisionSpec(
+        "paligemma",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        num_parameters=_vit_parameters(vision) + _linear(size, embedding_size),
+        hf=vision,
     )
 
 
@@ -285,6 +313,195 @@ def _read_idefics3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     )
 
 
+def _read_llama4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    """Return the encoder of Llama 4, whose layers have one activation regardless of its configuration."""
+    vision = _vit_settings(hf, ("llama4_vision_model",), last_layer=True) | {"hidden_act": "gelu"}
+    side, embedding_size = (
+        round(1 / float(vision["pixel_shuffle_ratio"])),
+        int(hf["text_config"]["hidden_size"]),
+    )
+    merged = int(vision["hidden_size"]) * side**2
+    inner = int(vision["projector_input_dim"])
+    fields, needed = (
+        ("intermediate_size", "projector_output_dim", "vision_output_dim"),
+        [merged, inner, inner],
+    )
+    if (sizes := [int(vision[field]) for field in fields]) != needed:
+        raise ValueError(f"{', '.join(fields)} are {sizes}, must be {needed}")
+    return VisionSpec(
+        "llama4",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        merge_size=side,
+        num_parameters=_vit_parameters(vision, has_class=True, patch_bias=False, num_norms=2)
+        + (merged + inner + embedding_size) * inner,
+        hf=vision,
+    )
+
+
+def _grid_vit_parameters(vision: Mapping[str, Any], num_places: int, side: int, embedding_size: int) -> int:
+    """Return the parameters of a vision transformer of any grid, with a projector of two layers.
+
+    Args:
+        num_places: learned positions.
+        side: rows and columns of patches of one embedding.
+    """
+    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
+    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    patches = _linear(int(vision.get("num_channels", 3)) * int(vision["patch_size"]) ** 2, size)
+    merged = size * side**2
+    projector = 2 * size + _linear(merged, merged) + _linear(merged, embedding_size)
+    return patches + num_places * size + int(vision["num_hidden_layers"]) * layer + 2 * size + projector
+
+
+def _read_paddleocr_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision = hf["vision_config"]
+    num_places = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
+    embedding_size, side = int(hf["text_config"]["hidden_size"]), int(vision["spatial_merge_size"])
+    num_parameters = _grid_vit_parameters(vision, num_places, side, embedding_size)
+    return _qwen_spec("paddleocr_vl", hf, num_parameters)
+
+
+def _read_kimi_k25(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision, sides = hf["vision_config"], {int(side) for side in hf["vision_config"]["merge_kernel_size"]}
+    size, embedding_size = int(vision["hidden_size"]), int(hf["text_config"]["hidden_size"])
+    if len(sides) != 1 or int(hf["projection_hidden_size"]) != size:
+        raise ValueError(
+            f"merge_kernel_size {sorted(sides)} and projection_hidden_size {hf['projection_hidden_size']} are not "
+            f"supported: the kernel is to be square, the size that of the encoder, {size}"
+        )
+    num_places, side = int(vision["pos_emb_height"]) * int(vision["pos_emb_width"]), sides.pop()
+    return VisionSpec(
+        "kimi_k25",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        merge_size=side,
+        num_parameters=_grid_vit_parameters(vision, num_places, side, embedding_size),
+        hf=dict(vision) | {"projector_eps": hf["projection_layer_norm_eps"]},
+    )
+
+
+def _read_deepseek_ocr2(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    """Return the encoder of DeepSeek-OCR 2; it has one embedding for 16 patches, which the second part reads."""
+    sam, encoder = (dict(hf["vision_config"][part]) for part in ("sam_config", "encoder_config"))
+    if {*encoder["layer_types"]} != {"full_attention"} or not (sam["use_abs_pos"] and sam["use_rel_pos"]):
+        raise ValueError("an encoder with sliding windows, or without learned positions, is not supported")
+    size, inner, num_channels = (int(sam[key]) for key in ("hidden_size", "mlp_dim", "num_channels"))
+    patch, head_dim = int(sam["patch_size"]), size // int(sam["num_attention_heads"])
+    side, window = int(sam["image_size"]) // patch, int(sam["window_size"])
+    channels, (first, last) = int(sam["output_channels"]), map(int, sam["downsample_channels"])
+    layer = _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    layer += 3 * size * (size + bool(sam["qkv_bias"]))
+    num_layers = int(sam["num_hidden_layers"])
+    num_global = sum(index in sam["global_attn_indexes"] for index in range(num_layers))
+    distances = num_global * (2 * side - 1) + (num_layers - num_global) * (2 * window - 1)
+    patches = num_layers * layer + 2 * head_dim * distances + _linear(num_channels * patch**2, size)
+    convolutions = channels * (size + 9 * channels + 4 + 9 * first) + 9 * first * last
+    queries = _query_encoder_parameters(encoder)
+    embedding_size = int(hf["text_config"]["hidden_size"])
+    output = _linear(int(encoder["hidden_size"]), embedding_size) + embedding_size
+    return VisionSpec(
+        "deepseek_ocr2",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        num_parameters=patches + side**2 * size + convolutions + queries + output,
+        work_per_patch=patches + queries // 8,
+        hf=sam | {"encoder_config": encoder},
+    )
+
+
+def _query_encoder_parameters(hf: Mapping[str, Any]) -> int:
+    """Return the parameters of layers of Qwen2, and of 144 and 256 queries."""
+    size, inner, num_heads = (
+        int(hf[key]) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    kv_size = int(hf["num_key_value_heads"]) * (size // num_heads)
+    layer = _linear(size, size + 2 * kv_size) + size * size + 3 * size * inner + 2 * size
+    return int(hf["num_hidden_layers"]) * layer + size + (144 + 256) * size
+
+
+def _read_step3p7(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    """Return the encoder of Step 3.7; it has one embedding for 16 patches."""
+    vision, embedding_size = hf["vision_config"], int(hf["text_config"]["hidden_size"])
+    size, inner = _sizes(hf)
+    patch, num_channels = int(vision["patch_size"]), int(vision["num_channels"])
+    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 6 * size
+    layers = int(vision["num_hidden_layers"]) * layer + num_channels * patch**2 * size
+    places = (int(vision["image_size"]) // patch) ** 2 * size
+    halving = _linear(9 * size, 2 * size) + _linear(9 * 2 * size, 4 * size)
+    output = (4 * size + bool(hf["projector_bias"])) * embedding_size
+    return VisionSpec(
+        "step3p7",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        num_parameters=layers + places + 2 * size + halving + output,
+        work_per_patch=layers + (halving + output) // 4,
+        hf=dict(vision)
+        | {"projector_bias": hf["projector_bias"], "num_used_layers": vision["num_hidden_layers"]},
+    )
+
+
+def _read_muse_spark(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision, embedding_size = hf["vision_config"], int(hf["text_config"]["hidden_size"])
+    (size, inner), side = _sizes(hf), int(vision["merge_size"])
+    merged, places = size * side**2, int(vision["pos_emb_height"])
+    if int(hf["out_hidden_size"]) != merged or int(vision["pos_emb_width"]) != places:
+        raise ValueError(
+            f"out_hidden_size {hf['out_hidden_size']} and pos_emb_width {vision['pos_emb_width']} are not supported, "
+            f"must be {merged} and {places}"
+        )
+    settings = dict(vision) | {
+        "temporal_patch_size": vision["patch_temporal"],
+        "in_channels": 3,
+        "window_size": places * int(vision["patch_size"]),
+        "fullatt_block_indexes": [
+            index for index, kind in enumerate(vision["layer_types"]) if kind == "full_attention"
+        ],
+        "projector_hidden_size": hf["projector_hidden_size"],
+        "projector_hidden_act": hf["projector_hidden_act"],
+        "embedding_norm_eps": hf["text_config"]["rms_norm_eps"],
+    }
+    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    projector = (merged + int(hf["projector_hidden_size"]) + embedding_size) * int(
+        hf["projector_hidden_size"]
+    )
+    return VisionSpec(
+        "muse_spark",
+        image_token_id=_image_token_id(hf),
+        embedding_size=embedding_size,
+        merge_size=side,
+        num_parameters=(_patch_len(settings) + places**2 + 4) * size
+        + int(vision["num_hidden_layers"]) * layer
+        + projector,
+        hf=settings,
+    )
+
+
+def _read_minimax_m3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
+    vision, text_size, inner = hf["vision_config"], int(hf["text_config"]["hidden_size"]), _sizes(hf)[1]
+    size, merge_size = int(vision["hidden_size"]), int(vision["spatial_merge_size"])
+    projector = int(hf["projector_hidden_size"])
+    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    patch_len = (
+        int(vision["num_channels"]) * int(vision["temporal_patch_size"]) * int(vision["patch_size"]) ** 2
+    )
+    num_parameters = (
+        (patch_len + 2) * size
+        + int(vision["num_hidden_layers"]) * layer
+        + _linear(size, projector)
+        + _linear(merge_size**2 * text_size, projector)
+        + 2 * _linear(projector, text_size)
+    )
+    return VisionSpec(
+        "minimax_m3",
+        image_token_id=_image_token_id(hf),
+        embedding_size=text_size,
+        merge_size=merge_size,
+        num_parameters=num_parameters,
+        hf=dict(vision) | {"projector_size": projector},
+    )
+
+
 def _read_gemma4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     vision, text = hf["vision_config"], hf["text_config"]
     size, inner = _sizes(hf)
@@ -315,6 +532,8 @@ def _read_gemma4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
 VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
     "Qwen2_5_VLForConditionalGeneration": _read_qwen2_5_vl,
     "Mistral3ForConditionalGeneration": _read_mistral3,
+    "MistralLarge4ForConditionalGeneration": _read_mistral_large4,
+    "MiniMaxM3SparseForConditionalGeneration": _read_minimax_m3,
     "Glm4vForConditionalGeneration": _read_glm4v,
     "Glm4vMoeForConditionalGeneration": _read_glm4v,
     "Glm46VForConditionalGeneration": _read_glm4v,
@@ -326,6 +545,13 @@ VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
     "Idefics3ForConditionalGeneration": _read_idefics3,
     "SmolVLMForConditionalGeneration": _read_idefics3,
     "Gemma3ForConditionalGeneration": _read_gemma3,
+    "PaliGemmaForConditionalGeneration": _read_paligemma,
+    "Llama4ForConditionalGeneration": _read_llama4,
+    "PaddleOCRVLForConditionalGeneration": _read_paddleocr_vl,
+    "KimiK25ForConditionalGeneration": _read_kimi_k25,
+    "DeepseekOcr2ForConditionalGeneration": _read_deepseek_ocr2,
+    "Step3p7ForConditionalGeneration": _read_step3p7,
+    "MuseSparkForConditionalGeneration": _read_muse_spark,
     "Gemma4ForConditionalGeneration": _read_gemma4,
     "Qwen3VLForConditionalGeneration": _read_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": _read_qwen3_vl,
@@ -344,6 +570,9 @@ def _with_layers(spec: VisionSpec) -> VisionSpec:
     elif "fullatt_block_indexes" in hf:
         window = (int(hf["window_size"]) // side) ** 2
         windows = [0 if index in hf["fullatt_block_indexes"] else window for index in range(num_layers)]
+    elif "global_attn_indexes" in hf:  # tiles of one size, with windows
+        tile, window = (_length(hf["image_size"]) // side) ** 2, int(hf["window_size"]) ** 2
+        windows = [tile if index in hf["global_attn_indexes"] else window for index in range(num_layers)]
     num_channels = int(hf.get("in_channels", hf.get("num_channels", 3)))
     patch_len = num_channels * int(hf.get("temporal_patch_size", 1)) * side**2
     return replace(spec, layer_windows=tuple(windows), patch_bytes=4 * patch_len)

@@ -145,6 +145,13 @@ class ParallelOptions:
         help="Of a model with multi-head latent attention, each rank holds the whole attention and the KV of its own "
         "sequences, instead of the KV of all: as many times the tokens as there are ranks (data-parallel attention).",
     )
+    dp_attention_size: int | None = execution_option(
+        None,
+        help="With enable_dp_attention, groups of ranks that attend each for sequences of its own; the ranks of a "
+        "group share the heads of attention. Default: each rank is a group.",
+        unit="groups",
+        check=at_least(2),
+    )
     device: str = execution_option(
         "auto", help="Device of the ranks; auto is cuda if there is a GPU.", check=one_of("auto", *DEVICES)
     )
@@ -166,9 +173,9 @@ class ParallelOptions:
     )
     linear_backend: str = execution_option(
         "triton",
-        help="Linear layers in float8 with a scale per block, on a GPU: triton is quire's own kernels, which keep "
-        "the activations' type; deep_gemm is DeepGEMM, which quantizes these to float8; auto is deep_gemm if it is "
-        "installed and fits. A named library must be installed and fit (not yet run on a GPU).",
+        help="Linear layers in float8 with a scale per block, on a GPU: triton is quire's own kernels; deep_gemm is "
+        "DeepGEMM; auto is deep_gemm if it is installed and fits. Both quantize activations to float8 on Hopper. A "
+        "named library must be installed and fit (not yet run on a GPU).",
         check=one_of("auto", "triton", "deep_gemm"),
     )
     moe_backend: str = execution_option(
@@ -177,6 +184,20 @@ class ParallelOptions:
         "DeepGEMM's grouped products for steps with many tokens per expert, with activations in float8; auto is "
         "deep_gemm if it is installed and fits. A named library must be installed and fit (not yet run on a GPU).",
         check=one_of("auto", "triton", "deep_gemm"),
+    )
+    all_reduce_backend: str = execution_option(
+        "triton",
+        help="Sums over ranks with fused_all_reduce: triton is quire's own kernel; flashinfer is FlashInfer's, on "
+        "Hopper and later; auto is flashinfer if it is installed and fits. A named library must be installed and fit "
+        "(not yet run on a GPU).",
+        check=one_of("auto", "triton", "flashinfer"),
+    )
+    linear_attention_backend: str = execution_option(
+        "triton",
+        help="Gated delta nets and Kimi delta attention on a GPU: triton is quire's own kernels; fla is "
+        "flash-linear-attention, for prompts; auto is fla if it is installed and fits. A named library must be "
+        "installed and fit (not yet run on a GPU).",
+        check=one_of("auto", "triton", "fla"),
     )
     logits_processors: str | None = execution_option(
         None,
@@ -262,8 +283,8 @@ class CacheOptions:
     )
     num_host_state_slots: int = _kv_option(
         0,
-        help="Slots per rank in host memory for snapshots of states that the device has no room for any more, of "
-        "models whose layers keep a state of each sequence.",
+        help="Slots per rank in host memory for snapshots of states that the device has no room for any more, and "
+        "for the states of preempted sequences, of models whose layers keep a state of each sequence.",
         unit="slots",
         check=at_least(0),
     )
@@ -278,8 +299,9 @@ class CacheOptions:
     kv_cache_dtype: str = _kv_option(
         "auto",
         help="Type of keys and values in the cache; auto is the type of activations. The others take half of the "
-        "memory or less, with results close to full precision.",
-        check=one_of("auto", "fp8_e4m3", "int8"),
+        "memory or less, with results close to full precision. They have a scale per token and head, but "
+        "fp8_per_tensor those of the checkpoint (k_scale and v_scale of each layer, or else 1), on a GPU.",
+        check=one_of("auto", "fp8_e4m3", "fp8_per_tensor", "int8"),
     )
     prefix_caching: bool = _kv_option(
         True, help="Keep computed KV blocks for later prompts with the same beginning."
@@ -359,6 +381,12 @@ class SchedulerOptions:
     )
     audit: bool = execution_option(
         False, help="Recount all KV blocks after each step, to find errors in the accounting."
+    )
+    record_steps: str | None = execution_option(
+        None,
+        help="Directory in which each replica records the work and time of its steps, without texts, for "
+        "`quire calibrate --steps`. Not with drafts or pipeline stages.",
+        metavar="DIR",
     )
     max_num_seqs: int | None = _scheduling_option(
         None,
@@ -504,6 +532,13 @@ class ImageOptions:
         check=media_domains,
         kind=NAMES,
         metavar="HOSTS",
+    )
+
+    mm_encoder_tp_mode: str = _image_option(
+        "weights",
+        help="How the ranks encode an image: weights shares each layer of the encoder between them, as far as its "
+        "heads can be divided; data has each rank hold it whole and encode every image.",
+        check=one_of("weights", "data"),
     )
 
     @property

@@ -84,7 +84,6 @@ QWEN_3_NEXT = Family(
     experts=replace(_EXPERTS, flag="num_experts"),
     adapt=_adapt,
     change_layers=_change_qwen_layers("grouped"),
-    unused_prefixes=("mtp.",),
 )
 QWEN_3_5 = replace(QWEN_3_NEXT, experts=None, change_layers=_change_qwen_layers("parts"))
 QWEN_3_5_MOE = replace(QWEN_3_5, experts=replace(_EXPERTS, normalized=True))

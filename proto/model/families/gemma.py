@@ -1,4 +1,4 @@
-"""Gemma 2, 3, 3n and 4, and RecurrentGemma.
+"""Gemma 1, 2, 3, 3n and 4, and RecurrentGemma.
 
 Layers of Gemma 3n and 4 share keys and values, and have inputs and widths of their own.
 """
@@ -153,6 +153,7 @@ def _read_4(hf: dict[str, Any]) -> Gemma4:
     return Gemma4(inputs, hf.get("pad_token_id") or 0)
 
 
+GEMMA = Family(norms=Norms(offset=1.0), adapt=_adapt)
 GEMMA_2 = Family(
     fields=FieldNames(activation="hidden_activation"), norms=replace(_SANDWICH, offset=1.0), adapt=_adapt
 )

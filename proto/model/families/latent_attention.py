@@ -11,6 +11,7 @@ from ..experts import ExpertFields
 from ..family import Family
 from ..mla import MlaSpec
 from ..spec import LayerSpec, Names, Norms
+from ..streams import Streams
 
 DEEPSEEK_EXPERTS = ExpertFields("n_routed_experts", "moe_intermediate_size", routing="corrected_sigmoid")
 DEEPSEEK = Family(qkv_bias=False, is_latent=True, experts=DEEPSEEK_EXPERTS)
@@ -87,4 +88,42 @@ AXK_2 = replace(
         )
     ),
     change_layers=_change_axk2_layers,
+)
+
+
+def _adapt_hy4(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of HY V4, whose rotated parts are halves."""
+    return hf | {"rope_interleave": False}
+
+
+def _change_hy4_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """Return the layers of HY V4, with sinks and gates of attention."""
+    changed = []
+    for layer in layers:
+        mixer = layer.mixer
+        assert isinstance(mixer, MlaSpec)
+        assert mixer.indexer is not None
+        indexer = replace(mixer.indexer, rotates_last=True, norm_eps=float(model.hf["rms_norm_eps"]))
+        changed.append(replace(layer, mixer=replace(mixer, has_sinks=True, gate="value", indexer=indexer)))
+    return changed
+
+
+HY_4 = replace(
+    DEEPSEEK,
+    indexer_interleaved=False,
+    experts=replace(DEEPSEEK_EXPERTS, routing="clamped_sigmoid"),
+    names=Names(
+        renames=(
+            (r"\.hc_pre\.hc_", ".hc_"),
+            (r"\.learnable_sink_param$", ".sinks"),
+            (r"\.linear_gate\.", ".gate_proj."),
+            (r"\.hc_attn_layer\.hc_(fn|base|scale)$", r".attn_hc.\1"),
+            (r"\.hc_mlp_layer\.hc_(fn|base|scale)$", r".ffn_hc.\1"),
+            (r"\.hc_head_(fn|base|scale)$", r".hc_\1"),
+        )
+    ),
+    adapt=_adapt_hy4,
+    change_layers=_change_hy4_layers,
+    read_variant=lambda hf: Streams(hf["hc_mult"], hf["hc_eps"], hf["hc_magnitude"]),
+    unused_prefixes=("model.mtp_layers.",),
 )
