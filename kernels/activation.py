@@ -32,17 +32,19 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 
 
 @on_gpu("activation")
-def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    """Return ``gate * sigmoid(alpha * gate) * (up + 1)`` of clamped halves (gpt-oss, 2025): [T, 2 I] -> [T, I].
+def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float, offset: float = 1.0) -> Tensor:
+    """Return ``gate * sigmoid(alpha * gate) * (up + offset)`` of clamped halves: [T, 2 I] -> [T, I].
+
+    gpt-oss (2025) has the offset 1, DeepSeek-V4 (2026) the offset 0.
 
     Args:
         limit: the gate is at most this, the other half between its negative and this.
     """
     if _has_cpu_op(gate_up):
-        return cpu.clamped_silu_and_mul(gate_up, alpha, limit)
+        return cpu.clamped_silu_and_mul(gate_up, alpha, limit, offset)
     gate, up = gate_up.chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return gate * (gate * alpha).sigmoid() * (up + 1)
+    return gate * (gate * alpha).sigmoid() * (up + offset)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -93,14 +95,21 @@ class GatedActivation:
 
     Attributes:
         gate: a key of GATED_ACTIVATIONS, or ``relu_squared``.
-        clamp: alpha and limit of `clamped_silu_and_mul`, which takes the place of the gate; None for the gate's own.
+        clamp: alpha, limit and offset of `clamped_silu_and_mul`, which takes the place of the gate; None for the
+            gate's own.
+        limit: the activated gate is at most this, the other half between its negative and this; 0 for none.
     """
 
     gate: str
-    clamp: tuple[float, float] | None = None
+    clamp: tuple[float, float, float] | None = None
+    limit: float = 0.0
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """[T, 2 I] -> [T, I], or [T, I] -> [T, I] without gates."""
+        if self.limit:
+            gate, up = gate_up.chunk(2, dim=-1)
+            activated = UNGATED_ACTIVATIONS[self.gate](gate.contiguous())
+            return activated.clamp_(max=self.limit).mul_(up.clamp(-self.limit, self.limit))
         if self.clamp is None:
             return (GATED_ACTIVATIONS.get(self.gate) or UNGATED_ACTIVATIONS[self.gate])(gate_up)
         return clamped_silu_and_mul(gate_up, *self.clamp)

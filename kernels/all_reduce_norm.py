@@ -9,6 +9,7 @@ tokens instead of as many times as there are ranks, for one more wait.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +25,22 @@ NUM_SIGNALS = 3 * MAX_PROGRAMS
 BUFFER_ALIGNMENT = 16
 
 
+class FusedSum(Protocol):
+    """A sum over the ranks, residual addition and RMSNorm as one op; see all_reduce_add_rms_norm.
+
+    Attributes:
+        max_tokens: tokens of the largest sum.
+    """
+
+    max_tokens: int
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add the sum of the ranks' x to `residual` in place and return the normalized sum."""
+        ...
+
+
 class Peers:
-    """Memory that every rank of a group can read.
+    """Memory that every rank of a group can read: FusedSum by the kernel of quire.
 
     Args:
         rank: this rank.
@@ -57,6 +72,9 @@ class Peers:
     @property
     def size(self) -> int:
         return len(self.buffers)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return all_reduce_add_rms_norm(x, residual, weight, eps, self)
 
 
 @on_gpu("all_reduce_norm")

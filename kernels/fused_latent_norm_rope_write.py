@@ -40,12 +40,18 @@ def fused_latent_norm_rope_write(
         scales: [N, 1, 1, B] float32, written if the cache is quantized; otherwise None.
         index_keys: [T, I], stored behind the latents (see kernels.sparse_latent); None if I is 0.
     """
-    latent_dim, qk_rope_head_dim = norm.shape[0], cos.shape[1]
+    latent_dim = norm.shape[0]
     shared = projected[:, latent_dim:].unsqueeze(1)
-    for rotated in (q[..., -qk_rope_head_dim:], shared):
-        if interleaved:
-            rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
-        apply_rope(rotated, cos, sin)
+    for heads in (q, shared):
+        rotate_last(heads, cos, sin, interleaved)
     normed = rms_norm(projected[:, :latent_dim], norm, eps)
     parts = [normed, projected[:, latent_dim:], *([] if index_keys is None else [index_keys])]
     write_kv(torch.cat(parts, dim=1)[:, None, None], latents, slot_mapping, scales)
+
+
+def rotate_last(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotate the last R numbers of each head in place, as fused_latent_norm_rope_write does, [T, H, D]."""
+    rotated = heads[..., -cos.shape[1] :]
+    if interleaved:
+        rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
+    apply_rope(rotated, cos, sin)

@@ -21,6 +21,7 @@ def fused_qk_norm_rope_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
+    fixed_scales: Tensor | None = None,
 ) -> Tensor:
     """Normalize and rotate queries and keys, and write keys and values to the cache.
 
@@ -32,6 +33,7 @@ def fused_qk_norm_rope_kv_write(
         q_norm, k_norm: [D], weights of the RMSNorm over each head, before the rotation; both or neither.
         eps: of the norms.
         kv_scales: [N, 2, Hkv, B] float32, written if the cache is quantized; otherwise None.
+        fixed_scales: as for write_kv.
 
     Returns:
         The queries, [T, Hq, D], a view of `heads`.
@@ -45,5 +47,5 @@ def fused_qk_norm_rope_kv_write(
     if cos is not None and sin is not None:
         apply_rope(heads[:, :-num_kv_heads], cos, sin)
     kv = heads[:, -2 * num_kv_heads :].view(num_tokens, 2, num_kv_heads, head_dim)
-    write_kv(kv, kv_cache, slot_mapping, kv_scales)
+    write_kv(kv, kv_cache, slot_mapping, kv_scales, fixed_scales)
     return q

@@ -52,7 +52,7 @@ class PackedExperts:
         native.check_layout()
         self.first, self.count = first, len(down)
         self.dtype, self._settings = dtype, (activation, scaled_inputs)
-        alpha, limit = activation.clamp or (0.0, 0.0)
+        alpha, limit, offset = activation.clamp or (0.0, 0.0, 0.0)
         codes = [[_codes(weight) for weight in weights] for weights in (gate_up, down)]
         self._kept = gate_up, down, gate_up_bias, down_bias, codes  # keep the memory alive
         self._weights = (native.Expert * len(down))(
@@ -74,6 +74,7 @@ class PackedExperts:
             scales_inputs=scaled_inputs,
             alpha=alpha,
             limit=limit,
+            offset=offset,
         )
 
     def with_experts(self, places: Sequence[int], others: PackedExperts) -> PackedExperts:

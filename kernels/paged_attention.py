@@ -47,7 +47,7 @@ def paged_decode_attention(
         kv_cache: [N, 2, Hkv, B, D], the new tokens' keys and values included.
         block_tables: [S, M] int32; entries past a sequence's blocks are ignored.
         seq_lens: [S] int32, the new token included; 0 for padding, whose output is undefined.
-        splits: work items on a GPU; None: computed here.
+        splits: work items on a GPU, of which rows of the same sequence may be runs; None: computed here.
         variant: window, chunk, soft cap, ALiBi and sinks.
         kv_scales: [N, 2, Hkv, B] float32, scales of a quantized cache (see kernels.quantized_kv).
 

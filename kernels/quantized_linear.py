@@ -26,6 +26,8 @@ LARGEST = {FLOAT8: 448.0, torch.int8: 127.0}
 PACKED = (torch.uint8, FLOAT4)
 # torch._scaled_mm requires both sizes of a float8 weight to be multiples of this.
 FLOAT8_MULTIPLE = 16
+# Inputs per scale of float8 weights whose tokens have a scale for as many.
+FLOAT8_GROUP = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,31 @@ def supports_float8_linear(weight: QuantizedWeight) -> bool:
         and weight.out_features % FLOAT8_MULTIPLE == weight.in_features % FLOAT8_MULTIPLE == 0
         and torch.cuda.get_device_capability(weight.codes.device) >= (9, 0)
     )
+
+
+def supports_float8_groups(weight: QuantizedWeight) -> bool:
+    """Return whether float8_groups_linear supports this weight on its device: Hopper or later, and its groups."""
+    return (
+        has_kernels(weight.codes)
+        and weight.codes.dtype == FLOAT8
+        and weight.zeros is None
+        and weight.group_index is None
+        and weight.in_features == FLOAT8_GROUP * weight.scales.shape[0]
+        and torch.cuda.get_device_capability(weight.codes.device) >= (9, 0)
+    )
+
+
+@on_gpu("float8_groups")
+def float8_groups_linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
+    """As quantized_linear, with tokens quantized to float8 too, a scale per token and FLOAT8_GROUP inputs.
+
+    Args:
+        weight: float8, with a scale per output and FLOAT8_GROUP inputs, which may be equal within blocks of outputs.
+    """
+    codes, scales = quantize_tokens(x.reshape(-1, FLOAT8_GROUP))
+    tokens = (codes.float() * scales).view(x.shape)
+    y = F.linear(tokens, dequantize(weight))
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 class Float8Tokens(NamedTuple):

@@ -49,6 +49,7 @@ def _clamped_gate_and_mul(
     stride_gate_up,
     alpha,
     limit,
+    offset,
     BLOCK_I: tl.constexpr,
 ):
     # grid: (T, tiles of I)
@@ -59,16 +60,16 @@ def _clamped_gate_and_mul(
     gate = tl.minimum(tl.load(gate_ptrs, mask=mask, other=0.0).to(tl.float32), limit)
     up = tl.load(gate_ptrs + num_columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(gate * alpha) * (up + 1.0), mask=mask)
+    tl.store(out_ptr + row * num_columns + offs_i, gate * tl.sigmoid(gate * alpha) * (up + offset), mask=mask)
 
 
-def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float, offset: float = 1.0) -> Tensor:
     """See kernels.activation."""
     num_rows, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1
     out = torch.empty((num_rows, num_columns), dtype=gate_up.dtype, device=gate_up.device)
     _clamped_gate_and_mul[(num_rows, triton.cdiv(num_columns, BLOCK_LEN))](
-        gate_up, out, num_columns, gate_up.stride(0), alpha, limit, BLOCK_I=BLOCK_LEN
+        gate_up, out, num_columns, gate_up.stride(0), alpha, limit, offset, BLOCK_I=BLOCK_LEN
     )
     return out
 

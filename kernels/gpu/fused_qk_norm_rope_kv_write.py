@@ -16,6 +16,7 @@ def _fused_qk_norm_rope_kv_write(
     heads_ptr,  # [T, Hq + 2 Hkv, D]
     cache_ptr,  # [N, 2, Hkv, B, D]
     scales_ptr,  # [N, 2, Hkv, B]
+    fixed_scales_ptr,  # [2]
     slots_ptr,  # [T]
     cos_ptr,  # [T, R]
     sin_ptr,  # [T, R]
@@ -86,8 +87,12 @@ def _fused_qk_norm_rope_kv_write(
     rows += slot // CACHE_BLOCK * stride_cache_block + slot % CACHE_BLOCK * HEAD_DIM
     DTYPE: tl.constexpr = cache_ptr.dtype.element_ty
     if scales_ptr is not None:
-        magnitude = tl.maximum(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), tl.max(tl.abs(rest), 1))
-        scales = tl.maximum(magnitude, MIN_MAGNITUDE) / LIMIT
+        if fixed_scales_ptr is not None:
+            scales = tl.where(is_v, tl.load(fixed_scales_ptr + 1), tl.load(fixed_scales_ptr))
+        else:
+            magnitude = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1)
+            magnitude = tl.maximum(magnitude, tl.max(tl.abs(rest), 1))
+            scales = tl.maximum(magnitude, MIN_MAGNITUDE) / LIMIT
         tl.store(scales_ptr + rows // HEAD_DIM, scales, mask=is_kv)
         low = narrow(low / scales[:, None], LIMIT, DTYPE)
         high = narrow(high / scales[:, None], LIMIT, DTYPE)
@@ -117,6 +122,7 @@ def fused_qk_norm_rope_kv_write(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
+    fixed_scales: Tensor | None = None,
 ) -> Tensor:
     """See kernels.fused_qk_norm_rope_kv_write; tokens with negative slots are not stored."""
     num_tokens, num_heads, head_dim = heads.shape
@@ -133,7 +139,7 @@ def fused_qk_norm_rope_kv_write(
     assert (q_norm is None) == (k_norm is None)
     assert (cos is None) == (sin is None)
     _fused_qk_norm_rope_kv_write[(num_tokens, triton.cdiv(num_heads, BLOCK_HEADS))](
-        heads, as_stored(kv_cache), kv_scales, slot_mapping, cos, sin, q_norm, k_norm, eps, num_q_heads,
+        heads, as_stored(kv_cache), kv_scales, fixed_scales, slot_mapping, cos, sin, q_norm, k_norm, eps, num_q_heads,
         num_kv_heads, heads.stride(0), stride_cos, stride_sin, *kv_cache.stride()[:3],
         HEAD_DIM=head_dim, ROTATED_DIM=rotated_dim, CACHE_BLOCK=block_size,
         LIMIT=quantized_kv.LIMITS.get(kv_cache.dtype), MIN_MAGNITUDE=quantized_kv.MIN_MAGNITUDE,

@@ -160,6 +160,7 @@ def latent_decode_attention(
     assert block_tables.stride(1) == 1
     if splits is None:
         splits = split_decodes(seq_lens, block_tables.shape[1] * block_size)
+    assert splits.runs is None
     num_items = splits.item_seqs.shape[0]
     tile = find_latent_tile(LATENT_DECODE_TILES, value_dim, q, latents)
     out = torch.empty((num_seqs, num_heads, value_dim), dtype=q.dtype, device=q.device)
@@ -169,7 +170,8 @@ def latent_decode_attention(
     block_c = max(16, triton.next_power_of_2(value_dim))
     block_q = min(block_c, FLOAT32_BLOCK_Q) if q.dtype == torch.float32 else block_c
     _attend_latents[(num_items, triton.cdiv(num_heads, tile.num_rows))](
-        q, as_stored(latents), scales, block_tables, seq_lens, *splits, out, partial, log_sums,
+        q, as_stored(latents), scales, block_tables, seq_lens, splits.item_len, splits.item_seqs,
+        splits.first_items, out, partial, log_sums,
         scale * LOG2_E.value, num_heads, num_seqs, q.stride(0), q.stride(1), block_tables.stride(0),
         LATENT_DIM=value_dim, SHARED_DIM=dim - value_dim, ROW_STRIDE=row_stride(latents),
         CACHE_BLOCK=block_size, BLOCK_H=tile.num_rows, BLOCK_K=tile.num_keys, BLOCK_C=block_c, BLOCK_Q=block_q,

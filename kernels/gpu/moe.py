@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..moe import ExpertChoices, ExpertWeights
 from ..quantized_linear import FLOAT4
-from .quantized_linear import MIN_INPUTS, TileConfig, as_bytes, to_weights
-from .tile_configs import HOPPER, INTERPRETED, MIN_ROWS, find_architecture
+from .quantized_linear import TileConfig, as_bytes, divide_groups, has_pairs, load_weights
+from .tile_configs import INTERPRETED, MIN_ROWS
 
 # Choices that a program of the sort compares per iteration.
 BLOCK_CHOICES = 1024
@@ -25,11 +25,11 @@ TILES: dict[int, TileConfig] = {
     64: TileConfig(64, 128, 64, 4, 4),
     1 << 31: TileConfig(128, 128, 64, 8, 3),
 }
-# Of packed weights on Ampere, where larger ones spill 24 to 536 bytes per thread.
-AMPERE_PACKED_TILES: dict[int, TileConfig] = {
-    16: TileConfig(MIN_ROWS, 32, 128, 4, 4),
-    64: TileConfig(64, 64, 64, 8, 4),
-    1 << 31: TileConfig(128, 64, 64, 8, 3),
+# Of packed weights: few choices read 256 inputs of 32 outputs at a time, 16 bytes per thread and copy.
+PACKED_TILES: dict[int, TileConfig] = {
+    16: TileConfig(MIN_ROWS, 32, 256, 4, 4),
+    64: TileConfig(64, 64, 128, 4, 4),
+    1 << 31: TileConfig(128, 128, 64, 8, 3),
 }
 FLOAT32_TILE = TileConfig(MIN_ROWS, 32, 64, 4, 2)
 # Tiles of choices that share the outputs' weights in the L2 cache while they run.
@@ -108,6 +108,7 @@ def _expert_linear(
     num_experts,
     out_features,
     in_features,
+    bytes_per_row,
     num_groups,
     group_len,
     stride_x,
@@ -116,6 +117,8 @@ def _expert_linear(
     NUMBERS_PER_BYTE: tl.constexpr,
     IS_PER_OUTPUT: tl.constexpr,
     IS_FLOAT4: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
     TILES_PER_GROUP: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -138,10 +141,9 @@ def _expert_linear(
         sources, targets = choices // PER_TOKEN, offs_t
     else:
         sources, targets = offs_t, choices
-    token_ptrs = x_ptr + sources[:, None].to(tl.int64) * stride_x
-    bytes_per_row = in_features // NUMBERS_PER_BYTE
+    token_ptrs = x_ptr + sources[None, :].to(tl.int64) * stride_x
     rows = expert.to(tl.int64) * out_features + offs_n
-    row_ptrs = codes_ptr + rows[None, :] * bytes_per_row
+    row_ptrs = codes_ptr + rows * bytes_per_row
     offs_group = expert.to(tl.int64) * num_groups * out_features
     if scales_ptr is not None:
         scales_ptr += offs_group
@@ -149,35 +151,32 @@ def _expert_linear(
         zeros_ptr += offs_group
     if group_index_ptr is not None:
         group_index_ptr += expert * stride_index
-    offs_byte = tl.arange(0, BLOCK_K // NUMBERS_PER_BYTE)
-    sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+    sums = tl.zeros((BLOCK_N, BLOCK_T), dtype=tl.float32)
     for start in range(0, in_features, BLOCK_K):
-        offs_packed = start // NUMBERS_PER_BYTE + offs_byte
-        live = offs_packed < bytes_per_row
-        packed = tl.load(row_ptrs + offs_packed[:, None], mask=live[:, None] & mask_n[None, :], other=0.0)
-        for part in tl.static_range(NUMBERS_PER_BYTE):
-            offs_k = offs_packed * NUMBERS_PER_BYTE + part
-            weights = packed
-            if NUMBERS_PER_BYTE == 2:
-                weights = (packed >> (4 * part)) & 15
-            if scales_ptr is not None:
-                weights = to_weights(
-                    weights, scales_ptr, zeros_ptr, group_index_ptr, offs_k, offs_n, live, mask_n,
-                    start // group_len, out_features, IS_PER_OUTPUT, IS_FLOAT4,
-                )  # fmt: skip
-            x = tl.load(token_ptrs + offs_k[None, :], mask=mask_t[:, None] & live[None, :], other=0.0)
-            if UPCAST:
-                x = x.to(tl.float32)
-            sums = tl.dot(x, weights.to(x.dtype), sums, input_precision="tf32x3")
+        offs_k = start + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < in_features
+        if scales_ptr is not None:
+            weights = load_weights(
+                row_ptrs, scales_ptr, zeros_ptr, group_index_ptr, column * BLOCK_N, start, out_features, in_features,
+                bytes_per_row, group_len, NUMBERS_PER_BYTE, IS_PER_OUTPUT, IS_FLOAT4, NUM_GROUPS, HAS_PAIRS, BLOCK_N,
+                BLOCK_K,
+            )  # fmt: skip
+        else:
+            mask = mask_n[:, None] & mask_k[None, :]
+            weights = tl.load(row_ptrs[:, None] + offs_k[None, :], mask=mask, other=0.0)
+        x = tl.load(token_ptrs + offs_k[:, None], mask=mask_k[:, None] & mask_t[None, :], other=0.0)
+        if UPCAST:
+            x = x.to(tl.float32)
+        sums = tl.dot(weights.to(x.dtype), x, sums, input_precision="tf32x3")
     if IS_PER_OUTPUT:
-        sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[None, :]
+        sums *= tl.load(scales_ptr + offs_n, mask=mask_n, other=0.0).to(tl.float32)[:, None]
     if bias_ptr is not None:
         biases = tl.load(bias_ptr + expert.to(tl.int64) * out_features + offs_n, mask=mask_n, other=0.0)
-        sums += biases.to(tl.float32)[None, :]
+        sums += biases.to(tl.float32)[:, None]
     if factors_ptr is not None:
-        sums *= tl.load(factors_ptr + choices, mask=mask_t, other=0.0)[:, None]
-    out_ptrs = out_ptr + targets[:, None].to(tl.int64) * out_features + offs_n[None, :]
-    tl.store(out_ptrs, sums, mask=mask_t[:, None] & mask_n[None, :])
+        sums *= tl.load(factors_ptr + choices, mask=mask_t, other=0.0)[None, :]
+    out_ptrs = out_ptr + targets[None, :].to(tl.int64) * out_features + offs_n[:, None]
+    tl.store(out_ptrs, sums, mask=mask_n[:, None] & mask_t[None, :])
 
 
 def sort_choices(expert_ids: Tensor, num_experts: int, own: range | None = None) -> ExpertChoices:
@@ -222,26 +221,21 @@ def _launch(x: Tensor, weights: ExpertWeights, choices: ExpertChoices, factors: 
     make_out = torch.zeros if choices.is_partial and factors is not None else torch.empty
     out = make_out((num_choices, out_features), dtype=x.dtype, device=x.device)
     tile = find_tile(num_choices / choices.num_experts, weights, x)
-    scales, group_index = weights.scales, weights.group_index
+    scales = weights.scales
     num_groups = 1 if scales is None else scales.shape[1]
-    group_len = in_features // num_groups
     is_per_output = scales is not None and num_groups == 1 and weights.zeros is None
-    if num_groups > 1 and group_index is None:
-        # Each iteration reads one group.
-        tile = tile._replace(num_inputs=min(tile.num_inputs, group_len & -group_len))
-        if tile.num_inputs < MIN_INPUTS:
-            tile = tile._replace(num_inputs=MIN_INPUTS)
-            group_index = torch.arange(in_features, dtype=torch.int32, device=x.device) // group_len
+    tile, groups_per_tile, group_index = divide_groups(tile, in_features, num_groups, weights.group_index, x)
     # An expert without choices has no tile, and each other expert at most one that is not full.
     num_tiles = min(num_choices, num_choices // tile.num_tokens + num_experts)
     grid = (num_tiles * triton.cdiv(out_features, tile.num_outputs),)
     _expert_linear[grid](
         x, as_bytes(weights.codes), scales, weights.zeros, group_index, weights.bias, choices.order,
-        choices.starts, factors, out, num_tiles, num_experts, out_features, in_features, num_groups, group_len,
-        x.stride(0),
+        choices.starts, factors, out, num_tiles, num_experts, out_features, in_features, weights.codes.shape[2],
+        num_groups, in_features // num_groups, x.stride(0),
         0 if weights.group_index is None else in_features,
         PER_TOKEN=choices.top_k, NUMBERS_PER_BYTE=numbers_per_byte, IS_PER_OUTPUT=is_per_output,
-        IS_FLOAT4=weights.codes.dtype == FLOAT4, TILES_PER_GROUP=TILES_PER_GROUP, BLOCK_T=tile.num_tokens,
+        IS_FLOAT4=weights.codes.dtype == FLOAT4, NUM_GROUPS=groups_per_tile,
+        HAS_PAIRS=has_pairs(scales, weights.zeros), TILES_PER_GROUP=TILES_PER_GROUP, BLOCK_T=tile.num_tokens,
         BLOCK_N=tile.num_outputs,
         BLOCK_K=tile.num_inputs, BLOCK_X=triton.next_power_of_2(num_experts), UPCAST=INTERPRETED,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
@@ -253,6 +247,5 @@ def find_tile(mean_choices: float, weights: ExpertWeights, x: Tensor) -> TileCon
     """Return the tile for a mean number of choices per expert, of tokens x."""
     if x.dtype == torch.float32:
         return FLOAT32_TILE
-    uses_small = weights.is_packed and find_architecture(x.device) < HOPPER
-    table = AMPERE_PACKED_TILES if uses_small else TILES
+    table = PACKED_TILES if weights.is_packed else TILES
     return next(tile for mean, tile in table.items() if mean_choices <= mean)

@@ -1,4 +1,4 @@
-"""Copies of blocks for copy-on-write, all layers in one launch."""
+"""Copies of blocks for copy-on-write, and between the device and the host, all layers in one launch."""
 
 import torch
 import triton
@@ -7,6 +7,9 @@ from torch import Tensor
 
 # 64-bit words per program.
 BLOCK_WORDS = 1024
+# Programs that copy between device and host. These keep a quarter of a megabyte under way, more than the bus needs,
+# and leave most multiprocessors to the step.
+NUM_SWAP_PROGRAMS = 32
 
 
 # The ids of one copy are columns of one matrix, of which the second is not aligned; those of several are copied.
@@ -39,4 +42,43 @@ def copy_blocks(kv_caches: Tensor, source_ids: Tensor, destination_ids: Tensor) 
     _copy_blocks[grid](
         words, source_ids.contiguous(), destination_ids.contiguous(), block_words, words.stride(0),
         BLOCK_W=BLOCK_WORDS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_copies", "stride_source", "stride_destination"])
+def _copy_scattered_blocks(
+    pairs_ptr,  # [n, 2]
+    source_ptr,  # [L, N, W] words
+    destination_ptr,  # [L, M, W]
+    num_pairs,
+    num_copies,
+    block_words,
+    stride_source,
+    stride_destination,
+    BLOCK_W: tl.constexpr,
+):
+    # grid: (NUM_SWAP_PROGRAMS,)
+    for copy in range(tl.program_id(0), num_copies, tl.num_programs(0)):
+        layer = (copy // num_pairs).to(tl.int64)
+        pair_ptr = pairs_ptr + copy % num_pairs * 2
+        from_ptr = source_ptr + layer * stride_source + tl.load(pair_ptr).to(tl.int64) * block_words
+        to_ptr = (
+            destination_ptr + layer * stride_destination + tl.load(pair_ptr + 1).to(tl.int64) * block_words
+        )
+        for start in range(0, block_words, BLOCK_W):
+            offs_w = start + tl.arange(0, BLOCK_W)
+            mask = offs_w < block_words
+            tl.store(to_ptr + offs_w, tl.load(from_ptr + offs_w, mask=mask), mask=mask)
+
+
+def copy_scattered_blocks(pairs: Tensor, source: Tensor, destination: Tensor) -> None:
+    """See kernels.paged_cache. Pinned host memory has the same address on the device."""
+    num_layers = source.shape[0]
+    assert source.is_contiguous()
+    assert destination.is_contiguous()
+    assert pairs.is_contiguous()
+    words, targets = (each.view(*each.shape[:2], -1).view(torch.int64) for each in (source, destination))
+    _copy_scattered_blocks[(NUM_SWAP_PROGRAMS,)](
+        pairs, words, targets, len(pairs), len(pairs) * num_layers, words.shape[2], words.stride(0),
+        targets.stride(0), BLOCK_W=BLOCK_WORDS, num_warps=8,
     )  # fmt: skip

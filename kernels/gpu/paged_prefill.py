@@ -1,9 +1,9 @@
 """Causal attention of ragged chunks over the paged cache, cached prefixes included (Dao, *FlashAttention-2*, 2023).
 
-The kernel serves chunked prefill, prefill after a prefix hit, and verification of drafts. A tile's rows are (query,
-head) pairs of one sequence and one KV head, so that the group shares every read of a key. The number of tiles does
-not depend on the chunk lengths: sequence s starts at tile ``query_start[s] // queries per tile + s``, which leaves
-room for its last, partly filled tile. A program finds its sequence by bisection.
+The kernel serves chunked prefill, prefill after a prefix hit, and new tokens of draft models. A tile's rows are
+(query, head) pairs of one sequence and one KV head, so that the group shares every read of a key. The number of
+tiles does not depend on the chunk lengths: sequence s starts at tile ``query_start[s] // queries per tile + s``,
+which leaves room for its last, partly filled tile. A program finds its sequence by bisection.
 """
 
 import torch

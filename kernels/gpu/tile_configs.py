@@ -56,6 +56,11 @@ DECODE_TILES: dict[TileKey, TileConfig] = {
     (None, None, None, None, None): TileConfig(MIN_ROWS, 64, 4, 3),
 }
 
+# Of decodes with several tokens of a sequence, whose drafts are verified: most rows, and most bytes of their queries,
+# beside which the copies of keys and values fit into shared memory.
+MAX_RUN_TILE_ROWS = 64
+MAX_RUN_TILE_BYTES = 32 << 10
+
 # Chunks of prompts.
 LARGE_PREFILL_TILES: dict[TileKey, TileConfig] = {
     (INTERPRETER, None, None, None, None): TileConfig(64, 32, 1, 1),
@@ -73,7 +78,7 @@ LARGE_PREFILL_TILES: dict[TileKey, TileConfig] = {
     (None, None, None, None, None): TileConfig(128, 64, 8, 2),
 }
 
-# A few tokens per sequence: the end of a prompt after a prefix hit, or drafts to verify.
+# A few tokens per sequence: the end of a prompt after a prefix hit, or the new tokens of a draft model.
 SMALL_PREFILL_TILES: dict[TileKey, TileConfig] = {
     (INTERPRETER, None, None, None, None): TileConfig(MIN_ROWS, 32, 1, 1),
     (None, 512, None, 4, None): TileConfig(MIN_ROWS, 16, 4, 1),
@@ -101,6 +106,21 @@ def find_tile(table: dict[TileKey, TileConfig], q: torch.Tensor, kv_cache: torch
         if all(part is None or part == value for part, value in zip(key, actual, strict=True))
     )
     return tile._replace(num_rows=max(tile.num_rows, group))
+
+
+def find_run_tile(
+    table: dict[TileKey, TileConfig], q: torch.Tensor, kv_cache: torch.Tensor, max_queries: int
+) -> TileConfig:
+    """Return find_tile's entry for decodes, with room for `max_queries` tokens of a sequence or as many as fit."""
+    tile = find_tile(table, q, kv_cache)
+    most = MAX_RUN_TILE_BYTES // (triton.next_power_of_2(q.shape[2]) * q.dtype.itemsize)
+    num_wanted = triton.next_power_of_2(q.shape[1] // kv_cache.shape[2] * max_queries)
+    num_rows = min(num_wanted, MAX_RUN_TILE_ROWS, most)
+    if max_queries == 1 or num_rows <= tile.num_rows:
+        return tile
+    # With 4 warps 64 rows spill up to 168 bytes per thread, and 32 rows up to 64 if the cache has 8 bits per number.
+    needs_more = num_rows > 32 or kv_cache.dtype.itemsize == 1
+    return tile._replace(num_rows=num_rows, num_warps=8 if needs_more else tile.num_warps)
 
 
 # (compute capability, numbers of a key without the rotated ones padded to a power of two, bytes per number of the

@@ -45,14 +45,14 @@ void gate_row(const T* gate_up, T* out, int64_t length, const With& with) {
   std::copy(result, result + length - i, out + i);
 }
 
-// The clamped activation of gpt-oss; see kernels/activation.py.
+// The clamped activation of gpt-oss and DeepSeek-V4; see kernels/activation.py.
 struct Clamped {
-  float alpha, limit;
+  float alpha, limit, offset;
 
   Vec operator()(Vec gate, Vec up) const {
     const Vec most = broadcast(limit);
     gate = gate > most ? most : gate;
     up = up > most ? most : up < -most ? -most : up;
-    return gate / (1.f + exp_of(-alpha * gate)) * (up + 1.f);
+    return gate / (1.f + exp_of(-alpha * gate)) * (up + offset);
   }
 };

@@ -16,7 +16,7 @@ from pathlib import Path
 # Processor time of one run, which takes 10 to 60 s; and the time without any after which a compiler hangs.
 MAX_CPU_S = 900.0
 MAX_IDLE_S = 120.0
-_LOG_EVERY_S = 30.0
+LOG_EVERY_S = 30.0
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def run_compiler(command: Sequence[str]) -> None:
 
 
 def wait_while_busy(process: subprocess.Popen[str], used_cpu_s: Callable[[], float]) -> str:
-    """Wait for a process and return its stderr; log every _LOG_EVERY_S what is waited for.
+    """Wait for a process and return its stderr; log every LOG_EVERY_S what is waited for.
 
     Args:
         used_cpu_s: returns the processor time that it has used until now.
@@ -53,10 +53,10 @@ def wait_while_busy(process: subprocess.Popen[str], used_cpu_s: Callable[[], flo
     name, used_s, idle_s = str(process.args[0]), 0.0, 0.0  # type: ignore[index]  # a sequence
     while True:
         try:
-            return process.communicate(timeout=_LOG_EVERY_S)[1]
+            return process.communicate(timeout=LOG_EVERY_S)[1]
         except subprocess.TimeoutExpired:
             before_s, used_s = used_s, used_cpu_s()
-        idle_s = 0.0 if used_s > before_s else idle_s + _LOG_EVERY_S
+        idle_s = 0.0 if used_s > before_s else idle_s + LOG_EVERY_S
         _log.warning("waiting for %s, which has used %.0f s of processor time", name, used_s)
         if used_s > MAX_CPU_S:
             raise TimeoutError(

@@ -130,12 +130,12 @@ void quire_gate_and_mul(int dtype, int gate, const void* gate_up, void* out, int
     FOR_DTYPE((gate_and_mul<SILU>((const T*)gate_up, (T*)out, rows, length, threads)));
 }
 
-void quire_clamped_gate_and_mul(int dtype, float alpha, float limit, const void* gate_up, void* out, int64_t rows,
-                                int64_t length, int threads) {
+void quire_clamped_gate_and_mul(int dtype, float alpha, float limit, float offset, const void* gate_up, void* out,
+                                int64_t rows, int64_t length, int threads) {
   with_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     for_rows(rows, length, threads, [&](int64_t row) {
-      gate_row((const T*)gate_up + row * 2 * length, (T*)out + row * length, length, Clamped{alpha, limit});
+      gate_row((const T*)gate_up + row * 2 * length, (T*)out + row * length, length, Clamped{alpha, limit, offset});
     });
   });
 }

@@ -185,7 +185,7 @@ void activate_rows(const Experts& own, const T* gate_up, T* out, int64_t rows, i
     }
     const T* from = gate_up + row * 2 * length;
     if (own.is_clamped)
-      gate_row(from, to, length, Clamped{own.alpha, own.limit});
+      gate_row(from, to, length, Clamped{own.alpha, own.limit, own.offset});
     else if (own.gate == GELU_TANH)
       gate_row(from, to, length, [](Vec gate, Vec up) { return activate<GELU_TANH>(gate) * up; });
     else

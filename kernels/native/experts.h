@@ -20,5 +20,5 @@ struct Experts {
   int64_t gate;        // activation
   int64_t is_clamped;  // clamps its inputs, with the gate SILU
   int64_t scales_inputs;  // the factors multiply the inputs of experts, not their results
-  float alpha, limit;  // of the clamped activation
+  float alpha, limit, offset;  // of the clamped activation
 };

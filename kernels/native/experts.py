@@ -27,7 +27,7 @@ class Experts(ctypes.Structure):
     _fields_ = [
         ("experts", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "first", "gate", "is_clamped", "scales_inputs")),
-        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit", "offset")),
     ]
 
 

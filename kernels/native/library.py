@@ -50,7 +50,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_add_rms_norm": [_INT] + [_POINTER] * 4 + [_LONG] * 2 + [_FLOAT, _INT],
     "quire_scale": [_INT, _POINTER, _FLOAT] + [_LONG] * 2 + [_INT],
     "quire_gate_and_mul": [_INT] * 2 + [_POINTER] * 2 + [_LONG] * 2 + [_INT],
-    "quire_clamped_gate_and_mul": [_INT, _FLOAT, _FLOAT] + [_POINTER] * 2 + [_LONG] * 2 + [_INT],
+    "quire_clamped_gate_and_mul": [_INT] + [_FLOAT] * 3 + [_POINTER] * 2 + [_LONG] * 2 + [_INT],
     "quire_activate": [_INT] * 2 + [_POINTER] * 2 + [_LONG, _INT],
     "quire_apply_rope": [_INT] + [_POINTER] * 3 + [_LONG] * 6 + [_INT],
     "quire_write_kv": [_LONG] + [_POINTER] * 3 + [_LONG] * 5,

@@ -28,13 +28,14 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return out
 
 
-def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+def clamped_silu_and_mul(gate_up: Tensor, alpha: float, limit: float, offset: float) -> Tensor:
     rows, length = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, length), dtype=gate_up.dtype)
     library().quire_clamped_gate_and_mul(
         _code(gate_up),
         alpha,
         limit,
+        offset,
         gate_up.data_ptr(),
         out.data_ptr(),
         rows,

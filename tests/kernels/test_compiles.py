@@ -43,6 +43,20 @@ def test_indexer_has_one_variant_for_all_parts_of_a_step(tmp_path: Path) -> None
     assert len([each for each in variants if each.startswith("index_scores.")]) == 2 * 3
 
 
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_packed_weights_are_copied_16_bytes_at_a_time_and_ahead(capability: str, tmp_path: Path) -> None:
+    """Products of few tokens take as long as reading the weights; their groups are shorter than a tile."""
+    _, *variants = run_script(capability, "launch_all_packed_weights", TRITON_CACHE_DIR=str(tmp_path))
+    products = [each for each in variants if "_linear " in each]
+    assert len(products) == 2 * 3 * 2
+
+
+def test_float8_groups_are_copied_ahead_with_their_scales(tmp_path: Path) -> None:
+    """Scales are no factors of products, which alone are copied ahead by default."""
+    _, *variants = run_script("90", "launch_all_float8_groups", TRITON_CACHE_DIR=str(tmp_path))
+    assert len([each for each in variants if each.startswith("float8_groups.")]) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("capability", ["80", "90", "100"])

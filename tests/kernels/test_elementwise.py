@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from quire.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from quire.kernels.activation import GatedActivation, clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from quire.kernels.gumbel import gumbel_noise, random_keys
 from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.paged_cache import copy_blocks, write_kv
@@ -40,11 +40,14 @@ def test_gates(length: int) -> None:
     gelu = gate * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3))) / 2
     for op, exact in ((silu_and_mul, gate * gate.sigmoid() * up), (gelu_tanh_and_mul, gelu * up)):
         torch.testing.assert_close(op(gate_up).double(), exact, atol=1e-6, rtol=1e-6)
+    bounded = (gate * gate.sigmoid()).clamp(max=0.5) * up.clamp(-0.5, 0.5)
+    found = GatedActivation("silu", limit=0.5)(gate_up).double()
+    torch.testing.assert_close(found, bounded, atol=1e-6, rtol=1e-6)
     gate, up = gate.clamp(max=1.0), up.clamp(-1.0, 1.0)
-    clamped = gate * (1.7 * gate).sigmoid() * (up + 1)
-    torch.testing.assert_close(
-        clamped_silu_and_mul(gate_up, 1.7, 1.0).double(), clamped, atol=1e-6, rtol=1e-6
-    )
+    for offset in (1.0, 0.0):
+        clamped = gate * (1.7 * gate).sigmoid() * (up + offset)
+        found = clamped_silu_and_mul(gate_up, 1.7, 1.0, offset).double()
+        torch.testing.assert_close(found, clamped, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)], ids=str)

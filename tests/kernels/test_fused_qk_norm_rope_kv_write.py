@@ -32,7 +32,13 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
 
         fused: Callable[..., Tensor] = kernel.fused_qk_norm_rope_kv_write
 
-        def on_device(heads: Tensor, cache: Tensor, *rest: Any, kv_scales: Tensor | None) -> Tensor:
+        def on_device(
+            heads: Tensor,
+            cache: Tensor,
+            *rest: Any,
+            kv_scales: Tensor | None,
+            fixed_scales: Tensor | None = None,
+        ) -> Tensor:
             """Run the kernel on the device and copy caches and scales back."""
             device = torch.device(str(DEVICE.values[0]))
             moved_cache = cache.to(device)
@@ -41,7 +47,8 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
                 out = fused(heads.to(device), moved_cache, *moved)
             else:
                 moved_scales = kv_scales.to(device)
-                out = fused(heads.to(device), moved_cache, *moved, kv_scales=moved_scales)
+                fixed = None if fixed_scales is None else fixed_scales.to(device)
+                out = fused(heads.to(device), moved_cache, *moved, kv_scales=moved_scales, fixed_scales=fixed)
                 kv_scales.copy_(moved_scales)
             cache.copy_(moved_cache)
             return out.cpu()
@@ -107,3 +114,22 @@ def test_duplicate_slots_leave_other_slots_unchanged(op: Callable[..., Tensor]) 
     assert scales.nonzero()[:, [0, 3]].unique(dim=0).tolist() == [[1, 1], [2, 8]]
     back = dequantize(cache, scales, torch.float32)
     torch.testing.assert_close(back[[1, 2], :, :, [1, 8]], torch.ones(2, 2, NUM_KV_HEADS, 64))
+
+
+def test_fixed_scales_are_those_of_all_keys_and_of_all_values(op: Callable[..., Tensor]) -> None:
+    """Numbers past the limit of the type are clamped, not lost."""
+    torch.manual_seed(0)
+    heads = torch.randn(len(SLOTS), NUM_HEADS + 2 * NUM_KV_HEADS, 64)
+    heads[0, NUM_HEADS] = 1e6
+    kv = heads[:, NUM_HEADS:].reshape(len(SLOTS), 2, NUM_KV_HEADS, 64).clone()
+    cache = torch.zeros(4, 2, NUM_KV_HEADS, BLOCK_SIZE, 64, dtype=torch.float8_e4m3fn)
+    scales, fixed = torch.zeros(cache.shape[:-1]), torch.tensor([0.25, 2.0])
+    args = torch.tensor(SLOTS), None, None, None, None, 0.0
+    op(heads, cache, *args, kv_scales=scales, fixed_scales=fixed)
+    for token, slot in enumerate(SLOTS):
+        if slot >= 0:
+            at = slot // BLOCK_SIZE, slice(None), slice(None), slot % BLOCK_SIZE
+            assert torch.equal(scales[at], fixed[:, None].expand(2, NUM_KV_HEADS))
+            expected = kv[token].clamp(-448 * fixed[:, None, None], 448 * fixed[:, None, None])
+            found = dequantize(cache[at], scales[at], torch.float32)
+            torch.testing.assert_close(found, expected, atol=2**-9 * 2.0, rtol=2**-3)

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import activation, block_tables, fused_qk_norm_rope_kv_write, norm, paged_cache
+from quire.kernels import (
+    activation,
+    block_tables,
+    dispatch,
+    fused_qk_norm_rope_kv_write,
+    norm,
+    paged_cache,
+)
 
 # One rounding of the result; the interpreter truncates bfloat16, which is at most twice the error.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -79,8 +86,9 @@ def test_clamped_gate(device: str, dtype: torch.dtype) -> None:
     from quire.kernels.gpu import activation as kernels
 
     gate_up = (3 * torch.randn(3, 74)).to(device, dtype)
-    expected = activation.clamped_silu_and_mul(exact(gate_up), 1.702, 2.0)
-    close(kernels.clamped_silu_and_mul(gate_up, 1.702, 2.0), expected)
+    for offset in (1.0, 0.0):
+        expected = activation.clamped_silu_and_mul(exact(gate_up), 1.702, 2.0, offset)
+        close(kernels.clamped_silu_and_mul(gate_up, 1.702, 2.0, offset), expected)
 
 
 @DTYPES
@@ -134,7 +142,15 @@ def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_swap_out_and_in_preserves_blocks(device: str) -> None:
+@pytest.mark.parametrize("is_scattered", [False, True], ids=["copies", "kernel"])
+def test_swap_out_and_in_preserves_blocks(
+    device: str, is_scattered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_scattered:
+        monkeypatch.setattr(paged_cache, "MIN_SCATTERED_COPIES", 0)
+        monkeypatch.setattr(paged_cache, "has_kernels", lambda tensor: True)
+        monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
+        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor) if device == "cpu" else None
     caches = torch.randn(2, 9, 2, 2, 16, 8).to(device)
     host = torch.full((2, 7, 2, 2, 16, 8), torch.nan)
     host = host.pin_memory() if device == "cuda" else host

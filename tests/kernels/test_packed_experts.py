@@ -78,7 +78,7 @@ def random_step(num_tokens: int, top_k: int, dtype: torch.dtype) -> tuple[Tensor
     return torch.randn(num_tokens, HIDDEN).to(dtype), torch.rand(num_tokens, top_k), ids
 
 
-ACTIVATIONS = [SILU, GatedActivation("gelu_tanh"), GatedActivation("silu", (1.702, 1.0))]
+ACTIVATIONS = [SILU, GatedActivation("gelu_tanh"), GatedActivation("silu", (1.702, 1.0, 1.0))]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.kernels import quantized_linear as references
 from quire.kernels.quantized_linear import FLOAT4, FLOAT8, QuantizedWeight, dequantize
+from quire.worker.weights.linear_weight import Float8GroupsWeight, QuantizedLinearWeight, make_linear_weight
 
 # One rounding of the result; the interpreter truncates bfloat16, which is at most twice the error. Weights are
 # rounded to the dtype of the tokens before they are multiplied.
@@ -141,3 +142,54 @@ def test_float8_linear_is_close_to_float64(device: str, dtype: torch.dtype, has_
 
 def test_cpu_does_not_support_float8_linear() -> None:
     assert not references.supports_float8_linear(random_weight("fp8", 64, 64))
+
+
+GROUPS = pytest.mark.parametrize(
+    ("num_tokens", "out_features", "in_features"), [(1, 70, 384), (17, 33, 256), (70, 200, 128)], ids=str
+)
+
+
+def random_groups(out_features: int, in_features: int) -> QuantizedWeight:
+    codes = torch.randn(out_features, in_features).to(FLOAT8)
+    return QuantizedWeight(codes, (torch.rand(in_features // 128, out_features) + 0.5) * in_features**-0.5)
+
+
+@GROUPS
+@DTYPES
+def test_float8_groups_kernel_matches_twin(
+    device: str, num_tokens: int, out_features: int, in_features: int, dtype: torch.dtype
+) -> None:
+    from quire.kernels.gpu.float8_groups import float8_groups_linear
+
+    weight = random_groups(out_features, in_features)
+    x = torch.randn(num_tokens, in_features).to(dtype)
+    bias = torch.randn(out_features).to(dtype) if num_tokens > 1 else None
+    y = float8_groups_linear(x.to(device), weight.to(device), None if bias is None else bias.to(device))
+    expected = references.float8_groups_linear(x, weight, bias)
+    assert y.dtype == dtype
+    torch.testing.assert_close(
+        y.cpu().float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+    )
+
+
+def test_float8_groups_scale_each_group_of_a_token() -> None:
+    """A group of large numbers takes no bits from the others."""
+    weight, x = random_groups(64, 256), torch.randn(5, 256)
+    x[:, :128] *= 1e4
+    weight.codes.view(torch.uint8)[:, :128] = 0
+    y = references.float8_groups_linear(x, weight)
+    expected = x.double() @ dequantize(weight).double().t()
+    torch.testing.assert_close(y.double(), expected, atol=0.1, rtol=2**-4)
+
+
+def test_float8_groups_are_multiplied_on_hopper_in_16_bit_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(references, "has_kernels", lambda tensor: True)
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    weight = random_groups(32, 256)
+    assert isinstance(make_linear_weight(weight, torch.bfloat16), Float8GroupsWeight)
+    assert type(make_linear_weight(weight, torch.float32)) is QuantizedLinearWeight
+    halves = QuantizedWeight(weight.codes, weight.scales.repeat_interleave(2, dim=0))
+    assert type(make_linear_weight(halves, torch.bfloat16)) is QuantizedLinearWeight
+    capability[0] = (8, 9)
+    assert type(make_linear_weight(weight, torch.bfloat16)) is QuantizedLinearWeight

@@ -277,24 +277,31 @@ def test_state_after_drafts_is_that_of_accepted_tokens(either: str) -> None:
     check_repeated_runs(ops, lambda tensor: tensor, exact=True)
 
 
-def check_repeated_runs(
-    ops: tuple[Callable[..., Tensor], ...], move: Callable[[Tensor], Tensor], *, exact: bool
-) -> None:
-    """Runs of 4, 1 and 5 tokens, of which the first and the last have drafts, and 1 and 3 tokens are accepted."""
+def make_recurrences(
+    ops: tuple[Callable[..., Tensor], ...], move: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], Callable[[list[Tensor], StateRuns], list[Tensor]]]:
+    """Return states of each op, and what computes 10 tokens with states and runs."""
     attend_, convolve, scan = ops
     attention = [move(each) for each in attention_inputs(10, torch.float32, dims=(24, 48))]
     x, b, c = (move(torch.randn(10, size)) for size in (64, 16, 16))
     weight, step, decay = move(torch.randn(64, 4)), move(torch.rand(10, 64)), move(-torch.rand(16, 64))
     shapes = (NUM_SLOTS, 4, 24, 48), (NUM_SLOTS, 3, 64), (NUM_SLOTS, 16, 64)
-    before = [move(torch.randn(shape)) for shape in shapes]
 
     def compute(states: list[Tensor], runs: StateRuns) -> list[Tensor]:
         return [
-            runs.compute(attend_, *attention, states[0], scale=0.5),
-            runs.compute(convolve, x, weight, None, states[1], silu=True),
-            runs.compute(scan, x, step, decay, b, c, states[2]),
+            runs.compute(attend_, *attention, states=states[0], scale=0.5),
+            runs.compute(convolve, x, weight, None, states=states[1], silu=True),
+            runs.compute(scan, x, step, decay, b, c, states=states[2]),
         ]
 
+    return [move(torch.randn(shape)) for shape in shapes], compute
+
+
+def check_repeated_runs(
+    ops: tuple[Callable[..., Tensor], ...], move: Callable[[Tensor], Tensor], *, exact: bool
+) -> None:
+    """Runs of 4, 1 and 5 tokens, of which the first and the last have drafts, and 1 and 3 tokens are accepted."""
+    before, compute = make_recurrences(ops, move)
     whole = make_runs(4, 1, 5, new=(False, False, False))
     runs = replace(on(move, whole), stores=move(torch.tensor([False, True, False])), calls=[])
     states, expected = [each.clone() for each in before], [each.clone() for each in before]
@@ -309,6 +316,42 @@ def check_repeated_runs(
     compute(expected, replace(on(move, whole), shorter=ends))
     for state, other in zip(states, expected, strict=True):
         torch.testing.assert_close(state, other, atol=tolerance, rtol=tolerance)
+
+
+def test_cut_runs_save_the_state_at_the_cut(either: str) -> None:
+    check_cut_runs((linear_attention, causal_conv, selective_scan), lambda tensor: tensor, exact=True)
+
+
+def check_cut_runs(
+    ops: tuple[Callable[..., Tensor], ...], move: Callable[[Tensor], Tensor], *, exact: bool
+) -> None:
+    """Runs of 4, 1 and 5 tokens in slots 3, 0 and 4, of which the first is cut after 3 and the last after 1."""
+    before, compute = make_recurrences(ops, move)
+    tolerance = 0.0 if exact else 1e-5
+    whole = on(move, make_runs(4, 1, 5, new=(True, False, False)))
+    cut = whole.cut(
+        move(torch.tensor([0, 2])),
+        move(torch.tensor([3, 1], dtype=torch.int32)),
+        move(torch.tensor([2, 1])),
+        move(torch.tensor([3, 6, 7, 8, 9])),
+        4,
+    )
+    states, expected = [each.clone() for each in before], [each.clone() for each in before]
+    shorter = replace(whole, shorter=move(torch.tensor([3, 5, 6], dtype=torch.int32)))
+    saved = [each.clone() for each in before]
+    compute(saved, shorter)
+    for out, other in zip(compute(states, cut), compute(expected, whole), strict=True):
+        torch.testing.assert_close(out, other, atol=tolerance, rtol=tolerance)
+    for state, other, at_cut in zip(states, expected, saved, strict=True):
+        torch.testing.assert_close(state[[3, 0, 4]], other[[3, 0, 4]], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(state[[2, 1]], at_cut[[3, 4]], atol=tolerance, rtol=tolerance)
+
+
+def test_kernels_save_states_at_cuts(device: str) -> None:
+    from quire.kernels.gpu import recurrence as gpu
+
+    ops = gpu.linear_attention, gpu.causal_conv, gpu.selective_scan
+    check_cut_runs(ops, lambda tensor: tensor.to(device), exact=False)
 
 
 def test_kernels_repeat_accepted_tokens(device: str) -> None:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from quire.kernels.native import compiler
 from quire.kernels.native.compiler import MAX_CPU_S, MAX_IDLE_S, run_compiler, session_cpu_s, wait_while_busy
 
-_SLICE_S = compiler._LOG_EVERY_S
+_SLICE_S = compiler.LOG_EVERY_S
 # A child uses the processor, ends, and is waited for.
 _BUSY_CHILD = """
 import subprocess, sys, time
@@ -45,15 +44,13 @@ def wait(process: FakeProcess, times: Iterator[float]) -> str:
     return wait_while_busy(any_process, lambda: next(times))
 
 
-def test_wait_lasts_while_processor_time_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_lasts_while_processor_time_is_used(log_of: Callable[[str], list[str]]) -> None:
     """On a machine under load: an hour for 12 s of work, with pauses shorter than MAX_IDLE_S."""
     times = iter([0.1 * (index // 3) for index in range(1, 121)])
-    log = Mock()
-    monkeypatch.setattr(compiler, "_log", log)
+    lines = log_of(compiler.__name__)
     assert wait(FakeProcess(120), times) == "a warning"
-    lines = [call.args[0] % call.args[1:] for call in log.warning.call_args_list]
     assert len(lines) == 120
-    assert lines[-1] == "waiting for c++, which has used 4 s of processor time"
+    assert lines[-1] == "WARNING: waiting for c++, which has used 4 s of processor time"
 
 
 def test_wait_ends_without_progress() -> None:
@@ -88,7 +85,7 @@ def test_compiler_that_is_given_up_ends_with_its_children(
     os.mkfifo(pipe)
     program.write_text(f"#!/bin/sh\nsleep 600 > {pipe} &\nwait\n")
     program.chmod(0o755)
-    monkeypatch.setattr(compiler, "_LOG_EVERY_S", 0.05)
+    monkeypatch.setattr(compiler, "LOG_EVERY_S", 0.05)
     monkeypatch.setattr(compiler, "MAX_IDLE_S", 0.5)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:

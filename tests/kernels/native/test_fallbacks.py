@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,21 +14,18 @@ from quire.kernels.native.ops import supports_attention, supports_rows
 
 
 @pytest.fixture
-def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Return the list of the logged texts."""
-    texts: list[str] = []
-    logger = SimpleNamespace(info=lambda text, *arguments: texts.append(text % arguments))
-    monkeypatch.setattr(fallbacks, "_log", logger)
+def logged(monkeypatch: pytest.MonkeyPatch, log_of: Callable[[str], list[str]]) -> Iterator[list[str]]:
+    """Return the list of the logged lines."""
     monkeypatch.setattr(fallbacks, "is_available", lambda: True)
     fallbacks.log_fallback.cache_clear()
-    yield texts
+    yield log_of(fallbacks.__name__)
     fallbacks.log_fallback.cache_clear()
 
 
 def test_fallback_is_logged_once_per_reason(logged: list[str]) -> None:
     for reason in ("a", "b", "a"):
         fallbacks.log_fallback("norms", reason)
-    assert logged == [f"PyTorch computes norms, which is slower: {reason}" for reason in "ab"]
+    assert logged == [f"INFO: PyTorch computes norms, which is slower: {reason}" for reason in "ab"]
 
 
 def test_fallback_without_the_library_is_not_logged(
@@ -53,7 +49,7 @@ def test_attention_without_an_op_is_logged(logged: list[str]) -> None:
     for _ in range(2):
         assert not supports_attention(torch.zeros(2, 4, 520), torch.zeros(9, 2, 2, 16, 520))
     reason = "there is no C++ op for a head_dim of 520, queries of torch.float32 and a cache of torch.float32"
-    assert logged == [f"PyTorch computes attention, which is slower: {reason}"]
+    assert logged == [f"INFO: PyTorch computes attention, which is slower: {reason}"]
 
 
 def test_latent_attention_without_an_op_is_logged(logged: list[str]) -> None:
@@ -62,7 +58,7 @@ def test_latent_attention_without_an_op_is_logged(logged: list[str]) -> None:
     reason = (
         "there is no C++ op for latents of 41 numbers, queries of torch.float32 and a cache of torch.float32"
     )
-    assert logged == [f"PyTorch computes latent attention, which is slower: {reason}"]
+    assert logged == [f"INFO: PyTorch computes latent attention, which is slower: {reason}"]
 
 
 def test_ops_that_exist_are_not_logged(logged: list[str]) -> None:
