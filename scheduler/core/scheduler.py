@@ -14,12 +14,14 @@ import numpy as np
 
 from ...proto.block_map import BlockMap
 from ...proto.block_tables import IntArray
+from ...proto.codec import NO_INTS
 from ...proto.config import EngineConfig
-from ...proto.digests import make_root
+from ...proto.digests import make_root, whole_prompt_salt
 from ...proto.engine_command import COMMAND_TIMEOUT_S
-from ...proto.errors import QuireError, RankFailed, RequestQuarantined
+from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable, RequestQuarantined
+from ...proto.lora import LoraReference
 from ...proto.step import StepPlan, StepResult
-from ...proto.stream import Finish, FinishReason, MediaUpload, Recall, Recalled, Submit
+from ...proto.stream import Finish, FinishReason, Lent, MediaUpload, Recall, Recalled, Submit, TokenBatch
 from ..kv.block_manager import BlockManager
 from ..kv.kv_tiers import KvTiers
 from ..sequences.beam_group import BeamGroup
@@ -33,13 +35,13 @@ from .control.drain import Drainer
 from .control.engine_control import EngineControl
 from .planning.planner import Planner
 from .queue.deadlines import deadline_of
-from .queue.kv_moves import KvMoves, NoKvMoves
+from .queue.kv_moves import FetchedPrompts, KvMoves, NoKvMoves
 from .queue.lora_adapters import LoraAdapters
 from .queue.media import MediaQueue
 from .queue.policy import rank_of
 from .replies.outbox import Outgoing, error_finish
 from .replies.retained_outputs import KnownOutput
-from .results.equal_steps import EqualSteps
+from .results.equal_steps import DecodedSteps, EqualSteps
 from .results.observers import (
     CostObserver,
     DraftObserver,
@@ -89,6 +91,7 @@ class Scheduler:
         )
         self._processor = ResultProcessor(self._state, epoch, observers)
         self._drainer = Drainer(self._state)
+        self._fetched = FetchedPrompts()
         self.control = EngineControl(self._state)
         self._equal_steps = EqualSteps(self._state, self._processor)
         if self._state.lora is not None and config.lora is not None:
@@ -177,6 +180,8 @@ class Scheduler:
         if submit.fetch_only:
             self._fetch(gateway, submit, now)
             return None
+        if submit.lend_only:
+            return self._lend(gateway, submit, now)
         if self._drainer.is_on:
             self._drainer.reject(gateway, submit)
             return None
@@ -196,10 +201,21 @@ class Scheduler:
 
     def _fetch(self, gateway: bytes, submit: Submit, now: float) -> None:
         """Read the blocks of a sequence that will come, if the ranks take orders."""
-        control = self.control
-        if self._drainer.is_on or control.refusal() or control.holds_steps or control.holds_admission:
+        control, whole = self.control, self._fetched.complete(gateway, submit)
+        if whole is None or self._drainer.is_on or control.refusal():
             return
-        self._state.kv_moves.fetch(self._make_sequences(gateway, submit, now)[0], now, self.num_running)
+        if not (control.holds_steps or control.holds_admission):
+            self._state.kv_moves.fetch(self._make_sequences(gateway, whole, now)[0], now, self.num_running)
+
+    def _lend(self, gateway: bytes, submit: Submit, now: float) -> Finish | None:
+        """Lend the cached beginning of a prompt; return a Finish if there is none."""
+        offer = None
+        if not self._drainer.is_on and not self.control.refusal():
+            offer = self._state.kv_moves.lend(self._make_sequences(gateway, submit, now)[0], now)
+        if offer is None:
+            return error_finish(submit.handle, ReplicaUnavailable("it has no blocks of the prompt to lend"))
+        self._state.outbox.add(gateway, TokenBatch(0, lent=(Lent(submit.handle, offer),)))
+        return None
 
     def receive_media(self, message: MediaUpload, now: float) -> None:
         """Take a piece of an image; one that nobody waits for is dropped."""
@@ -277,23 +293,20 @@ class Scheduler:
             return self.take_outgoing()
         return self._processor.apply(step, result, now) + self.take_outgoing()
 
-    def num_equal_steps(self, most: int) -> int:
-        """Return how many of the next steps, at most `most`, decode a token of the same rows and end none."""
+    def plan_equal_steps(self, most: int) -> tuple[int, IntArray]:
+        """Return how many of the next steps, at most `most`, decode a token of the same rows and end none.
+
+        Unless there are none, some of them must be run: also returns the rows that the first one releases.
+        """
         control = self.control
         if self._drainer.is_on or control.holds_steps or control.holds_admission:
-            return 0
-        return self._equal_steps.count(most)
+            return 0, NO_INTS
+        count = self._equal_steps.count(most)
+        return count, self._equal_steps.take_released() if count else NO_INTS
 
-    def run_equal_steps(
-        self, token_ids: IntArray, planned_at: list[float], done_at: list[float]
-    ) -> tuple[bytes, IntArray]:
-        """Plan and apply some of these steps; return the gateway and the handles of their tokens.
-
-        Args:
-            token_ids: [steps, rows], of the results.
-            planned_at, done_at: of each step that is planned, and of each result that is applied.
-        """
-        return self._equal_steps.run(token_ids, planned_at, done_at)
+    def run_equal_steps(self, steps: DecodedSteps) -> IntArray:
+        """Plan and apply some of these steps; return the handles of their tokens."""
+        return self._equal_steps.run(steps)
 
     def take_outgoing(self) -> Outgoing:
         """Return the messages that are not part of a step's result: expired deadlines, failures, moves."""
@@ -374,9 +387,19 @@ class Scheduler:
         """Recount blocks, rows and queues. Raises AssertionError at the first inconsistency."""
         self._state.check_integrity()
 
+    def _known_adapter(self, reference: LoraReference | None) -> LoraReference | None:
+        """Return an adapter with the content that a gateway names, if it is that of the files here."""
+        if reference is None or self._state.lora is None:
+            return reference
+        is_same = reference.content == self._state.lora.content_of(reference)
+        return reference if is_same else replace(reference, content="")
+
     def _make_sequences(self, gateway: bytes, submit: Submit, now: float) -> list[Sequence]:
         """Return one sequence per sampled output; a beam search begins with one."""
         params, num_generated = submit.sampling, len(submit.generated_token_ids)
+        lora, salt = self._known_adapter(submit.lora), submit.salt
+        if self.config.model.sees_whole_prompt:
+            salt = whole_prompt_salt(salt, submit.prompt_token_ids, submit.media)
         known = np.concatenate([submit.prompt_token_ids, submit.generated_token_ids])
         seq_ids = [
             self._state.next_seq_id() for _ in range(params.num_sequences if params.beam_width is None else 1)
@@ -398,13 +421,13 @@ class Scheduler:
                 root=self.control.root_of(
                     make_root(
                         self.config.model.name,
-                        submit.salt,
-                        "" if submit.lora is None else submit.lora.cache_key,
+                        salt,
+                        "" if lora is None else lora.cache_key,
                         tenant=submit.tenant,
                         pool=submit.prefix_pool,
                     )
                 ),
-                has_common_root=not (submit.salt or submit.lora or submit.tenant or submit.prefix_pool),
+                has_common_root=not (salt or submit.lora or submit.tenant or submit.prefix_pool),
                 weights_version=self.control.weights_version,
                 tenant=submit.tenant,
                 prefix_pool=submit.prefix_pool,
@@ -416,7 +439,7 @@ class Scheduler:
                 scores_prompt=params.prompt_logprobs is not None and index == 0 and not num_generated,
                 constraint=submit.constraint,
                 repetition=_make_detector(submit),
-                lora=submit.lora,
+                lora=lora,
                 pooling=submit.pooling,
                 kv=submit.kv if len(seq_ids) == 1 and params.beam_width is None else None,
                 prefill_only=submit.prefill_only and not params.is_ranked and submit.pooling is None,

@@ -4,7 +4,8 @@ A sequence is *waiting* (in the queue), *attached* (to a parent whose prompt it 
 *forked* (a beam that the next plan starts), *running* (it has a row) or *suspended* (a preempted beam whose search
 waits for other beams only).
 
-Each part of the state has one owner with its own verbs. `running`, `alive` and `parents` are read-only views.
+Each part of the state has one owner with its own verbs. `running`, `leaving`, `alive` and `parents` are read-only
+views.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class SchedulerState:
 
     Attributes:
         running: row |-> sequence.
+        leaving: those that are preempted once their tokens in flight are known.
         alive: seq_id |-> sequence, for all that have not ended.
         detectors: row |-> detector of repetitions, for running sequences that have one.
         draft_switch: None without speculative decoding.
@@ -89,6 +91,7 @@ class SchedulerState:
     def __init__(self, config: EngineConfig) -> None:
         limits = config.scheduler
         self._running: dict[int, Sequence] = {}
+        self._leaving: dict[int, Sequence] = {}
         self._alive: dict[int, Sequence] = {}
         self._of_request: dict[str, list[Sequence]] = {}  # request_id |-> those of `alive`
         self._parents: list[Sequence] = []
@@ -96,6 +99,7 @@ class SchedulerState:
         self._num_sequences_made = 0
         self.config: Final = config
         self.running: Final[Mapping[int, Sequence]] = MappingProxyType(self._running)
+        self.leaving: Final[Mapping[int, Sequence]] = MappingProxyType(self._leaving)
         self.alive: Final[Mapping[int, Sequence]] = MappingProxyType(self._alive)
         self.blocks: Final = BlockManager(config)
         self.rows: Final = RowState(limits.max_num_seqs, config.cache.block_size)
@@ -109,7 +113,9 @@ class SchedulerState:
         self.in_flight: Final = InFlightSteps()
         self.outbox: Final = Outbox()
         self.costs: Final = CostModel(
-            config.cache.swap_blocks_per_s, max_num_batched_tokens=limits.max_num_batched_tokens
+            config.cache.swap_blocks_per_s,
+            config.cache.swap_states_per_s,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
         )
         self.kv_moves: Final = make_kv_moves(config, self.blocks, self.costs)
         self.stats: Final = SchedulerStats()
@@ -281,6 +287,7 @@ class SchedulerState:
             block_digests=list(parent.block_digests),
             row=None,
             host_blocks=[],
+            host_state=0,
             num_lost_tokens=0,
             is_suspended=False,
             snapshot_ends=(),
@@ -293,22 +300,46 @@ class SchedulerState:
         """Take a running sequence's row and blocks; it keeps its place in the order of arrival and resumes later.
 
         Its KV goes to host memory or is recomputed, whichever costs less. A token in flight is dropped and will be
-        sampled again, the same.
+        sampled again, the same. But a state in place is that of tokens in flight too: one that goes to host memory
+        keeps its row until these are known, and computes nothing meanwhile (`preempt_leaving`).
         """
-        row, num_tokens = row_of(sequence), self._collect_tokens(sequence)
-        # A prompt that is being scored is recomputed: scores in flight are dropped with the row. So is a prompt that
-        # is pooled as a whole: the ranks have added up hidden states for the row. A state in place is that of tokens
-        # in flight too, so that it is computed again from a snapshot.
-        may_swap = num_tokens > 0 and not sequence.is_scoring and not sequence.pools_all_tokens
-        may_swap = may_swap and not self.blocks.state_slots.is_on
-        if may_swap and self.costs.swap_is_cheaper(
-            self.blocks.tiers.num_blocks_to_swap(num_tokens), num_tokens
-        ):
-            sequence.host_blocks = self.blocks.tiers.swap_out(row, num_tokens) or []
-            sequence.num_host_tokens = num_tokens if sequence.host_blocks else 0
+        row = row_of(sequence)
+        is_ahead = self.blocks.state_slots.is_on and bool(self._is_ahead(row))
+        swaps = self._prefers_swap(sequence)
+        if swaps and is_ahead and sequence.beams is None:
+            self.rows.freeze(np.array([row], np.intp))
+            self._leaving[row] = sequence
+            return
+        num_tokens = self._collect_tokens(sequence)
+        if swaps and not is_ahead:
+            self.blocks.swap_out(row, sequence, num_tokens)
         sequence.preempted_at = now
         self._requeue(sequence)
         self.stats.count_preemption()
+
+    def preempt_leaving(self, now: float) -> None:
+        """Preempt the sequences whose tokens in flight are known now."""
+        for row, sequence in list(self._leaving.items()):
+            if not self._is_ahead(row):
+                self.preempt(sequence, now)
+
+    def _is_ahead(self, row: int) -> bool:
+        """Return whether a row's newest computed token is in flight or its successor is not chosen."""
+        return int(self.rows.num_scheduled[row]) >= int(self.rows.num_tokens[row])
+
+    def _prefers_swap(self, sequence: Sequence) -> bool:
+        """Return whether the KV of a running sequence, and its state, should move to host memory."""
+        # A prompt that is being scored is recomputed: scores in flight are dropped with the row. So is a prompt that
+        # is pooled as a whole: the ranks have added up hidden states for the row.
+        row, blocks = row_of(sequence), self.blocks
+        num_tokens = min(int(self.rows.num_scheduled[row]), int(self.rows.num_tokens[row]) - 1)
+        if num_tokens <= 0 or sequence.is_scoring or sequence.pools_all_tokens or not blocks.can_swap_out():
+            return False
+        has_state, num_lost = blocks.state_slots.is_on, num_tokens
+        if has_state:
+            num_lost -= blocks.prefixes.num_cached_tokens(sequence)  # it would go on from a snapshot
+        num_blocks = blocks.tiers.num_blocks_to_swap(num_tokens)
+        return self.costs.swap_is_cheaper(num_blocks, num_lost, has_state=has_state)
 
     def hand_off(self, key: RequestKey, now: float) -> None:
         """End a handle's sequences, and report to its gateway how many tokens they had, and where their KV is."""
@@ -393,8 +424,8 @@ class SchedulerState:
         """
         for sequence in self._running.values():
             sequence.interrupted_at = now
-        void = self._requeue_running()
-        self._drop_host_blocks(lambda sequence: not void.isdisjoint(sequence.host_blocks))
+        void, void_states = self._requeue_running()
+        self._drop_swapped(lambda own: own.host_state in void_states or not void.isdisjoint(own.host_blocks))
         if self.lora is not None:
             self.lora.reset()
         self.media.reset()
@@ -410,17 +441,16 @@ class SchedulerState:
     def keep_tiers(self, tiers: KvTiers) -> None:
         """Make the KV void, except in these memories."""
         if KvTiers.HOST not in tiers:
-            self._drop_host_blocks(lambda sequence: True)
+            self._drop_swapped(lambda sequence: True)
         self.blocks.keep_tiers(tiers)
 
-    def _drop_host_blocks(self, is_void: Callable[[Sequence], bool]) -> None:
+    def _drop_swapped(self, is_void: Callable[[Sequence], bool]) -> None:
         for sequence in self._alive.values():
             if sequence.host_blocks and is_void(sequence):
-                self.blocks.tiers.drop(sequence.host_blocks)
-                sequence.host_blocks, sequence.num_host_tokens = [], 0
+                self.blocks.drop_swapped(sequence)
 
-    def _requeue_running(self) -> set[int]:
-        """Take all rows and the steps in flight; return the host blocks that these may have left half written."""
+    def _requeue_running(self) -> tuple[set[int], set[int]]:
+        """Take all rows and the steps in flight; return the host blocks and states that may be half written."""
         for sequence in list(self._running.values()):
             self._collect_tokens(sequence)
             self._requeue(sequence)
@@ -462,8 +492,7 @@ class SchedulerState:
             self._discard_lora(sequence)
             return
         self._discard_lora(sequence)
-        self.blocks.tiers.drop(sequence.host_blocks)
-        sequence.host_blocks = []
+        self.blocks.drop_swapped(sequence)
         self.detach_children(sequence)
         if sequence.is_suspended:
             return
@@ -479,7 +508,11 @@ class SchedulerState:
         assert sum(map(len, self._of_request.values())) == len(self.alive), "requests have other sequences"
         self.media.check_integrity(self.alive.values())
         host_blocks = [b for sequence in self.alive.values() for b in sequence.host_blocks]
-        self.blocks.check_integrity(host_blocks, list(self.running))
+        host_states = [own.host_state for own in self.alive.values() if own.host_state]
+        self.blocks.check_integrity(host_blocks, host_states, list(self.running))
+        for row, sequence in self._leaving.items():
+            assert sequence.row == row, f"sequence {sequence.seq_id} is to leave row {row}"
+            assert self.rows.frozen[row], f"row {row} is to be left and computes on"
         self.blocks.stored.check_integrity(list(self.alive))
         rows, tables = self.rows, self.blocks.tables
         rows.check_integrity()
@@ -527,6 +560,7 @@ class SchedulerState:
 
     def _release_row(self, sequence: Sequence) -> None:
         row = row_of(sequence)
+        self._leaving.pop(row, None)
         self.blocks.close(row, self.in_flight.newest_id)
         self.rows.free(row)
         self.deltas.release_row(row)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.digests import child_digest
+from ...proto.stored_kv import STATE_GROUP
 from ..sequences.sequence import Sequence
 from .block_pool import BlockPool
 from .cache_events import CacheEvents, NoCacheEvents
@@ -73,8 +76,6 @@ class BlockManager:
             if cache.num_host_kv_blocks
             else None
         )
-        stores = self.host is not None and bool(config.kv_directories)
-        self.stored = StoredTier(config, self.host, self.events) if stores and self.host else NoStoredTier()
         self.pool = BlockPool(
             cache.num_kv_blocks, lambda block_id: self.tiers.evict(block_id), self.num_partitions
         )
@@ -86,6 +87,9 @@ class BlockManager:
         self.state_slots = StateSlots(
             self.tables, num_slots, num_host_slots, lambda digest: self.prefixes.is_evicted(digest)
         )
+        self.stored: StoredTier = NoStoredTier()
+        if self.host is not None and config.kv_directories:
+            self.stored = StoredTier(config, self.host, self.state_slots, self.events)
         self.prefixes = PrefixIndex(
             config,
             self.pool,
@@ -98,10 +102,17 @@ class BlockManager:
         )
         self._moves = PlannedMoves(self.pool, self.host)
         self.tiers = LowerTiers(
-            config, self.pool, self.rows, self.prefixes, self._moves, self.host, self.stored
+            config,
+            self.pool,
+            self.rows,
+            self.prefixes,
+            self.state_slots,
+            self._moves,
+            self.host,
+            self.stored,
         )
-        self.leases = Leases(self.pool)
-        self.pulls = Pulls(self.pool, self.num_groups, config.parallel.tensor_parallel_size)
+        self.leases = Leases(self.pool, self.state_slots)
+        self.pulls = Pulls(self.pool, self.state_slots, self.num_groups, config.parallel.tensor_parallel_size)
         self._pending = PendingFills()
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
@@ -127,6 +138,11 @@ class BlockManager:
     def num_swapped_blocks(self) -> int:
         """Return the blocks moved to and from host memory by preemptions, evictions and hits."""
         return self._moves.num_swapped_blocks
+
+    @property
+    def has_loads(self) -> bool:
+        """Return whether the next plan fills blocks or states from host memory."""
+        return bool(self._moves.loaded) or self.state_slots.has_loads
 
     # Rows
 
@@ -177,6 +193,38 @@ class BlockManager:
         if host:
             self._moves.hold_on_host(host)
 
+    def lend_cached(self, sequence: Sequence, digests: list[bytes]) -> tuple[IntArray, bool]:
+        """Return the cached beginning of a chain in blocks of the device, and whether the next plan loads some.
+
+        Blocks in host memory are loaded if there is room for all of them; otherwise the prefix ends before them.
+
+        Returns:
+            equally many blocks of each group, 0 for those behind a window.
+        """
+        groups = self.prefixes.find_cached(digests, on_host=True)
+        places = [place for places in groups for place in places]
+        host = [block_id for block_id, is_on_host in places if is_on_host]
+        device = [block_id for block_id, is_on_host in places if not is_on_host]
+        unheld = sum(map(self.pool.is_cached, device))
+        if host and len(host) + unheld > self.pool.num_free_in(0):
+            groups, host = self.prefixes.find_cached(digests, on_host=False), []
+        num_blocks = max(map(len, groups), default=0)
+        table = np.zeros((self.num_groups, num_blocks), np.int32)
+        if host:
+            self._moves.hold(device)
+            self._moves.hold_on_host(host)
+        filled = self._moves.load(host) if host else []
+        loaded = iter(filled)
+        for group, of_group in enumerate(groups):
+            for index, (block_id, is_on_host) in enumerate(of_group, num_blocks - len(of_group)):
+                table[group, index] = next(loaded) if is_on_host else block_id
+                if is_on_host:
+                    self.prefixes.publish_copy(sequence, index, group, int(table[group, index]))
+        if filled:
+            self._moves.hold(filled)
+            self.pool.release(filled, None)
+        return table.ravel(), bool(host)
+
     def num_blocks_to_fork(self, num_tokens: int) -> int:
         """Return the free blocks that a fork after `num_tokens` takes for its next token."""
         return self.num_groups * (self.rows.num_blocks_for(num_tokens + 1) - num_tokens // self.block_size)
@@ -214,11 +262,12 @@ class BlockManager:
             num_cached_tokens, prefix.num_shared_blocks, num_tokens, self.block_size, is_reused=is_reused
         )
 
-    def save_state(self, row: int, sequence: Sequence, num_tokens: int) -> None:
-        """Save the row's state after the plan's step, when it is that of `num_tokens`, whole blocks."""
+    def save_state(self, row: int, sequence: Sequence, num_tokens: int, tail: int) -> None:
+        """Save the row's state in the plan's step after `num_tokens`, whole blocks; the step computes `tail` more."""
         digest = sequence.block_digests[num_tokens // self.block_size - 1]
         num_saved = num_tokens - sequence.num_snapshot_tokens
-        self.state_slots.save(row, (digest, digest, b""), num_saved)
+        self.state_slots.save(row, (digest, digest, b""), num_saved, tail)
+        self.stored.note(STATE_GROUP, digest, sequence)
         sequence.num_snapshot_tokens = num_tokens
 
     def keep_partial(self, row: int, sequence: Sequence, index: int, last_tokens: IntArray) -> None:
@@ -255,6 +304,40 @@ class BlockManager:
         num_tokens = index * self.block_size + last_tokens.size
         if num_tokens >= MIN_SNAPSHOT_BLOCKS * self.block_size:
             self.state_slots.keep(row, key, num_tokens - sequence.num_snapshot_tokens, newest_step)
+            if not key[2]:  # files have no partly filled blocks
+                self.stored.note(STATE_GROUP, key[0], sequence)
+
+    def can_swap_out(self) -> bool:
+        """Return whether host memory has room for the state of a row, if it has one."""
+        return not self.state_slots.is_on or self.state_slots.has_host_room
+
+    def swap_out(self, row: int, sequence: Sequence, num_tokens: int) -> None:
+        """Copy a row's first `num_tokens` to host memory, if there is room, before the row is closed.
+
+        The state, if it has one, must be that after these tokens once the steps in flight are done.
+        """
+        if not self.can_swap_out():
+            return
+        host_blocks = self.tiers.swap_out(row, num_tokens)
+        if not host_blocks:
+            return
+        sequence.host_blocks, sequence.num_host_tokens = host_blocks, num_tokens
+        if self.state_slots.is_on:
+            sequence.host_state = self.state_slots.swap_out(row)
+
+    def swap_in(self, row: int, sequence: Sequence) -> int:
+        """Copy what `swap_out` saved into an empty row; return the number of tokens that the row has then."""
+        if self.state_slots.is_on:
+            self.state_slots.swap_in(row, sequence.host_state)
+            sequence.host_state = 0
+        return self.tiers.swap_in(row, sequence)
+
+    def drop_swapped(self, sequence: Sequence) -> None:
+        """Forget what `swap_out` saved, if it saved anything."""
+        if sequence.host_state:
+            self.state_slots.drop(sequence.host_state)
+        self.tiers.drop(sequence.host_blocks)
+        sequence.host_blocks, sequence.num_host_tokens, sequence.host_state = [], 0, 0
 
     def close(self, row: int, fence_step: int | None) -> None:
         """Release all of a row's blocks, the last first, so that prefixes are evicted from their ends."""
@@ -298,13 +381,13 @@ class BlockManager:
             if self.host is not None:
                 self.host.flush_cache()
 
-    def forget_unconfirmed(self) -> set[int]:
+    def forget_unconfirmed(self) -> tuple[set[int], set[int]]:
         """Forget the planned moves and the content that steps without a result may have left half written.
 
         Called when the ranks have failed. No row may have blocks.
 
         Returns:
-            The host blocks whose content is void.
+            The blocks and the slots in host memory whose content is void.
         """
         blocks, host_blocks = self._pending.take()
         host_blocks.update(self._moves.saved)  # of evictions without a plan
@@ -314,17 +397,17 @@ class BlockManager:
         self.prefixes.forget_blocks(blocks)
         if self.host is not None:
             self.host.forget_blocks(host_blocks)
-        self.state_slots.forget_unconfirmed()
-        return host_blocks
+        return host_blocks, self.state_slots.forget_unconfirmed()
 
-    def check_integrity(self, host_blocks: list[int], rows: list[int]) -> None:
+    def check_integrity(self, host_blocks: list[int], host_states: list[int], rows: list[int]) -> None:
         """Recount the pools against the tables. Raises AssertionError at any difference.
 
         Args:
-            host_blocks: host blocks of preempted sequences.
+            host_blocks, host_states: blocks and slots in host memory of preempted sequences.
             rows: that have sequences.
         """
-        self.state_slots.check_integrity(rows)
+        in_transfers = [*self.leases.held_states, *self.pulls.held_states]
+        self.state_slots.check_integrity(rows, host_states, self.stored.held_states, in_transfers)
         self.rows.check_integrity()
         held = Counter((*self._moves.held, *self.leases.held, *self.pulls.held))
         for row in range(self.tables.num_rows):

@@ -71,7 +71,7 @@ class BlockPool:
         self._cacheable = bytearray(self._num_ids)  # 1 for blocks whose content is kept after their release
         starts = range(0, self._num_ids, partition_blocks)
         self._queues = [_FreeQueue(start + 1, start + partition_blocks) for start in starts]
-        self._fenced: deque[tuple[int, int]] = deque()  # (step, block), by step
+        self._fenced: deque[tuple[int, list[int]]] = deque()  # (step, blocks), by step
         self._fence_of: dict[int, int] = {}
 
     @property
@@ -187,33 +187,37 @@ class BlockPool:
         # a fence, the newest step in flight at its release, and becomes free with the result of that step: then every
         # rank has executed it. Until then it is neither held nor free. A hit of the prefix cache may still take it
         # back: the cache lists full blocks only, to which no step writes any more.
+        ref_counts, unheld = self._ref_counts, list[int]()
         for block_id in block_ids:
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] > 0:
-                continue
-            assert self._ref_counts[block_id] == 0, f"block {block_id} was released more often than held"
-            if fence_step is None:
-                self._make_free(block_id)
-            else:
-                self._fence(block_id, fence_step)
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id] <= 0:
+                assert ref_counts[block_id] == 0, f"block {block_id} was released more often than held"
+                unheld.append(block_id)
+        if fence_step is None:
+            self._make_free(unheld)
+        elif unheld:
+            self._fence(unheld, fence_step)
 
     def fence_unheld(self, block_ids: Iterable[int], fence_step: int) -> None:
         """Fence the blocks without references: step `fence_step`, the newest, reads them."""
-        for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
-                queue = self._queue_of(block_id)
-                queue.empty.pop(block_id, None)
-                queue.cached.pop(block_id, None)
-                self._fence(block_id, fence_step)
+        unheld = [block_id for block_id in dict.fromkeys(block_ids) if self._ref_counts[block_id] == 0]
+        for block_id in unheld:
+            queue = self._queue_of(block_id)
+            queue.empty.pop(block_id, None)
+            queue.cached.pop(block_id, None)
+        if unheld:
+            self._fence(unheld, fence_step)
 
     def free_fenced(self, step_id: int) -> None:
         """Free the blocks fenced by steps up to `step_id`, which are done."""
         while self._fenced and self._fenced[0][0] <= step_id:
-            step, block_id = self._fenced.popleft()
-            if self._fence_of.get(block_id) == step:
+            step, block_ids = self._fenced.popleft()
+            # Without those that were shared, or fenced by a later step, since.
+            done = [block_id for block_id in block_ids if self._fence_of.get(block_id) == step]
+            for block_id in done:
                 del self._fence_of[block_id]
-                self._queue_of(block_id).num_fenced -= 1
-                self._make_free(block_id)
+            self._count_fenced(done, -1)
+            self._make_free(done)
 
     def keep_content(self, block_ids: Iterable[int]) -> None:
         """Keep the blocks' content after their release: they are in the prefix cache."""
@@ -263,11 +267,18 @@ class BlockPool:
         assert self._ref_counts[scratch_block] == 0, "the scratch block was allocated"
         assert scratch_block not in expected_ref_counts, "a table has the scratch block"
 
-    def _fence(self, block_id: int, fence_step: int) -> None:
-        if block_id not in self._fence_of:  # a swap may fence a fenced block again
-            self._queue_of(block_id).num_fenced += 1
-        self._fence_of[block_id] = fence_step
-        self._fenced.append((fence_step, block_id))
+    def _fence(self, block_ids: list[int], fence_step: int) -> None:
+        """Fence distinct blocks; some may be fenced already, by a swap."""
+        self._count_fenced([block_id for block_id in block_ids if block_id not in self._fence_of], 1)
+        self._fence_of.update(dict.fromkeys(block_ids, fence_step))
+        self._fenced.append((fence_step, block_ids))
+
+    def _count_fenced(self, block_ids: list[int], change: int) -> None:
+        if self.num_partitions == 1:
+            self._queues[0].num_fenced += change * len(block_ids)
+            return
+        for block_id in block_ids:
+            self._queue_of(block_id).num_fenced += change
 
     def _queue_of(self, block_id: int) -> _FreeQueue:
         return self._queues[block_id // self._partition_blocks]
@@ -279,9 +290,11 @@ class BlockPool:
         self._on_evict(block_id)
         return block_id
 
-    def _make_free(self, block_id: int) -> None:
-        queue = self._queue_of(block_id)
-        if self._cacheable[block_id]:
-            queue.cached[block_id] = None
-        else:
-            queue.empty[block_id] = None
+    def _make_free(self, block_ids: list[int]) -> None:
+        queues, size, cacheable = self._queues, self._partition_blocks, self._cacheable
+        for block_id in block_ids:
+            queue = queues[block_id // size]
+            if cacheable[block_id]:
+                queue.cached[block_id] = None
+            else:
+                queue.empty[block_id] = None

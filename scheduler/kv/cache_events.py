@@ -1,5 +1,8 @@
 """CacheEvents: the full blocks that prefix caches take in and evict, in order, for routers outside of quire.
 
+A block that moves to a lower memory is stored there before it is removed above: a router forgets the tokens of a
+block that no memory has, and events of lower memories do not repeat them.
+
 A gateway of quire follows the `CacheJournal` instead, whose reports are smaller and name no tokens.
 """
 
@@ -68,12 +71,11 @@ class CacheEvents:
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
-    def add_stored(self, key: CacheKey, sequence: Sequence, partition: int) -> None:
-        """Record that a block of a sequence was added on the device."""
+    def add_stored(self, key: CacheKey, sequence: Sequence, index: int, partition: int) -> None:
+        """Record that block `index` of a sequence was added on the device; it has the digests of those before."""
         digest, parent, tokens = key
         media = list[tuple[bytes, ...]]()
         if sequence.media:  # then the key's parent may have images in it
-            index = sequence.block_digests.index(digest)
             parent = sequence.block_digests[index - 1] if index else sequence.root
             block_size = len(tokens) // _TOKEN_BYTES
             media = [tuple(item.digest for item in media_of_block(sequence.media, index, block_size))]
@@ -82,6 +84,7 @@ class CacheEvents:
             isinstance(last, BlocksStored)
             and isinstance(last.tokens, bytearray)
             and last.digests[-1] == parent
+            and last.partition == partition
             and len(last.media) == (len(last.digests) if media else 0)
         ):
             last.digests.append(digest)
@@ -124,7 +127,7 @@ class NoCacheEvents(CacheEvents):
 
     is_on = False
 
-    def add_stored(self, key: CacheKey, sequence: Sequence, partition: int) -> None:
+    def add_stored(self, key: CacheKey, sequence: Sequence, index: int, partition: int) -> None:
         pass
 
     def add_stored_below(self, digest: bytes, medium: str, partition: int) -> None:

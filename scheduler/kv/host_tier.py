@@ -45,9 +45,9 @@ class HostTier:
         return self._pool.num_cached
 
     @property
-    def num_free(self) -> int:
-        """Return the blocks that can be allocated, those with cached content included."""
-        return self._pool.num_free
+    def room(self) -> tuple[int, int]:
+        """Return all blocks, and those that can be allocated, with cached content or without."""
+        return self._pool.num_blocks, self._pool.num_free
 
     @property
     def num_held(self) -> int:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ...proto.config import EngineConfig
+from ...proto.stored_kv import STATE_GROUP
 from ..sequences.sequence import Sequence
 from .block_pool import BlockPool
+from .cache_events import CacheKey
 from .host_tier import HostTier
 from .planned_moves import PlannedMoves
 from .prefix_index import PrefixIndex
 from .prefix_lookup import PrefixLookup
 from .row_blocks import RowBlocks
+from .state_slots import StateSlots
 from .stored_tier import StoredTier
 
 
@@ -38,13 +43,14 @@ class LowerTiers:
         pool: BlockPool,
         rows: RowBlocks,
         prefixes: PrefixIndex,
+        state_slots: StateSlots,
         moves: PlannedMoves,
         host: HostTier | None,
         stored: StoredTier,
     ) -> None:
         layout = config.cache_layout
         self._pool, self._rows, self._prefixes, self._moves = pool, rows, prefixes, moves
-        self._host, self._stored = host, stored
+        self._host, self._stored, self._state_slots = host, stored, state_slots
         self._block_size, self._num_groups = config.cache.block_size, len(layout.groups)
         self._deep_lookup: PrefixLookup | None = None
         if host is not None and stored.is_on:
@@ -55,13 +61,14 @@ class LowerTiers:
 
     def evict(self, block_id: int) -> None:
         """Evict a cached block: move its content to host memory if there is room."""
-        cache, key = self._prefixes.evict(block_id)
-        if self._host is None or len(key[2]) < 4 * self._block_size:
-            return
-        host_block = self._host.insert(cache, key)
-        if host_block is not None:
-            self._moves.save([block_id], [host_block])
-            self._moves.release_on_host([host_block])
+        cache, key = self._prefixes.find_content(block_id)
+        if self._host is not None and len(key[2]) == 4 * self._block_size:
+            host_block = self._host.insert(cache, key)
+            if host_block is not None:
+                self._moves.save([block_id], [host_block])
+                self._moves.release_on_host([host_block])
+        # After it is listed on the host: it is in one of both memories at each moment, for routers as well.
+        self._prefixes.caches[cache].forget(block_id)
 
     def partitions_for(self, sequence: Sequence) -> range:
         """Return the partitions in which a waiting sequence may start: that of its host blocks, or any."""
@@ -124,31 +131,64 @@ class LowerTiers:
             tokens_per_s: measured rate of prompts; 0 if it is not known.
         """
         stored = self._stored
-        if self._deep_lookup is None or stored.is_empty or sequence.lora is not None:
+        if self._deep_lookup is None or stored.is_empty:
             return
-        num_full = sequence.num_reusable_tokens // self._block_size
-        num_cached = self._prefixes.num_cached_blocks(sequence, num_full)
-        digests = sequence.block_digests[:num_full]
-        groups, num_found = self._deep_lookup.find_blocks(digests)
-        num_tokens = (num_found - num_cached) * self._block_size
-        if num_tokens <= 0:
+        if sequence.lora is not None and not sequence.lora.content:  # no name in files
             return
-        most = stored.max_read_blocks(num_tokens, tokens_per_s, now)
-        if most <= 0:
-            return
-        num_missing = sum(block == 0 for places in groups for block, on_host in places if on_host)
-        if num_missing > most:  # read a shorter prefix
-            groups, num_found = self._deep_lookup.find_blocks(
-                digests[: num_cached + most // self._num_groups]
+        num_cached = self._num_usable_blocks(sequence)
+        digests = sequence.block_digests[: sequence.num_reusable_tokens // self._block_size]
+        num_found = self._deep_lookup.find_blocks(digests)[1]
+        for end in self._ends(digests, num_cached, num_found):
+            num_tokens = (end - num_cached) * self._block_size
+            contents = self._missing_contents(sequence, digests[:end])
+            if not contents:
+                return
+            if stored.may_read([group for group, _ in contents], num_tokens, tokens_per_s, now):
+                compute_s = num_tokens / tokens_per_s if tokens_per_s else 0.0
+                stored.begin_read(sequence, contents, num_tokens, compute_s, now)
+                return
+
+    def _num_usable_blocks(self, sequence: Sequence) -> int:
+        """Return how many full blocks a sequence could start with now."""
+        if self._state_slots.is_on:
+            return self._prefixes.num_cached_tokens(sequence) // self._block_size
+        return self._prefixes.num_cached_blocks(sequence, sequence.num_reusable_tokens // self._block_size)
+
+    def _ends(self, digests: list[bytes], num_cached: int, num_found: int) -> Iterator[int]:
+        """Yield the numbers of blocks that may be worth a read, the largest first.
+
+        Args:
+            num_cached: that the sequence can start with now.
+            num_found: that it can start with after reads, at most.
+        """
+        most = num_cached + self._stored.num_readable_blocks // self._num_groups
+        if not self._state_slots.is_on:
+            yield from sorted(
+                {end for end in (num_found, min(num_found, most)) if end > num_cached}, reverse=True
             )
+            return
+        for end in range(num_found, num_cached, -1):
+            digest = digests[end - 1]
+            if self._state_slots.has(digest) or self._stored.has(STATE_GROUP, digest):
+                yield end
+
+    def _missing_contents(self, sequence: Sequence, digests: list[bytes]) -> list[tuple[int, CacheKey]]:
+        """Return the group and content of each block, and of the state, that only files have of a prefix.
+
+        Args:
+            digests: of the prefix, all blocks of which are in some memory or file.
+        """
+        assert self._deep_lookup is not None
+        groups, num_found = self._deep_lookup.find_blocks(digests)
         contents = [
             (group, self._prefixes.content_of(sequence, index))
             for group, places in enumerate(groups)
             for index, place in enumerate(places, num_found - len(places))
             if place == (0, True)
         ]
-        if contents and len(contents) <= most:
-            stored.begin_read(sequence, contents, num_tokens / tokens_per_s if tokens_per_s else 0.0, now)
+        if self._state_slots.is_on and not self._state_slots.has(digests[-1]):
+            contents.append((STATE_GROUP, (digests[-1], digests[-1], b"")))
+        return contents
 
     def write_behind(self, idle_s: float, now: float) -> None:
         """Have blocks written that are in no file yet, if the ranks have computed nothing for a while.
@@ -160,7 +200,10 @@ class LowerTiers:
         assert self._host is not None
         blocks = list[tuple[int, bytes, int]]()
         for group, digest in self._stored.take_candidates():
-            host_block = self._hold_on_host(self._host, group, digest)
+            if group == STATE_GROUP:
+                host_block = self._state_slots.copy_to_host(digest)
+            else:
+                host_block = self._hold_on_host(self._host, group, digest)
             if host_block is not None:
                 blocks.append((group, digest, host_block))
         self._stored.begin_write(blocks, now)

@@ -65,6 +65,7 @@ class PrefixIndex:
             PrefixLookup(layout, size, self.caches[start : start + self._num_groups], host, start)
             for start in starts
         ]
+        self._device_lookup = PrefixLookup(layout, size, self.caches[: self._num_groups], None)
         self.filling: set[int] = set()
 
     @property
@@ -167,6 +168,14 @@ class PrefixIndex:
                 found[group, index] = block_id
         return found.ravel()
 
+    def find_cached(self, digests: list[bytes], *, on_host: bool) -> tuple[tuple[tuple[int, bool], ...], ...]:
+        """Return the blocks of the longest cached prefix of a chain in the first partition, as in Prefix.
+
+        Args:
+            on_host: those in host memory count.
+        """
+        return (self._lookups[0] if on_host else self._device_lookup).find_blocks(digests)[0]
+
     def find_lacking(self, sequence: Sequence, num_blocks: int) -> tuple[list[tuple[int, int]], list[int]]:
         """Return what a sequence lacks of its first full blocks to go on after them, and the blocks that are cached.
 
@@ -228,6 +237,10 @@ class PrefixIndex:
         for block in pulled:
             self._publish_content(sequence, block.index, block.group, block.target, partition=0)
 
+    def publish_copy(self, sequence: Sequence, index: int, group: int, block_id: int) -> None:
+        """Add a block of the first partition that the next plan fills with a sequence's full block `index`."""
+        self._publish_content(sequence, index, group, block_id, partition=0)
+
     def publish_next(self, sequences: list[Sequence], block_ids: IntArray, blocks: list[bytes]) -> None:
         """Add the block of each sequence after those whose digests it has; its KV is computed.
 
@@ -261,26 +274,25 @@ class PrefixIndex:
                     for at in (own[index] for index in added):
                         content = contents[at]
                         key = digests[at], content[:DIGEST_BYTES], content[DIGEST_BYTES:]
-                        self._events.add_stored(key, sequences[at], partition)
+                        self._events.add_stored(key, sequences[at], len(chains[at]) - 1, partition)
 
     def insert_last(self, row: int, sequence: Sequence, index: int, tokens: bytes) -> list[int]:
         """Add a row's last block, number `index`, with its tokens; return it of each group."""
         parent = sequence.parent_of_block(index, self._block_size)
         key, blocks = (child_digest(parent, tokens), parent, tokens), list[int]()
-        for group, cache in enumerate(self._caches_of(self._rows.partition_of(row))):
+        partition = self._rows.partition_of(row)
+        for group in range(self._num_groups):
             if index >= self._rows.first_live(row, group):
                 blocks.append(self._rows.block_of(row, group, index))
-                self._insert(cache, key, blocks[-1])
+                self._insert(key, sequence, index, group, blocks[-1], partition)
         return blocks
 
     # Removal
 
-    def evict(self, block_id: int) -> tuple[int, CacheKey]:
-        """Remove a block; return the number of its cache and its content."""
+    def find_content(self, block_id: int) -> tuple[int, CacheKey]:
+        """Return the number of a cached block's cache, and its content."""
         number = next(number for number, cache in enumerate(self.caches) if block_id in cache)
-        key = self.caches[number].key_of(block_id)
-        self.caches[number].forget(block_id)
-        return number, key
+        return number, self.caches[number].key_of(block_id)
 
     def forget_blocks(self, block_ids: set[int]) -> None:
         """Remove those of the blocks that are cached."""
@@ -314,14 +326,16 @@ class PrefixIndex:
         self, sequence: Sequence, index: int, group: int, block_id: int, partition: int
     ) -> None:
         """Add a block of a partition that has or gets the KV of a sequence's full block `index`."""
-        key = self.content_of(sequence, index)
-        if self._insert(self._caches_of(partition)[group], key, block_id):
+        self._insert(self.content_of(sequence, index), sequence, index, group, block_id, partition)
+
+    def _insert(
+        self, key: CacheKey, sequence: Sequence, index: int, group: int, block_id: int, partition: int
+    ) -> None:
+        """Add a block unless its content is cached already. Of a full one, files and routers are told."""
+        if not self._caches_of(partition)[group].insert(key, block_id):
+            return
+        self._pool.keep_content([block_id])
+        if len(key[2]) == 4 * self._block_size:
             self._stored.note(group, key[0], sequence)
             if group == 0:
-                self._events.add_stored(key, sequence, partition)
-
-    def _insert(self, cache: PrefixCache, key: CacheKey, block_id: int) -> bool:
-        is_new = cache.insert(key, block_id)
-        if is_new:
-            self._pool.keep_content([block_id])
-        return is_new
+                self._events.add_stored(key, sequence, index, partition)

@@ -12,6 +12,7 @@ from ...proto.codec import NO_INTS
 from ...proto.kv_transfer import KvOffer, KvPull
 from ..sequences.sequence import Sequence
 from .block_pool import BlockPool
+from .state_slots import StateSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class Pull:
     Attributes:
         sequence: waits for them; None once it does not any more.
         targets: blocks that are filled, each with a reference of the pull.
+        state: slot that is filled, with a reference too, and the digest of the blocks before it; None for none. Its
+            place is behind those of all targets.
         shared: cached blocks of the same beginning, each with a reference too: without them the others are of no use.
         reading: ranks that may still write to the targets.
         failed: places in `targets` of the blocks that a rank did not get.
@@ -45,6 +48,7 @@ class Pull:
     pull_id: int
     sequence: Sequence | None
     targets: list[PulledBlock]
+    state: tuple[int, bytes] | None
     shared: list[int]
     deadline: float
     reading: set[int]
@@ -59,12 +63,18 @@ class Pull:
         """The blocks that all ranks have."""
         return [block for place, block in enumerate(self.targets) if place not in self.failed]
 
+    @property
+    def complete_state(self) -> tuple[int, bytes] | None:
+        """The state, if all ranks have it."""
+        return None if len(self.targets) in self.failed else self.state
+
 
 class Pulls:
     """The pulls of one replica. A target is held until no rank can write to it any more, whoever waits for it."""
 
-    def __init__(self, pool: BlockPool, num_groups: int, num_ranks: int) -> None:
-        self._pool, self._num_groups, self._num_ranks = pool, num_groups, num_ranks
+    def __init__(self, pool: BlockPool, state_slots: StateSlots, num_groups: int, num_ranks: int) -> None:
+        self._pool, self._state_slots = pool, state_slots
+        self._num_groups, self._num_ranks = num_groups, num_ranks
         self._pulls: dict[int, Pull] = {}
         self._orders: list[KvPull] = []
         self._ended: list[int] = []
@@ -86,6 +96,10 @@ class Pulls:
         ]
 
     @property
+    def held_states(self) -> list[int]:
+        return [pull.state[0] for pull in self._pulls.values() if pull.state is not None]
+
+    @property
     def are_read(self) -> bool:
         """Return whether reports of the ranks are due."""
         return any(pull.reading for pull in self._pulls.values())
@@ -99,7 +113,7 @@ class Pulls:
 
     def begin(
         self, sequence: Sequence, offer: KvOffer, wanted: list[tuple[int, int, int]], shared: list[int],
-        deadline: float, timeout_s: float,
+        deadline: float, timeout_s: float, state_slot: int = 0,
     ) -> Pull:  # fmt: skip
         """Allocate blocks, of which the pool has enough, and order the ranks to fill them.
 
@@ -108,6 +122,7 @@ class Pulls:
             shared: cached blocks to hold meanwhile.
             deadline: when the sequence goes on without the blocks.
             timeout_s: when the ranks give up.
+            state_slot: of `StateSlots.take_slot`, for the offer's state; 0 to read none.
         """
         self._pool.share(shared)
         targets = [
@@ -115,17 +130,19 @@ class Pulls:
             for block, target in zip(wanted, self._pool.allocate(len(wanted)), strict=True)
         ]
         self._num_begun += 1
-        pull = Pull(self._num_begun, sequence, targets, shared, deadline, set(range(self._num_ranks)))
+        state = (state_slot, offer.digest) if state_slot else None
+        pull = Pull(self._num_begun, sequence, targets, state, shared, deadline, set(range(self._num_ranks)))
         self._pulls[pull.pull_id] = pull
         counts = [sum(block.group == group for block in targets) for group in range(self._num_groups)]
+        sources, own = [block.source for block in targets], [block.target for block in targets]
         self._orders.append(
             KvPull(
                 pull.pull_id,
                 offer.generation,
                 offer.endpoints,
-                np.array(counts, np.int32),
-                np.array([block.source for block in targets], np.int32),
-                np.array([block.target for block in targets], np.int32),
+                np.array([*counts, 1] if state_slot else counts, np.int32),
+                np.array([*sources, -offer.state_slot] if state_slot else sources, np.int32),
+                np.array([*own, -state_slot] if state_slot else own, np.int32),
                 timeout_s,
             )
         )
@@ -154,6 +171,8 @@ class Pulls:
         self._pool.release(
             [*(block.target for block in reversed(pull.targets)), *reversed(pull.shared)], None
         )
+        if pull.state is not None:
+            self._state_slots.end_pull(pull.state[0])
 
     def forget(self) -> list[Sequence]:
         """End all pulls: no rank reads any more. Returns the sequences that wait."""

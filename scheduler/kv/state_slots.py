@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...proto.block_tables import BlockTables, IntArray
-from ...proto.codec import NO_PAIRS
+from ...proto.codec import NO_INTS, NO_PAIRS
 from ..sequences.sequence import Sequence
 from .block_pool import BlockPool
 from .cache_events import CacheKey
@@ -21,12 +22,13 @@ NUM_COMPARED = 64
 
 
 class StateMoves(NamedTuple):
-    """The moves of states in a plan, each [n, 2]; see StepPlan."""
+    """The moves of states in a plan; see StepPlan."""
 
     copies: IntArray = NO_PAIRS
     saves: IntArray = NO_PAIRS
     swap_out: IntArray = NO_PAIRS
     swap_in: IntArray = NO_PAIRS
+    save_tails: IntArray = NO_INTS
 
 
 @dataclass(slots=True)
@@ -53,7 +55,8 @@ class StateSlots:
     are blocks of one BlockPool: rows' slots are held, snapshots are cached, and slot 0 is scratch for padding.
 
     A snapshot that the device has no room for goes to host memory, if it is worth more than one there, and a row that
-    starts from it gets a copy. The *place* of a snapshot is its slot, or its number in host memory plus `num_slots`.
+    starts from it gets a copy. The state of a preempted sequence goes there as well, and is held. The *place* of a
+    snapshot is its slot, or its number in host memory plus `num_slots`.
 
     Args:
         tables: has the slot of each row.
@@ -82,10 +85,11 @@ class StateSlots:
         self._swap_outs: list[tuple[int, int]] = []
         self._swap_ins: list[tuple[int, int]] = []
         self._held_on_host: list[int] = []  # until the plan is made: no other move of the plan may take them
-        self._wanted: list[tuple[int, CacheKey, int]] = []  # arguments of `save`
+        self._wanted: list[tuple[int, CacheKey, int, int]] = []  # arguments of `save`
         self._held: list[int] = []  # until the plan is made
         self._pending = PendingFills()
         self._prompts = SharedPrompts()
+        self._planned_step = self._done_step = 0
         self.num_saved = 0
 
     @property
@@ -174,17 +178,144 @@ class StateSlots:
         if self.is_on:
             self._pool.release([self.slot_of(row)], fence_step)
 
+    # States of preempted sequences
+
+    @property
+    def has_host_room(self) -> bool:
+        """Return whether a row's state can move to host memory, in place of a snapshot if need be."""
+        return self._host.num_free > 0
+
+    def swap_out(self, row: int) -> int:
+        """Copy a row's state to host memory before the next plan's step; return the slot there, which is held.
+
+        The row is to be closed. There must be room.
+        """
+        host_slot = self._hold_host_slot()
+        self._swap_outs.append((self.slot_of(row), host_slot))
+        return host_slot
+
+    def swap_in(self, row: int, host_slot: int) -> None:
+        """Give an empty row a slot, into which the plan copies a state of `swap_out`, whose slot is released then."""
+        self._held_on_host.append(host_slot)
+        slot = self._allocate()
+        self._swap_ins.append((host_slot, slot))
+        self._tables.put_state(row, slot)
+
+    def drop(self, host_slot: int) -> None:
+        """Release a slot of `swap_out`: the sequence has ended, or the state is void."""
+        self._swap_outs = [pair for pair in self._swap_outs if pair[1] != host_slot]
+        self._host.release([host_slot], None)
+
+    # Files, which are read into held slots of the host memory and written from them
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Return all slots in host memory, and those that can be held."""
+        return self._host.num_blocks, self._host.num_free
+
+    def has(self, digest: bytes) -> bool:
+        """Return whether there is a snapshot after the full blocks up to a digest."""
+        return digest in self._slot_of
+
+    def reserve(self, num_slots: int) -> list[int] | None:
+        """Hold slots in host memory for states that are read, if need be those of the least snapshots there.
+
+        Returns None if too few can be held.
+        """
+        if num_slots > self._host.num_free:
+            return None
+        return [self._hold_host_slot() for _ in range(num_slots)]
+
+    def copy_to_host(self, digest: bytes) -> int | None:
+        """Hold a slot in host memory that has a snapshot, or gets it with the next plan; None without either.
+
+        No step may be in flight.
+        """
+        place = self._slot_of.get(digest)
+        if place is None:
+            return None
+        if place >= self._num_places:
+            self._host.share([place - self._num_places])
+            return place - self._num_places
+        if not self._host.num_free:
+            return None
+        host_slot = self._hold_host_slot()
+        self._swap_outs.append((place, host_slot))
+        return host_slot
+
+    def fill(self, digest: bytes, host_slot: int, num_saved_tokens: int) -> None:
+        """List a held slot, which has a state that was read, unless there is a snapshot of its prefix already."""
+        if digest not in self._slot_of:
+            value = snapshot_value(num_saved_tokens, 0, self._clock)
+            snapshot = _Snapshot((digest, digest, b""), num_saved_tokens, 0, value)
+            self._put(self._num_places + host_slot, snapshot)
+            self._host.keep_content([host_slot])
+
+    def hold(self, host_slots: list[int]) -> None:
+        """Protect slots in host memory until `release`."""
+        self._host.share(host_slots)
+
+    def release(self, host_slots: list[int]) -> None:
+        self._host.release(host_slots, None)
+
+    # Transfers, which read snapshots and fill slots of the device
+
+    @property
+    def has_loads(self) -> bool:
+        """Return whether the next plan fills slots from host memory."""
+        return bool(self._swap_ins)
+
+    def lend(self, digest: bytes) -> tuple[int, bool] | None:
+        """Hold a slot that has a snapshot, or gets it from host memory with the next plan: then the second is true.
+
+        Returns None if there is no snapshot, or no slot for it.
+        """
+        place = self._slot_of.get(digest)
+        if place is None:
+            return None
+        if place < self._num_places:
+            self._pool.share([place])
+            return place, False
+        if not self._pool.num_free:
+            return None
+        slot = self._swap_in(place - self._num_places)
+        self._pool.share([slot])
+        self._held.append(slot)  # the plan fills it even if the loan ends before
+        return slot, True
+
+    def take_slot(self) -> int | None:
+        """Hold a free slot, if need be that of the least snapshot, for a state that ranks read.
+
+        Returns None if that would leave none to the sequence that waits for it.
+        """
+        return self._allocate() if self._pool.num_free > 1 else None
+
+    def publish_pulled(self, slot: int, digest: bytes, num_saved_tokens: int) -> None:
+        """List a held slot, which has a state that ranks have read, unless there is such a snapshot already."""
+        if digest not in self._slot_of:
+            self._add(slot, (digest, digest, b""), num_saved_tokens)
+
+    def end_loan(self, slot: int, fence_step: int | None) -> None:
+        """Release a slot of `lend`."""
+        self._pool.release([slot], fence_step)
+
+    def end_pull(self, slot: int) -> None:
+        """Release a slot of `take_slot`; a step in flight may have copied it for a row."""
+        is_in_flight = self._planned_step > self._done_step
+        self._pool.release([slot], self._planned_step if is_in_flight else None)
+
     # Snapshots
 
-    def save(self, row: int, key: CacheKey, num_saved_tokens: int) -> None:
-        """Save a row's state after the next plan's step, if there is a slot when the plan is made.
+    def save(self, row: int, key: CacheKey, num_saved_tokens: int, tail: int = 0) -> None:
+        """Save a row's state in the next plan's step, if there is a slot when the plan is made.
 
         Sequences that start in the same plan take their slots before. They cannot start from this snapshot.
 
         Args:
             key: digest of the prefix, twice, and no tokens: it ends with a full block.
+            tail: tokens of the step behind the prefix.
         """
-        self._wanted.append((row, key, num_saved_tokens))
+        self._wanted.append((row, key, num_saved_tokens, tail))
 
     def keep(self, row: int, key: CacheKey, num_saved_tokens: int, newest_step: int | None) -> None:
         """Make a row's slot a snapshot, without a copy: the row is to be closed, and steps in flight end its prefix.
@@ -226,16 +357,21 @@ class StateSlots:
 
     def take(self, step_id: int) -> StateMoves:
         """Return and clear the moves before and after step `step_id`."""
+        self._planned_step = step_id
         if not (self._copies or self._wanted or self._swap_outs or self._swap_ins):
             return StateMoves()
-        saves = [pair for each in self._wanted for pair in self._allocate_save(*each)]
+        found = [save for each in self._wanted for save in self._allocate_save(*each)]
+        saves, tails = [(source, slot) for source, slot, _ in found], [tail for _, _, tail in found]
         moves = StateMoves(*map(_pairs, (self._copies, saves, self._swap_outs, self._swap_ins)))
+        if any(tails):
+            moves = moves._replace(save_tails=np.array(tails, np.int32))
         self._pending.add(step_id, [slot for _, slot in saves], [slot for _, slot in self._swap_outs])
         self._release_held(step_id)
         self.num_saved += len(saves)
         return moves
 
     def free_fenced(self, step_id: int) -> None:
+        self._done_step = max(self._done_step, step_id)
         self._pool.free_fenced(step_id)
 
     # Failures
@@ -244,10 +380,13 @@ class StateSlots:
         """Record that all ranks have done the steps up to `step_id`."""
         self._pending.confirm(step_id)
 
-    def forget_unconfirmed(self) -> None:
+    def forget_unconfirmed(self) -> set[int]:
         """Forget the planned copies, and the snapshots that steps without a result were to save. No row may be open.
 
         A step changes states in place, so the states of its rows are void after a failure; snapshots are not.
+
+        Returns:
+            The slots in host memory whose content is void.
         """
         slots, host_slots = self._pending.take()
         host_slots.update(slot for _, slot in self._swap_outs)
@@ -256,6 +395,7 @@ class StateSlots:
             self._forget(place)
         self._pool.forget_blocks(slots)
         self._host.forget_blocks(host_slots)
+        return host_slots
 
     def flush(self) -> None:
         """Forget all snapshots on the device. Slots of rows stay with them."""
@@ -269,20 +409,26 @@ class StateSlots:
             self._forget(place)
         self._host.forget_content()
 
-    def check_integrity(self, rows: list[int]) -> None:
-        """Recount the pool. Raises AssertionError at any difference.
+    def check_integrity(
+        self, rows: list[int], host_states: list[int], for_files: list[int], in_transfers: list[int]
+    ) -> None:
+        """Recount the pools. Raises AssertionError at any difference.
 
         Args:
             rows: that have sequences.
+            host_states: slots in host memory with the states of preempted sequences.
+            for_files: slots in host memory that files hold, as often as they do.
+            in_transfers: slots that leases and pulls hold, as often as they do.
         """
         slots = self._tables.state_slots
         assert np.count_nonzero(slots) == (len(rows) if self.is_on else 0), "rows have no state or too many"
         held = dict[int, int]()
-        for slot in (*(slots[rows].tolist() if self.is_on else ()), *self._held):
+        for slot in (*(slots[rows].tolist() if self.is_on else ()), *self._held, *in_transfers):
             held[slot] = held.get(slot, 0) + 1
         self._pool.check_integrity(held)
         held_on_host = dict[int, int]()
-        for slot in self._held_on_host:
+        assert len(set(host_states)) == len(host_states), "two sequences have the same state in host memory"
+        for slot in (*self._held_on_host, *host_states, *for_files):
             held_on_host[slot] = held_on_host.get(slot, 0) + 1
         self._host.check_integrity(held_on_host)
         own = slots[rows].tolist()
@@ -330,6 +476,13 @@ class StateSlots:
         self._host.forget_blocks([victim])
         return True
 
+    def _hold_host_slot(self) -> int:
+        """Return a slot in host memory, of which there must be one, if need be that of the least snapshot."""
+        has_room = self._has_host_room(math.inf)
+        assert has_room, "there is no room for a state in host memory"
+        (host_slot,) = self._host.allocate(1)
+        return host_slot
+
     def _swap_in(self, source: int) -> int:
         """Return a new slot into which the plan copies slot `source` of the host memory."""
         self._host.share([source])
@@ -351,14 +504,16 @@ class StateSlots:
     def _on_evict(self, slot: int) -> None:
         raise AssertionError(f"slot {slot} was evicted by age")
 
-    def _allocate_save(self, row: int, key: CacheKey, num_saved_tokens: int) -> list[tuple[int, int]]:
-        """Return the slot of a row and one for its snapshot; nothing if no slot is free or there is a snapshot."""
+    def _allocate_save(
+        self, row: int, key: CacheKey, num_saved_tokens: int, tail: int
+    ) -> list[tuple[int, int, int]]:
+        """Return the slot of a row, one for its snapshot, and the tail; nothing without a slot or a need of one."""
         if key[0] in self._slot_of or self._pool.num_free == 0:
             return []
         slot = self._allocate()
         self._add(slot, key, num_saved_tokens)
         self._held.append(slot)
-        return [(self.slot_of(row), slot)]
+        return [(self.slot_of(row), slot, tail)]
 
     def _copy_of(self, source: int) -> int:
         """Return a new slot into which the plan copies `source`."""

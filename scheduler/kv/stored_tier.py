@@ -3,6 +3,7 @@
 The scheduler decides what is written and read; the ranks report what they have. A block is present if every rank has
 its part of it, in any tier. What is read goes into host blocks, and is found by the next lookup as what was evicted
 to them; what is written comes from host blocks. So the swaps of the host tier are the only way into the device.
+Snapshots of states pass through slots in host memory in the same way.
 
 A sequence whose prefix goes on in files waits for a read that was ordered for it, until its *ticket* is over: all
 blocks were read, some failed, or the time is over in which its tokens would have been computed. Then it starts with
@@ -11,18 +12,20 @@ what there is. Host blocks of an order stay held until all ranks have reported i
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ...proto.config import EngineConfig
-from ...proto.stored_kv import TIERS, StoredOrder, StoredReport, block_key, split_keys
+from ...proto.stored_kv import STATE_GROUP, TIERS, StoredOrder, StoredReport, block_key, is_state, split_keys
 from ..sequences.sequence import Sequence
 from .cache_events import STORED_MEDIA, CacheEvents, CacheKey
 from .host_tier import HostTier
+from .state_slots import StateSlots
 
 # Blocks of one write, of which one is under way at a time: a slow file system accumulates nothing.
 BLOCKS_PER_WRITE = 256
@@ -46,18 +49,26 @@ MAX_CANDIDATES = 1 << 16
 _RATE_BLOCKS = 1024
 
 
+# Whether it is the slot of a state or a block, and its number in host memory.
+_Place = tuple[bool, int]
+
+
 @dataclass(slots=True, eq=False)
 class _Order:
     """An order that not all ranks have reported.
 
     Attributes:
         contents: cache group and content of each block that is read; empty for a write.
+        places: in host memory, of the blocks and states, held until all ranks have reported.
+        num_tokens: that a read is to save.
         ranks: that have not reported it.
         rates: blocks/s of the ranks that have.
     """
 
     order: StoredOrder
     contents: list[tuple[int, CacheKey]]
+    places: list[_Place]
+    num_tokens: int
     ranks: set[int]
     begun_at: float
     failed: set[int] = field(default_factory=set)
@@ -70,14 +81,14 @@ class _Ticket:
 
     Attributes:
         orders: that are under way.
-        held: host blocks that were read for it, one reference each.
+        held: what was read for it, one reference each.
         num_tokens: tokens of the blocks that were read.
     """
 
     sequence: Sequence
     orders: set[int]
     deadline: float
-    held: list[int] = field(default_factory=list)
+    held: list[_Place] = field(default_factory=list)
     num_tokens: int = 0
     is_parked: bool = False
 
@@ -86,7 +97,7 @@ class StoredTier:
     """The files of all ranks, as far as they have reported them.
 
     Args:
-        host: of the blocks that are read and written.
+        host, states: host memory of the blocks and of the states that are read and written.
         events: are told of blocks that every rank has in a tier.
 
     Attributes:
@@ -102,15 +113,20 @@ class StoredTier:
 
     is_on = True
 
-    def __init__(self, config: EngineConfig, host: HostTier, events: CacheEvents) -> None:
-        self._host, self._events = host, events
+    def __init__(self, config: EngineConfig, host: HostTier, states: StateSlots, events: CacheEvents) -> None:
+        self._host, self._states, self._events = host, states, events
+        # A read of a state takes the time of so many blocks, as a move between host and device does.
+        cache = config.cache
+        has_rates = cache.swap_blocks_per_s > 0 and 0 < cache.swap_states_per_s < math.inf
+        self._blocks_per_state = cache.swap_blocks_per_s / cache.swap_states_per_s if has_rates else 1.0
         self._block_size = config.cache.block_size
         self._num_ranks = config.parallel.num_ranks
         self._tiers = [number for number, place in enumerate(config.kv_directories) if place is not None]
         self._of_rank = len(TIERS)
         # Of a mask, the bits of all ranks in the first tier.
         self._all_ranks = sum(1 << self._of_rank * rank for rank in range(self._num_ranks))
-        self._candidates: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        # Of blocks, and of states: (group, digest) of what is to be written.
+        self._candidates = OrderedDict[tuple[int, bytes], None](), OrderedDict[tuple[int, bytes], None]()
         self._order_id = 0
         self._tickets: dict[int, _Ticket] = {}  # seq_id |-> ticket
         self.num_read_blocks = self.num_written_blocks = self.num_read_bytes = self.num_hit_tokens = 0
@@ -134,7 +150,7 @@ class StoredTier:
     # What there is
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Return whether every rank has its part of a block."""
+        """Return whether every rank has its part of a block, or of a state."""
         mask = self._masks.get(block_key(group, digest), 0)
         return (mask | mask >> 1) & self._all_ranks == self._all_ranks
 
@@ -148,34 +164,59 @@ class StoredTier:
         return not self._masks
 
     @property
-    def _room(self) -> int:
-        """Return the host blocks that orders may still take: half of them belong to the host tier itself."""
-        used = sum(len(each.order.host_blocks) for each in self._orders.values())
-        used += sum(len(each.held) for each in self._tickets.values())
-        return min(self._host.num_blocks // 2 - used, self._host.num_free)
+    def num_readable_blocks(self) -> int:
+        """Return how many blocks a read may have now."""
+        return max(0, self._room(is_state=False))
+
+    def _room(self, *, is_state: bool) -> int:
+        """Return the host blocks or slots that orders may still take: half of them belong to others."""
+        num_places, num_free = self._states.room if is_state else self._host.room
+        held = (
+            *(each.places for each in self._orders.values()),
+            *(each.held for each in self._tickets.values()),
+        )
+        used = sum(kind == is_state for places in held for kind, _ in places)
+        return min(-(-num_places // 2) - used, num_free)
+
+    def _hold(self, places: list[_Place]) -> None:
+        self._host.hold([place for is_state, place in places if not is_state])
+        self._states.hold([place for is_state, place in places if is_state])
+
+    def _release(self, places: list[_Place]) -> None:
+        self._host.release([place for is_state, place in places if not is_state])
+        self._states.release([place for is_state, place in places if is_state])
 
     # Reads
 
-    def max_read_blocks(self, num_tokens: int, tokens_per_s: float, now: float) -> int:
-        """Return how many blocks may be read instead of computing `num_tokens`; 0 if computing is faster.
+    def may_read(self, groups: Items[int], num_tokens: int, tokens_per_s: float, now: float) -> bool:
+        """Return whether blocks and states may be read instead of computing `num_tokens`.
 
         Args:
+            groups: of each block, or that of states.
             tokens_per_s: measured rate of prompts; 0 if it is not known.
         """
-        room = self._room
+        num_states = groups.count(STATE_GROUP)
+        num_blocks = len(groups) - num_states
+        if num_blocks > self._room(is_state=False) or num_states > self._room(is_state=True):
+            return False
         if not self.read_blocks_per_s or not tokens_per_s or now - self._read_at > RETRY_S:
-            return room
-        blocks = num_tokens / self._block_size
-        reading_s = READ_OVERHEAD_S + blocks / self.read_blocks_per_s
-        return room if reading_s < num_tokens / tokens_per_s else 0
+            return True
+        weight = num_tokens / self._block_size + num_states * self._blocks_per_state
+        return READ_OVERHEAD_S + weight / self.read_blocks_per_s < num_tokens / tokens_per_s
 
     def begin_read(
-        self, sequence: Sequence, contents: Items[tuple[int, CacheKey]], compute_s: float, now: float
+        self,
+        sequence: Sequence,
+        contents: Items[tuple[int, CacheKey]],
+        num_tokens: int,
+        compute_s: float,
+        now: float,
     ) -> None:
         """Order the blocks that no other sequence waits for already, and give the sequence a ticket.
 
         Args:
-            contents: cache group and content of each block; at most as many as `max_read_blocks`.
+            contents: cache group and content of each block or state, as many as `may_read` allows.
+            num_tokens: that the sequence can start with only after the read.
             compute_s: expected time to compute the tokens; 0 if it is not known.
         """
         ticket = _Ticket(sequence, set(), now + max(MIN_WAIT_S, min(MAX_WAIT_S, compute_s or FIRST_WAIT_S)))
@@ -186,15 +227,26 @@ class StoredTier:
                 fresh.append((group, key))
             else:
                 ticket.orders.add(under_way)
-        host_blocks = self._host.reserve(len(fresh)) if fresh else []
-        if fresh and host_blocks:
+        places = self._reserve([group for group, _ in fresh])
+        if places:
             keys = [block_key(group, key[0]) for group, key in fresh]
-            order_id = self._add_order(True, keys, host_blocks, fresh, now)
+            order_id = self._add_order(True, keys, places, fresh, num_tokens, now)
             self._order_of.update(dict.fromkeys(keys, order_id))
             ticket.orders.add(order_id)
             self._read_at = now
         if ticket.orders:
             self._tickets[sequence.seq_id] = ticket
+
+    def _reserve(self, groups: list[int]) -> list[_Place]:
+        """Return a place in host memory for each block or state; none if there are too few."""
+        num_states = groups.count(STATE_GROUP)
+        blocks = self._host.reserve(len(groups) - num_states)
+        slots = None if blocks is None else self._states.reserve(num_states)
+        if blocks is None or slots is None:
+            self._host.release(blocks or [])
+            return []
+        of_kind = {False: iter(blocks), True: iter(slots)}
+        return [(group == STATE_GROUP, next(of_kind[group == STATE_GROUP])) for group in groups]
 
     def must_wait(self, sequence: Sequence, now: float) -> bool:
         """Return whether a sequence's blocks are still being read, and it is not too late for them."""
@@ -231,40 +283,52 @@ class StoredTier:
         """Forget a sequence that has begun or ended."""
         ticket = self._tickets.pop(sequence.seq_id, None)
         if ticket is not None:
-            self._host.release(ticket.held)
+            self._release(ticket.held)
 
     # Writes
 
     def note(self, group: int, digest: bytes, sequence: Sequence) -> None:
-        """Remember a full block that was computed, to write it when the machine is idle.
+        """Remember a full block that was computed, or a snapshot, to write it when the machine is idle.
 
-        An adapter's files may change between two starts, so that its blocks are not stored.
+        The blocks of an adapter are stored if its content names them: its files may change between two starts.
         """
-        if sequence.lora is None:
-            self._candidates[group, digest] = None
-            if len(self._candidates) > MAX_CANDIDATES:
-                self._candidates.popitem(last=False)
+        if sequence.lora is None or sequence.lora.content:
+            candidates = self._candidates[group == STATE_GROUP]
+            candidates[group, digest] = None
+            if len(candidates) > MAX_CANDIDATES:
+                candidates.popitem(last=False)
 
     def may_write(self, idle_s: float) -> bool:
         """Return whether a write may begin after the ranks have computed nothing for so long."""
-        if not self._candidates or idle_s < IDLE_S or not self._is_whole:
+        if idle_s < IDLE_S or not self._is_whole:
             return False
-        return not any(not each.order.is_read for each in self._orders.values()) and self._room > 0
+        if any(not each.order.is_read for each in self._orders.values()):
+            return False
+        return any(
+            candidates and self._room(is_state=bool(kind)) > 0
+            for kind, candidates in enumerate(self._candidates)
+        )
 
     def take_candidates(self) -> Iterable[tuple[int, bytes]]:
-        """Yield blocks to be written, the oldest first, as many as a write may have."""
-        for _ in range(min(BLOCKS_PER_WRITE, self._room)):
-            while self._candidates:
-                (group, digest), _ = self._candidates.popitem(last=False)
-                if not self.has(group, digest):
-                    yield group, digest
-                    break
+        """Yield blocks and states to be written, the oldest first, as many as a write may have."""
+        for kind, candidates in enumerate(self._candidates):
+            for _ in range(min(BLOCKS_PER_WRITE, self._room(is_state=bool(kind)))):
+                while candidates:
+                    (group, digest), _ = candidates.popitem(last=False)
+                    if not self.has(group, digest):
+                        yield group, digest
+                        break
 
     def begin_write(self, blocks: list[tuple[int, bytes, int]], now: float) -> None:
-        """Order blocks, each as (cache group, digest, host block with a reference for the order), to be written."""
+        """Order blocks and states to be written.
+
+        Args:
+            blocks: each as (cache group, digest, host block or slot with a reference for the order).
+        """
         if blocks:
             keys = [block_key(group, digest) for group, digest, _ in blocks]
-            self._add_order(False, keys, [host_block for *_, host_block in blocks], [], now)
+            places = [(group == STATE_GROUP, place) for group, _, place in blocks]
+            self._add_order(False, keys, places, [], 0, now)
 
     # Orders and reports
 
@@ -272,13 +336,16 @@ class StoredTier:
         self,
         is_read: bool,
         keys: list[bytes],
-        host_blocks: list[int],
+        places: list[_Place],
         contents: list[tuple[int, CacheKey]],
+        num_tokens: int,
         now: float,
     ) -> int:
         self._order_id += 1
-        order = StoredOrder(self._order_id, is_read, b"".join(keys), np.array(host_blocks, np.int32))
-        self._orders[self._order_id] = _Order(order, contents, set(range(self._num_ranks)), now)
+        numbers = np.array([place for _, place in places], np.int32)
+        order = StoredOrder(self._order_id, is_read, b"".join(keys), numbers)
+        ranks = set(range(self._num_ranks))
+        self._orders[self._order_id] = _Order(order, contents, places, num_tokens, ranks, now)
         self._queued.append(order)
         return self._order_id
 
@@ -295,7 +362,7 @@ class StoredTier:
     @property
     def is_settled(self) -> bool:
         """Return whether all blocks are stored that can be, and the ranks have reported what they have."""
-        return self._is_whole and not self._candidates and not self._orders
+        return self._is_whole and not any(self._candidates) and not self._orders
 
     def wants_step(self, now: float) -> bool:
         """Return whether ranks that have nothing to compute have orders to get or reports to make."""
@@ -328,7 +395,7 @@ class StoredTier:
             self._masks[key] = mask
         else:
             self._masks.pop(key, None)
-        if was == now:
+        if was == now or is_state(key):
             return
         self._counts[tier] += now - was
         if key[:4] == b"\0\0\0\0":  # as all events: those of the first cache group
@@ -338,39 +405,45 @@ class StoredTier:
                 self._events.add_removed(key[4:], STORED_MEDIA[tier], 0)
 
     def _on_end(self, order: _Order, report: StoredReport) -> None:
-        """Count a rank's end of an order; use or release its host blocks with that of the last rank."""
+        """Count a rank's end of an order; use or release its places with that of the last rank."""
         order.ranks.discard(report.rank)
         order.failed.update(report.failed.tolist())
-        num_blocks = len(order.order.host_blocks)
-        num_done = num_blocks - len(report.failed)
         self.num_corrupt_blocks += report.num_corrupt
         if order.order.is_read:
             self.num_read_bytes += report.num_bytes
-            if report.seconds > 0 and num_done:
-                order.rates.append(num_done / report.seconds)
+            weight = self._weight(order, set(report.failed.tolist()))
+            if report.seconds > 0 and weight:
+                order.rates.append(weight / report.seconds)
         if order.ranks:
             return
         del self._orders[report.order_id]
         if order.order.is_read:
             self._on_read(order)
         else:
-            self.num_written_blocks += num_blocks - len(order.failed)
-        self._host.release(order.order.host_blocks.tolist())
+            self.num_written_blocks += len(order.places) - len(order.failed)
+        self._release(order.places)
+
+    def _weight(self, order: _Order, failed: set[int]) -> float:
+        """Return how many blocks have the bytes of what an order has read."""
+        read = [is_state for position, (is_state, _) in enumerate(order.places) if position not in failed]
+        return len(read) + sum(read) * (self._blocks_per_state - 1)
 
     def _on_read(self, order: _Order) -> None:
         """List the blocks that every rank has read, and hold them for the sequences that wait."""
-        read = list[int]()
-        for position, ((group, key), host_block) in enumerate(
-            zip(order.contents, order.order.host_blocks.tolist(), strict=True)
-        ):
+        read = list[_Place]()
+        for position, ((group, key), place) in enumerate(zip(order.contents, order.places, strict=True)):
             self._order_of.pop(block_key(group, key[0]), None)
-            if position not in order.failed:
-                self._host.fill(group, key, host_block)
-                read.append(host_block)
+            if position in order.failed:
+                continue
+            if group == STATE_GROUP:
+                self._states.fill(key[0], place[1], order.num_tokens)
+            else:
+                self._host.fill(group, key, place[1])
+            read.append(place)
         self.num_read_blocks += len(read)
         self.num_failed_reads += len(order.failed)
         if order.rates:
-            self._measure(len(read), min(order.rates))
+            self._measure(self._weight(order, order.failed), min(order.rates))
         num_tokens = self._block_size * sum(
             group == 0 for position, (group, _) in enumerate(order.contents) if position not in order.failed
         )
@@ -378,23 +451,23 @@ class StoredTier:
             if order.order.order_id in ticket.orders:
                 ticket.orders.discard(order.order.order_id)
                 ticket.num_tokens += num_tokens
-                self._host.hold(read)
+                self._hold(read)
                 ticket.held += read
 
-    def _measure(self, num_blocks: int, blocks_per_s: float) -> None:
+    def _measure(self, num_blocks: float, blocks_per_s: float) -> None:
         """Take a read into the measured rate, which is that of all blocks together: seconds are added, not rates."""
         old = self._rate_blocks
         seconds = num_blocks / blocks_per_s + (old / self.read_blocks_per_s if old else 0.0)
         if num_blocks:
             self.read_blocks_per_s = (num_blocks + old) / seconds
-            self._rate_blocks = min(num_blocks + old, _RATE_BLOCKS)
+            self._rate_blocks = min(round(num_blocks + old), _RATE_BLOCKS)
 
     def reset(self) -> None:
         """Forget all orders, and what there is: the ranks start over, and report it again."""
         for order in self._orders.values():
-            self._host.release(order.order.host_blocks.tolist())
+            self._release(order.places)
         for ticket in self._tickets.values():
-            self._host.release(ticket.held)
+            self._release(ticket.held)
             ticket.held, ticket.orders = [], set()
         for key in list(self._masks):
             for tier in self._tiers:
@@ -404,15 +477,25 @@ class StoredTier:
     @property
     def held_on_host(self) -> list[int]:
         """Return the host blocks of orders and tickets, as often as they are held."""
-        orders = [block for each in self._orders.values() for block in each.order.host_blocks.tolist()]
-        return orders + [block for each in self._tickets.values() for block in each.held]
+        return [place for is_state, place in self._held_places() if not is_state]
+
+    @property
+    def held_states(self) -> list[int]:
+        """Return the slots in host memory of orders and tickets, as often as they are held."""
+        return [place for is_state, place in self._held_places() if is_state]
+
+    def _held_places(self) -> Iterator[_Place]:
+        for order in self._orders.values():
+            yield from order.places
+        for ticket in self._tickets.values():
+            yield from ticket.held
 
     def check_integrity(self, alive: Items[int]) -> None:
         """Check that tickets are of sequences that are alive, and that the blocks of each tier are counted."""
         assert self._tickets.keys() <= set(alive), "a ticket of a sequence that has ended"
         for tier in self._tiers:
             whole = self._all_ranks << tier
-            count = sum(mask & whole == whole for mask in self._masks.values())
+            count = sum(mask & whole == whole and not is_state(key) for key, mask in self._masks.items())
             assert count == self._counts[tier], (
                 f"{TIERS[tier]} has {count} blocks, {self._counts[tier]} counted"
             )
@@ -478,6 +561,10 @@ class NoStoredTier(StoredTier):
 
     @property
     def held_on_host(self) -> list[int]:
+        return []
+
+    @property
+    def held_states(self) -> list[int]:
         return []
 
     def check_integrity(self, alive: Items[int]) -> None:

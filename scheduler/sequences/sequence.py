@@ -45,6 +45,7 @@ class Sequence:
         beams: beam search that it is part of.
         is_suspended: it is a preempted beam without a token to compute until its search continues.
         host_blocks: host blocks that hold the KV of its first `num_host_tokens` tokens after a preemption by swap.
+        host_state: slot in host memory with its state after these tokens; 0 for none.
         num_lost_tokens: computed tokens that the last preemption or recovery discarded.
         interrupted_at: when the worker group failed under it; None once it runs again.
         num_recoveries, recovered_s: failures of the worker group that it survived, and the time that they took.
@@ -95,6 +96,7 @@ class Sequence:
     is_suspended: bool = False
     host_blocks: list[int] = field(default_factory=list)
     num_host_tokens: int = 0
+    host_state: int = 0
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     num_lost_tokens: int = 0
@@ -192,9 +194,10 @@ class Sequence:
         parent = self.block_digests[index - 1] if index else self.root
         return parent_with_media(parent, self.media, index, block_size) if self.media else parent
 
-    def tokens_to_snapshot(self, num_scheduled: int) -> int | None:
-        """Return the tokens from `num_scheduled` to the next end where its state is saved; None if there is none."""
-        return next((end - num_scheduled for end in self.snapshot_ends if end > num_scheduled), None)
+    def tokens_to_second_snapshot(self, num_scheduled: int) -> int | None:
+        """Return the tokens from `num_scheduled` to the second end where its state is saved; None without two."""
+        ahead = [end - num_scheduled for end in self.snapshot_ends if end > num_scheduled]
+        return ahead[1] if len(ahead) > 1 else None
 
     def change_root(self, root: bytes, weights_version: str) -> None:
         """Go on with other weights: cached blocks of the earlier ones do not count."""

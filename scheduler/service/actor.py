@@ -23,6 +23,7 @@ from ..core.scheduler import Scheduler
 from .collector import IdleCollector
 from .kv_events import open_sink
 from .loop import StepLoop
+from .step_record import recorded_ranks
 from .worker_group import WorkerGroup
 from .zmq_mailbox import ZmqMailbox
 
@@ -66,11 +67,12 @@ class SchedulerActor:
 
         Raises:
             ReplicaUnavailable: a rank did not join.
-            ConfigError: an address of kv_events cannot be bound.
+            ConfigError: an address of kv_events cannot be bound, or the file of record_steps not be made.
         """
         with ExitStack() as opened:
-            group = make_group()
-            opened.callback(group.close)
+            ranks = make_group()
+            opened.callback(ranks.close)
+            group = opened.enter_context(recorded_ranks(ranks, config, self._replica_id))
             mailbox = ZmqMailbox(endpoint, keys)
             opened.callback(mailbox.close)
             events, collector = open_sink(config.cache, time.time()), IdleCollector()

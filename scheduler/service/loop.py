@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...proto.errors import QuireError, RankFailed, ReplicaUnavailable
 from ...proto.replica_status import Activity, ReplicaRole, ReplicaStatus
@@ -46,16 +48,28 @@ IDLE_CHECK_S = 1.0
 BUSY_CHECK_S = 0.1
 # Expected duration from which a step is a long prefill, for operators.
 LONG_STEP_S = 1.0
-# Shortest time between two statuses that gateways get unasked.
+# Shortest time between two statuses that a gateway gets unasked, and the gateways that get one at a time.
 REPORT_INTERVAL_S = 1.0
+MAX_REPORTS = 20
 # A step after idle time is reported if others follow for this long: a canary is reported once, at its end.
 SETTLING_S = 0.1
 # Bounds the list: most such gateways never return.
 MAX_DROPPED_GATEWAYS = 64
 
 # Of a status: what changes with the time alone, and for each gateway.
-_PASSING = frozenset({"query_id", "uptime_s", "activity_s", "last_step_s"})
-_lasting = attrgetter(*(name for name in ReplicaStatus.SENT_ORDER if name not in _PASSING))
+_PASSING = frozenset({"query_id", "uptime_s", "activity_s", "last_step_s", "num_report_rounds"})
+# What the step of a canary changes, too.
+_STEP_COUNTERS = frozenset(
+    {
+        "busy_s", "mean_kv_fragmentation", "mean_plan_wait_s", "num_computed_tokens", "num_finished",
+        "num_plan_waits", "num_steps", "peak_used_blocks", "plan_wait_s", "prefix_query_tokens", "ranks",
+        "tokens_per_s",
+    }
+)  # fmt: skip
+_counters_of = attrgetter(*sorted(_STEP_COUNTERS))
+_load_of = attrgetter(*(each for each in ReplicaStatus.SENT_ORDER if each not in _PASSING | _STEP_COUNTERS))
+# More computed tokens than those of all canaries between two queries of a watcher of the load.
+_CANARY_TOKENS = 64
 # class |-> its attributes that a ReplicaStatus has too.
 _same_names_of: dict[type, list[str]] = {}
 
@@ -64,6 +78,40 @@ _log = logging.getLogger(__name__)
 
 class _Stopped(Exception):
     """`stop` was called while a step or a recovery took long."""
+
+
+class _State(NamedTuple):
+    """The lasting part of a status: the load and condition, and the counters of steps."""
+
+    load: tuple[object, ...] = ()
+    counters: tuple[object, ...] = ()
+    num_computed_tokens: int = 0
+
+    @classmethod
+    def of(cls, status: ReplicaStatus) -> _State:
+        return cls(_load_of(status), _counters_of(status), status.num_computed_tokens)
+
+
+@dataclass(slots=True)
+class _Watcher:
+    """A gateway, or the controller, that gets statuses unasked.
+
+    Attributes:
+        until: time at which this ends, unless it asks again.
+        load_only: see StatusQuery.
+        told: the latest state that it was told.
+    """
+
+    until: float
+    load_only: bool
+    told: _State
+
+    def is_behind(self, state: _State) -> bool:
+        """Return whether to tell it the replica's state, which is the same object as long as nothing changes."""
+        if self.told is state:
+            return False
+        num_tokens = state.num_computed_tokens - self.told.num_computed_tokens
+        return not self.load_only or self.told.load != state.load or num_tokens > _CANARY_TOKENS
 
 
 class StepLoop:
@@ -96,9 +144,9 @@ class StepLoop:
         self._stopping = threading.Event()
         # gateway |-> handles that were ended while it did not read.
         self._dropped: dict[bytes, list[int]] = {}
-        # gateway |-> time until which it gets statuses unasked.
-        self._watchers: dict[bytes, float] = {}
-        self._reported: tuple[object, ...] = ()  # of the latest such status
+        # gateway |-> how it is told of changes, those first that were told longest ago.
+        self._watchers: dict[bytes, _Watcher] = {}
+        self._reported = _State()  # the latest that some of them were told
         self._report_due_at = self._started_at
         # Whether no step is in flight for want of requests, and the first step after the latest such time.
         self._is_idle = True
@@ -253,19 +301,31 @@ class StepLoop:
             self._mailbox.send(gateway, status)
 
     def _report_changes(self) -> None:
-        """Send the status to the gateways that watch, if it has changed since they got one."""
+        """Send the status to gateways that watch, if it has changed since they got one: to MAX_REPORTS in turn."""
         now = self._clock()
         has_begun = self._activity is Activity.BUSY and now - self._active_since < SETTLING_S
         if not self._watchers or now < self._report_due_at or has_begun:
             return
         status = self.status()
-        state = _lasting(status)
-        if state == self._reported:
-            return
-        self._reported, self._report_due_at = state, now + REPORT_INTERVAL_S
-        for gateway, until in list(self._watchers.items()):
-            if now >= until or not self._mailbox.send(gateway, status):
-                del self._watchers[gateway]
+        self._note_state(status)
+        behind = [name for name, watcher in self._watchers.items() if watcher.is_behind(self._reported)]
+        for gateway in behind[:MAX_REPORTS]:
+            watcher = self._watchers.pop(gateway)
+            if now < watcher.until and self._mailbox.send(gateway, status):
+                self._watch(gateway, watcher.until, watcher.load_only)
+        if behind:
+            self._report_due_at = now + REPORT_INTERVAL_S
+
+    def _note_state(self, status: ReplicaStatus) -> None:
+        """Take note of what is told."""
+        state = _State.of(status)
+        if state != self._reported:
+            self._reported = state
+
+    def _watch(self, gateway: bytes, until: float, load_only: bool) -> None:
+        """Tell a gateway that knows the noted state of changes from now on, after all others."""
+        self._watchers.pop(gateway, None)
+        self._watchers[gateway] = _Watcher(until, load_only, self._reported)
 
     @property
     def _problem(self) -> str:
@@ -295,9 +355,11 @@ class StepLoop:
             case Stop():
                 self._send_finish(gateway, self._scheduler.stop(gateway, message.handle, self._clock()))
             case StatusQuery():
+                status = self.status(message.query_id)
                 if message.watch_s > 0:
-                    self._watchers[gateway] = self._clock() + message.watch_s
-                self._mailbox.send(gateway, self.status(message.query_id))
+                    self._note_state(status)
+                    self._watch(gateway, self._clock() + message.watch_s, message.load_only)
+                self._mailbox.send(gateway, status)
             case CacheQuery():
                 self._mailbox.send(gateway, self._scheduler.blocks.journal.report(message.since))
             case BlockMapQuery():
@@ -435,6 +497,7 @@ class StepLoop:
             fullest_kv_use=blocks.pool.max_partition_use,
             last_step_s=now - scheduler.throughput.last_step_at,
             reports_changes=True,
+            num_report_rounds=max(1, math.ceil(len(self._watchers) / MAX_REPORTS)),
             num_state_slots=blocks.state_slots.num_slots,
             num_used_state_slots=blocks.state_slots.num_held,
             num_snapshots=blocks.state_slots.num_snapshots,

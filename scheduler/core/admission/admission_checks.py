@@ -107,7 +107,20 @@ def _check_prompt(config: EngineConfig, submit: Submit) -> InvalidRequest | None
     most = config.max_servable_tokens - (submit.pooling is None)  # an output has at least one token
     if not 1 <= num_tokens <= most:
         return InvalidRequest("prompt", f"has {num_tokens} tokens, must have 1 to {most}")
-    return None
+    return _check_whole_prompt(config, num_tokens) if config.model.sees_whole_prompt else None
+
+
+def _check_whole_prompt(config: EngineConfig, num_tokens: int) -> InvalidRequest | None:
+    """Check that a step can compute the prompt, and that no window hides a part of it from another."""
+    limits = {config.scheduler.max_num_batched_tokens: "max_num_batched_tokens"}
+    limits |= {window: "the window of some layers" for window in config.model.layer_windows if window}
+    most = min(limits)
+    if num_tokens <= most:
+        return None
+    return InvalidRequest(
+        "prompt",
+        f"has {num_tokens} tokens, all of which attend to each other, must have at most {most} ({limits[most]})",
+    )
 
 
 def _check_vocabulary(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
@@ -154,6 +167,14 @@ def _check_media(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
         return None
     if vision is None:
         return InvalidRequest("media", f"has images, and {config.model.name} reads none")
+    sizes = {item.digest: item.num_embeddings * config.encoder_row_bytes for item in submit.media}
+    room = config.encoder_cache_bytes
+    if config.model.sees_whole_prompt and len(sizes) > 1 and sum(sizes.values()) > room:
+        return InvalidRequest(
+            "media",
+            f"has images with {sum(sizes.values())} bytes of embeddings, which one step reads, must have at most "
+            f"{room} (encoder_cache_memory)",
+        )
     for index, item in enumerate(submit.media):
         tokens = submit.prompt_token_ids[item.start : item.end]
         num_places = int((tokens == vision.image_token_id).sum())

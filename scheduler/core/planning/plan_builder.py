@@ -124,6 +124,7 @@ class PlanBuilder:
             keeps_states=self._keeps_states(state),
             state_copies=state_moves.copies,
             state_saves=state_moves.saves,
+            save_tails=state_moves.save_tails,
             state_swap_out=state_moves.swap_out,
             state_swap_in=state_moves.swap_in,
             kv=state.kv_moves.take_orders(),
@@ -143,8 +144,9 @@ def _held_rows(decoding: npt.NDArray[np.bool_], advancing: RowArray) -> IntArray
     """Return the decoding rows that are not in the step."""
     if np.count_nonzero(decoding) == advancing.size:  # 64 rows: 0.3 us, listing them 2 us
         return NO_INTS
-    held = np.flatnonzero(decoding)
-    return held[~np.isin(held, advancing)].astype(np.int32)
+    is_held = decoding.copy()
+    is_held[advancing] = False
+    return is_held.nonzero()[0].astype(np.int32)
 
 
 def _drafting(rows: RowArray, num_drafted: IntArray | None) -> tuple[IntArray, IntArray]:

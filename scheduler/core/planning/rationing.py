@@ -14,8 +14,8 @@ def ration_blocks(
     """Allocate scarce blocks in order of precedence, and preempt sequences of lower precedence for them.
 
     A victim is in the partition of its beneficiary. Its blocks may still be fenced (their release is deferred until
-    the steps in flight are done). Then the beneficiary, and all sequences of the partition after it, stall: they skip
-    this step.
+    the steps in flight are done), or it has a state that waits for these steps. Then the beneficiary, and all
+    sequences of the partition after it, stall: they skip this step.
 
     Args:
         needs: row |-> blocks that it lacks.
@@ -34,7 +34,7 @@ def ration_blocks(
         if row is None:  # preempted for an earlier one just now
             continue
         partition = blocks.rows.partition_of(row)
-        while blocks.pool.num_unheld_in(partition) < needs[row]:
+        while blocks.pool.num_unheld_in(partition) + _num_leaving_blocks(state, partition) < needs[row]:
             victim = find_victim(state, builder, sequence, partition)
             if victim is None:
                 break
@@ -64,13 +64,21 @@ def find_victim(
     others = [
         sequence
         for row, sequence in state.running.items()
-        if row not in in_plan and partition in (None, blocks.rows.partition_of(row))
+        if row not in in_plan
+        and row not in state.leaving
+        and partition in (None, blocks.rows.partition_of(row))
     ]
     victim = choose_victim(others, beneficiary, lambda sequence: int(rows.num_scheduled[row_of(sequence)]))
     if victim is None and beneficiary.beams is not None:
         own = [s for s in others if s.beams is beneficiary.beams and not s.beams.is_waiting_for(s.seq_id)]
         victim = max(own, key=lambda sequence: sequence.seq_id, default=None)
     return victim
+
+
+def _num_leaving_blocks(state: SchedulerState, partition: int) -> int:
+    """Return the blocks of a partition that rows will release which wait for their preemption."""
+    rows = state.blocks.rows
+    return sum(rows.held_ids(row).size for row in state.leaving if rows.partition_of(row) == partition)
 
 
 def grow(state: SchedulerState, builder: PlanBuilder, row: int, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from ....proto.block_tables import RowArray
-from ..steps.in_flight import InFlightSteps
+from ..steps.in_flight import NO_ROWS, InFlightSteps
 
 
 class StepGroups:
@@ -24,24 +24,26 @@ class StepGroups:
         self._num_stages = num_stages
         self._last_steps = np.zeros(num_rows, np.int64)  # of each row
 
+    @property
+    def are_several(self) -> bool:
+        """Return whether rows take turns."""
+        return self._num_stages > 1
+
     def choose(self, rows: RowArray, in_flight: InFlightSteps, *, waits_for_rows: bool) -> RowArray:
         """Return the rows that compute a token in the next step, ascending; they come last in the following ones.
-
-        While no step is in flight these are all: scarce blocks are rationed among all rows, so that one of them goes
-        on.
 
         Args:
             rows: with a token to compute, ascending.
             waits_for_rows: nothing else could be in the step, so that it may have rows whose newest token another
                 step in flight computes: the first stage then waits for that token.
         """
-        if self._num_stages == 1 or not rows.size or not in_flight:
+        if self._num_stages == 1 or not rows.size:
             return rows
         most, num_larger = divmod(int(rows.size), self._num_stages)
         newest = in_flight.newest_rows(self._num_stages - 1)
         if sum(own.size > most for own in newest) < num_larger:
             most += 1
-        free = rows[~np.isin(rows, np.concatenate(newest))]
+        free = rows[~np.isin(rows, np.concatenate([NO_ROWS, *newest]))]
         if not free.size and waits_for_rows:
             free = rows[~np.isin(rows, in_flight.repeated_rows)]
         most = max(1, most)

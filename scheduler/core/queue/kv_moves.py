@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 
+from ....proto.block_tables import IntArray
 from ....proto.config import EngineConfig
 from ....proto.kv_layout import KvLayout, layout_of
 from ....proto.kv_transfer import PULL_OVERHEAD_S, KvFailure, KvOffer, KvOrders, KvReport, KvReportKind
+from ....proto.stream import Submit
 from ...kv.block_manager import BlockManager
 from ...kv.leases import LEASE_S, MAX_LEASES
 from ...kv.pulls import Pull
@@ -32,6 +35,8 @@ FIRST_BYTES_PER_S = 500e6
 # too low for the network, would prevent all reads. A read that takes longer than expected corrects it at once.
 RETRY_S = 10.0
 MOST_BYTES_PER_S = 100e9
+# Tokens of the prompts that are known because their blocks are fetched: 16 MB.
+MAX_FETCHED_TOKENS = 4 << 20
 
 
 class NoKvMoves:
@@ -41,6 +46,7 @@ class NoKvMoves:
     num_kv_leases = num_kv_offers = num_kv_pulls = num_kv_pulled_tokens = num_kv_pulled_bytes = 0
     num_kv_recomputed_tokens = num_kv_ahead_tokens = num_split_prompts = 0
     kv_pull_bytes_per_s = kv_token_bytes = 0.0
+    kv_state_bytes = 0
     num_kv_failures: tuple[int, ...] = ()
     must_order = False
 
@@ -50,6 +56,9 @@ class NoKvMoves:
         return None
 
     def offer_part(self, sequence: Sequence, row: int, num_computed: int, now: float) -> KvOffer | None:
+        return None
+
+    def lend(self, sequence: Sequence, now: float) -> KvOffer | None:
         return None
 
     def begin(self, sequence: Sequence, now: float, num_running: int) -> bool:
@@ -93,6 +102,7 @@ class KvMoves:
         num_kv_ahead_tokens: of the pulled tokens, those that came before their sequence.
         num_split_prompts: sequences that left with their first token, as was asked for.
         kv_pull_bytes_per_s: recent rate of the slowest rank.
+        kv_state_bytes: that a rank reads for a state; 0 until all ranks serve.
     """
 
     def __init__(self, config: EngineConfig, blocks: BlockManager, costs: CostModel) -> None:
@@ -100,6 +110,7 @@ class KvMoves:
         self._block_bytes = layout_of(config, 0, "").block_bytes
         self._serving: dict[int, KvReport] = {}  # rank |-> its latest SERVES
         self._layout: KvLayout | None = None  # of all heads; None until all ranks serve
+        self.kv_state_bytes = 0
         self._pull_of: dict[
             int, Pull
         ] = {}  # seq_id |-> the pull whose blocks it waits for, or is to start with
@@ -142,8 +153,10 @@ class KvMoves:
     def must_order(self) -> bool:
         """Return whether the ranks are to get a plan, though there may be nothing to compute."""
         # Also while reports are due, which come with results: ranks without anything to compute wait for them.
+        # So do blocks that are loaded for a lease: they are held until a plan has loaded them.
         leases, pulls = self._blocks.leases, self._blocks.pulls
-        return bool(leases) or leases.has_orders or pulls.has_orders or pulls.are_read
+        is_open = bool(leases) or leases.has_orders or pulls.has_orders or pulls.are_read
+        return is_open or self._blocks.has_loads
 
     # The replica that a sequence leaves
 
@@ -152,28 +165,97 @@ class KvMoves:
     ) -> KvOffer | None:
         """Lend the full blocks of a running sequence that leaves; None if nobody could use them.
 
+        In a model that keeps states those up to its last snapshot, and this one.
+
         Args:
             tokens: all known ones.
             num_computed: of these, by the steps so far.
         """
+        digests = self._digests_to_lend(sequence, tokens, num_computed)
+        return self._offer(sequence, row, self._up_to_snapshot(digests), now, with_state=True)
+
+    def _digests_to_lend(self, sequence: Sequence, tokens: array[int], num_computed: int) -> list[bytes]:
+        """Return the digests of a running sequence's full blocks; none if it cannot leave with them."""
         # The last token is computed again by the next replica, which needs its logits.
         num_blocks = min(num_computed, len(tokens) - 1) // self._blocks.block_size
         if self._layout is None or num_blocks < 1 or sequence.pooling is not None:
+            return []
+        return self._blocks.prefixes.digests_of(sequence, tokens, num_blocks)
+
+    def _up_to_snapshot(self, digests: list[bytes]) -> list[bytes]:
+        """Return the digests up to the last after whose block there is a snapshot; all in a model without states."""
+        slots = self._blocks.state_slots
+        if not slots.is_on:
+            return digests
+        ends = range(len(digests), 0, -1)
+        return digests[: next((end for end in ends if slots.has(digests[end - 1])), 0)]
+
+    def _offer(
+        self, sequence: Sequence, row: int, digests: list[bytes], now: float, *, with_state: bool
+    ) -> KvOffer | None:
+        """Lend the first full blocks of a row, and the state after them if the model keeps any."""
+        if not digests or len(self._blocks.leases) >= MAX_LEASES:
             return None
-        if len(self._blocks.leases) >= MAX_LEASES:
-            return None
-        digests = self._blocks.prefixes.digests_of(sequence, tokens, num_blocks)
         table = self._blocks.prefixes.find_lendable(row, digests)
-        if table is None:
-            return None
-        generation = self._blocks.leases.grant(sequence.request_id, table[table != 0].tolist(), now)
+        return None if table is None else self._grant(sequence, digests, table, now, with_state=with_state)
+
+    def _grant(
+        self,
+        sequence: Sequence,
+        digests: list[bytes],
+        table: IntArray,
+        now: float,
+        *,
+        are_loaded: bool = False,
+        with_state: bool = True,
+    ) -> KvOffer | None:
+        """Lend blocks; None if the state after them cannot be lent.
+
+        Args:
+            digests: of the first full blocks of the sequence.
+            table: those blocks, equally many of each group, 0 for those behind a window.
+            are_loaded: as for Leases.grant.
+            with_state: in a model that keeps states.
+        """
+        state_slot, slots = 0, self._blocks.state_slots
+        if slots.is_on and with_state:
+            loan = slots.lend(digests[-1])
+            if loan is None:
+                return None
+            state_slot, is_loaded = loan
+            are_loaded |= is_loaded
+        block_ids = table[table != 0].tolist()
+        generation = self._blocks.leases.grant(
+            sequence.request_id, block_ids, now, are_loaded=are_loaded, state_slot=state_slot
+        )
         endpoints = tuple(self._serving[rank].name for rank in range(len(self._serving)))
         return KvOffer(
-            generation, self._layout.fingerprint, endpoints, digests[-1], num_blocks, table, LEASE_S
+            generation, self.kv_layout, endpoints, digests[-1], len(digests), table, LEASE_S, state_slot
         )
 
+    def lend(self, sequence: Sequence, now: float) -> KvOffer | None:
+        """Lend the first full blocks of a prompt that are cached here; None if there are none.
+
+        The plan after the one that loads blocks from host memory lends them. A replica lends nothing while its own
+        sequences hold most of its blocks: those that wait may need what is cached.
+        """
+        pool = self._blocks.pool
+        is_full = 2 * pool.num_free_in(0) < self._blocks.num_blocks
+        if self._layout is None or is_full or len(self._blocks.leases) >= MAX_LEASES // 2:
+            return None
+        num_blocks = sequence.num_reusable_tokens // self._blocks.block_size
+        digests = self._blocks.prefixes.digests_of(sequence, sequence.token_ids, num_blocks)
+        sequence.block_digests = digests
+        num_cached = self._blocks.prefixes.num_cached_blocks(sequence, num_blocks)
+        wanted = self._up_to_snapshot(digests[:num_cached])
+        table, are_loaded = self._blocks.lend_cached(sequence, wanted)
+        found = wanted[: table.size // self._blocks.num_groups]
+        if not found or self._up_to_snapshot(found) != found:
+            return None  # device memory has no room for what comes from host memory
+        return self._grant(sequence, found, table, now, are_loaded=are_loaded)
+
     def offer_part(self, sequence: Sequence, row: int, num_computed: int, now: float) -> KvOffer | None:
-        """Lend the first tokens of a prompt, of which others are still to be computed.
+        """Lend the first tokens of a prompt, of which others are still to be computed, without a state.
 
         Returns None if too few are new for a pull of their own, which has a fixed cost: they come with the next ones.
         """
@@ -182,7 +264,8 @@ class KvMoves:
         if is_small or len(self._blocks.leases) >= MAX_LEASES // 2:
             return None
         sequence.num_lent_tokens = num_computed
-        return self.offer(sequence, row, sequence.token_ids, num_computed, now)
+        digests = self._digests_to_lend(sequence, sequence.token_ids, num_computed)
+        return self._offer(sequence, row, digests, now, with_state=False)
 
     def free_blocks(self, fence_step: int | None) -> bool:
         """Hold no block for others, since sequences lack some; return whether any was held.
@@ -245,16 +328,23 @@ class KvMoves:
         ]
         is_lent = all(source for _, _, source in wanted)
         has_room = len(wanted) + len(cached) <= self._blocks.pool.num_free_in(0)
-        if not (wanted and is_lent and has_room and self._pays(wanted, num_running)):
+        slots, state_slot = self._blocks.state_slots, 0
+        lacks_state = slots.is_on and offer.state_slot > 0 and not slots.has(offer.digest)
+        num_bytes = self._num_bytes(wanted) + lacks_state * self.kv_state_bytes
+        num_tokens = self._num_saved_tokens(sequence, offer, wanted, lacks_state=lacks_state)
+        is_worth_it = is_lent and has_room and self._pays(num_tokens, num_bytes, num_running)
+        if is_worth_it and lacks_state:
+            state_slot = slots.take_slot() or 0
+            is_worth_it = state_slot > 0
+        if not is_worth_it or not (wanted or state_slot):
             # The ranks release the lease when the pull ends.
             self._blocks.pulls.cancel(
                 self._blocks.pulls.begin(sequence, offer, [], [], now, MIN_PULL_TIMEOUT_S)
             )
             return False
-        timeout_s = MIN_PULL_TIMEOUT_S + self._num_bytes(wanted) / SLOWEST_BYTES_PER_S
-        pull = self._blocks.pulls.begin(
-            sequence, offer, wanted, cached, now + timeout_s + REPORT_SLACK_S, timeout_s
-        )
+        timeout_s = MIN_PULL_TIMEOUT_S + num_bytes / SLOWEST_BYTES_PER_S
+        deadline = now + timeout_s + REPORT_SLACK_S
+        pull = self._blocks.pulls.begin(sequence, offer, wanted, cached, deadline, timeout_s, state_slot)
         self._pull_of[sequence.seq_id] = pull
         return True
 
@@ -291,16 +381,24 @@ class KvMoves:
         sequence.block_digests = self._blocks.prefixes.digests_of(sequence, sequence.token_ids, num_blocks)
         return sequence.block_digests[-1] == offer.digest
 
-    def _pays(self, wanted: list[tuple[int, int, int]], num_running: int) -> bool:
-        """Return whether reading the blocks is expected to cost less time than computing their tokens.
+    def _num_saved_tokens(
+        self, sequence: Sequence, offer: KvOffer, wanted: list[tuple[int, int, int]], *, lacks_state: bool
+    ) -> int:
+        """Return the tokens that need not be computed after a read."""
+        if lacks_state:
+            num_cached_tokens = self._blocks.prefixes.num_cached_tokens(sequence)
+            return max(0, offer.num_blocks * self._blocks.block_size - num_cached_tokens)
+        return len({index for _, index, _ in wanted}) * self._blocks.block_size
+
+    def _pays(self, num_tokens: int, num_bytes: int, num_running: int) -> bool:
+        """Return whether reading bytes is expected to cost less time than computing their tokens.
 
         The steps that compute them delay the running sequences too; a read delays nobody else.
         """
         rate = self._costs.prefill_tokens_per_s
         if rate <= 0:
             return True
-        num_tokens = len({index for _, index, _ in wanted}) * self._blocks.block_size
-        return PULL_OVERHEAD_S + self._num_bytes(wanted) / self.kv_pull_bytes_per_s < (
+        return PULL_OVERHEAD_S + num_bytes / self.kv_pull_bytes_per_s < (
             (1 + num_running * self._costs.prefill_delay) * num_tokens / rate
         )
 
@@ -347,6 +445,7 @@ class KvMoves:
         self._serving[report.rank] = report
         if len(self._serving) == self._config.parallel.tensor_parallel_size:
             self._layout = layout_of(self._config, 0, self._serving[0].weights).whole
+            self.kv_state_bytes = max(each.num_bytes for each in self._serving.values())
 
     def _on_pulled(self, report: KvReport, now: float) -> None:
         pulls = self._blocks.pulls
@@ -364,6 +463,9 @@ class KvMoves:
             pulls.release(pull)
             return
         self._blocks.prefixes.publish_pulled(sequence, pull.complete)
+        if (state := pull.complete_state) is not None:
+            num_saved = len(sequence.block_digests) * self._blocks.block_size
+            self._blocks.state_slots.publish_pulled(*state, num_saved)
         num_tokens = self._blocks.block_size * len({each.index for each in pull.complete})
         self.num_kv_pulled_tokens += num_tokens
         if sequence.seq_id in self._fetches:
@@ -378,7 +480,7 @@ class KvMoves:
             self.on_start(sequence)
 
     def _count(self, pull: Pull, now: float) -> None:
-        if pull.complete:
+        if pull.complete or pull.complete_state is not None:
             self.num_kv_pulls += 1
             self.num_kv_pulled_bytes += pull.num_bytes
         if pull.failed:
@@ -391,7 +493,7 @@ class KvMoves:
 
     def _count_recomputed(self, pull: Pull, places: Iterable[int]) -> None:
         """Count the tokens of blocks that are computed instead."""
-        lacking = {pull.targets[place].index for place in places}
+        lacking = {pull.targets[place].index for place in places if place < len(pull.targets)}
         self.num_kv_recomputed_tokens += self._blocks.block_size * len(lacking)
 
     def expire(self, now: float, fence_step: int | None) -> None:
@@ -432,9 +534,39 @@ class KvMoves:
         return KvOrders(revoked, grants, orders, ended)
 
 
+class FetchedPrompts:
+    """Prompts whose blocks are fetched while the rest is computed elsewhere: a gateway sends each of them once.
+
+    Args:
+        max_tokens: of all prompts; the longest unused are forgotten, and later fetches of theirs do nothing.
+    """
+
+    def __init__(self, max_tokens: int = MAX_FETCHED_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._submits: OrderedDict[tuple[bytes, int], Submit] = (
+            OrderedDict()
+        )  # (gateway, handle) |-> the first
+        self._num_tokens = 0
+
+    def complete(self, gateway: bytes, submit: Submit) -> Submit | None:
+        """Return a fetch with its prompt; None if it has none and no earlier one with its handle is known."""
+        key, num_tokens = (gateway, submit.handle), len(submit.prompt_token_ids)
+        known = self._submits.pop(key, None)
+        if num_tokens:
+            self._num_tokens += num_tokens - (0 if known is None else len(known.prompt_token_ids))
+            known = submit
+        if known is None:
+            return None
+        self._submits[key] = known
+        while self._num_tokens > self._max_tokens and len(self._submits) > 1:
+            _, oldest = self._submits.popitem(last=False)
+            self._num_tokens -= len(oldest.prompt_token_ids)
+        return replace(known, kv=submit.kv)
+
+
 def make_kv_moves(config: EngineConfig, blocks: BlockManager, costs: CostModel) -> KvMoves | NoKvMoves:
     """Return the moves of a replica, if its blocks can leave it: they have names, and each rank has all layers."""
     cache = config.cache
     is_whole = config.parallel.num_kv_partitions == config.parallel.pipeline_parallel_size == 1
-    can_move = is_whole and cache.prefix_caching and not config.model.has_states
-    return KvMoves(config, blocks, costs) if cache.moves_kv and can_move else NoKvMoves()
+    can_move = cache.moves_kv and is_whole and cache.prefix_caching
+    return KvMoves(config, blocks, costs) if can_move else NoKvMoves()

@@ -12,8 +12,9 @@ stream of requests for some adapters does not keep the others out.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import numpy as np
@@ -22,7 +23,7 @@ from ....proto.block_tables import IntArray
 from ....proto.codec import NO_INTS, NO_PAIRS
 from ....proto.config import LoraConfig
 from ....proto.errors import LoraLoadError
-from ....proto.lora import LoraLoad, LoraReference, LoraReport, merge_references
+from ....proto.lora import MAX_REGISTERED_LORAS, LoraLoad, LoraReference, LoraReport, merge_references
 from ....proto.stream import LoraLoaded
 from ...sequences.sequence import Sequence
 from .policy import by_precedence
@@ -93,6 +94,9 @@ class LoraAdapters:
         self._max_in_memory = config.max_cpu_loras
         self._num_ranks, self._turn_len = num_ranks, turn_len
         self._adapters: dict[LoraReference, _Adapter] = {}
+        self._contents: OrderedDict[LoraReference, str] = (
+            OrderedDict()
+        )  # of those that were ready, the latest last
         self._by_id: dict[int, _Adapter] = {}  # those that are loading or ready
         self._slots: list[_Adapter | None] = [None] * config.max_loras
         self._queued: dict[LoraReference, _Adapter] = {}
@@ -109,8 +113,15 @@ class LoraAdapters:
 
     @property
     def registry(self) -> tuple[LoraReference, ...]:
-        """Return the adapters that operators have loaded and unloaded, for gateways."""
-        return tuple(self._registry.values())
+        """Return the adapters that operators have loaded and unloaded, with their known contents, for gateways."""
+        return tuple(
+            replace(each, content=self.content_of(each)) if each in self._contents else each
+            for each in self._registry.values()
+        )
+
+    def content_of(self, reference: LoraReference) -> str:
+        """Return the digest of the files that the ranks have read for an adapter; empty before the first time."""
+        return self._contents.get(reference, "")
 
     @property
     def is_loading(self) -> bool:
@@ -276,9 +287,12 @@ class LoraAdapters:
             adapter.digests[report.rank] = report.digest
             if not error and len(set(adapter.digests.values())) > 1:
                 error = "its files differ between the nodes of the ranks"
+            elif not error and self._contents.get(adapter.reference, report.digest) != report.digest:
+                error = "its files have changed since they were read first: load it again"
             if error:
                 failed[adapter.reference] = self._fail(adapter, error)
             elif len(adapter.digests) == self._num_ranks:
+                self._note_content(adapter.reference, report.digest)
                 self._on_ready(adapter)
         return failed
 
@@ -311,6 +325,12 @@ class LoraAdapters:
         assert kept == self._adapters.keys(), "an adapter is neither in memory nor queued"
 
     # Details
+
+    def _note_content(self, reference: LoraReference, digest: str) -> None:
+        self._contents[reference] = digest
+        self._contents.move_to_end(reference)
+        if len(self._contents) > 2 * MAX_REGISTERED_LORAS:
+            self._contents.popitem(last=False)
 
     def _find(self, reference: LoraReference) -> _Adapter:
         adapter = self._adapters.get(reference)

@@ -60,6 +60,7 @@ class MediaQueue:
     def __init__(self, config: EngineConfig) -> None:
         vision = config.model.vision
         self._vision, self._cuts_images = vision, vision is None or vision.cuts_images
+        self._cuts_prompts = not config.model.sees_whole_prompt
         self.cache = EncoderCache(
             config.encoder_cache_bytes, config.encoder_row_bytes, config.encoder_step_work
         )
@@ -132,8 +133,8 @@ class MediaQueue:
     def chunk_len(self, sequence: Sequence, start: int, num_tokens: int, now: float) -> int:
         """Return how many tokens from `start` on the next plan may compute, at most `num_tokens`.
 
-        It ends before an image that cannot be read yet. The plan encodes those that were not before, or the next part
-        of them.
+        It ends before an image that cannot be read yet; there are none if the prompt may not be cut. The plan encodes
+        those that were not before, or the next part of them.
         """
         end = start + num_tokens
         for item, media_id in zip(sequence.media, sequence.media_ids, strict=True):
@@ -145,6 +146,8 @@ class MediaQueue:
             if is_cut or not self._may_read(sequence, item, media_id, now):
                 end = item.start
                 break
+        if not self._cuts_prompts and start < sequence.num_prompt_tokens > end:
+            return 0
         return max(0, end - start)
 
     def _may_read(self, sequence: Sequence, item: MediaItem, media_id: int, now: float) -> bool:

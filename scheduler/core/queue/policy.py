@@ -86,13 +86,15 @@ class CostModel:
     """Measured costs of computing a token and of swapping a block.
 
     Attributes:
-        swap_blocks_per_s: blocks that move between device and host memory per second, each way.
+        swap_blocks_per_s, swap_states_per_s: blocks, and states of sequences, that move between device and host
+            memory per second, each way.
         prefill_tokens_per_s: tokens computed per second in steps full of prompt tokens; 0 until measured.
         decode_step_s: time of a step without prompt tokens; 0 until measured.
         max_num_batched_tokens: tokens of a full step.
     """
 
     swap_blocks_per_s: float
+    swap_states_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     max_num_batched_tokens: int = 1
@@ -136,10 +138,17 @@ class CostModel:
         full_step_s = self.max_num_batched_tokens / self.prefill_tokens_per_s
         return max(0.0, 1.0 - self.decode_step_s / full_step_s)
 
-    def swap_is_cheaper(self, num_blocks: int, num_tokens: int) -> bool:
-        """Compare a swap out and in with recomputing the tokens (as in Kwon et al., SOSP 2023)."""
-        if self.swap_blocks_per_s <= 0:
+    def swap_is_cheaper(self, num_blocks: int, num_tokens: int, *, has_state: bool = False) -> bool:
+        """Compare a swap out and in with recomputing the tokens (as in Kwon et al., SOSP 2023).
+
+        Args:
+            has_state: the sequence's state moves too.
+        """
+        if self.swap_blocks_per_s <= 0 or (has_state and self.swap_states_per_s <= 0):
             return False
         if self.prefill_tokens_per_s <= 0:
             return True
-        return 2 * num_blocks / self.swap_blocks_per_s < num_tokens / self.prefill_tokens_per_s
+        move_s = num_blocks / self.swap_blocks_per_s
+        if has_state:
+            move_s += 1 / self.swap_states_per_s
+        return 2 * move_s < num_tokens / self.prefill_tokens_per_s

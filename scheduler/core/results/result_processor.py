@@ -235,8 +235,16 @@ class ResultProcessor:
 
     def flush(self, rows: RowArray) -> None:
         """Move a full block of tokens out of each row and publish the block; its KV has been computed."""
+        self.publish(rows, *self._state.rows.flush(rows))
+
+    def publish(self, rows: RowArray, raw: bytes, starts: IntArray) -> None:
+        """Pass a block of tokens, which has left its row's tail, to each row's sequence and to the prefix cache.
+
+        Args:
+            raw: int32 tokens of one block of each row, one after the other.
+            starts: position of each one's first token.
+        """
         state, block_size = self._state, self._state.blocks.block_size
-        raw, starts = state.rows.flush(rows)
         sequences = [state.running[row] for row in rows.tolist()]
         blocks = [raw[at : at + 4 * block_size] for at in range(0, len(raw), 4 * block_size)]
         for sequence, start, tokens in zip(sequences, starts.tolist(), blocks, strict=True):
@@ -245,7 +253,8 @@ class ResultProcessor:
         state.blocks.prefixes.publish_next(
             sequences, state.blocks.rows.blocks_at(rows, starts // block_size), blocks
         )
-        num_output_tokens = np.clip(starts + block_size - state.rows.num_prompt_tokens[rows], 0, block_size)
+        num_output_tokens = starts + block_size - state.rows.num_prompt_tokens[rows]
+        num_output_tokens = np.minimum(np.maximum(num_output_tokens, 0), block_size)  # np.clip takes 10 us
         state.waiting.charge_outputs(sequences, num_output_tokens.tolist())
 
     def _charge(self, sequence: Sequence, start: int, end: int) -> None:

@@ -121,12 +121,12 @@ class InFlightSteps:
         self._last_id = step.step_id
         self._steps.append(step)
 
-    def repeat(self, planned_at: Sequence[float]) -> None:
-        """Add the newest step again, planned at each of these times, and remove as many of the oldest steps."""
-        self._last_id += len(planned_at)
-        kept = list(planned_at)[-len(self._steps) :] if self._steps else []
-        for step_id, at in enumerate(kept, self._last_id + 1 - len(kept)):
-            self._steps.append(replace(self._steps[-1], step_id=step_id, planned_at=at))
+    def repeat(self, step: InFlightStep, planned_at: Sequence[float]) -> None:
+        """Add equal steps, planned at each of these times, and remove as many of the oldest steps."""
+        kept, self._last_id = len(self._steps), self._last_id + len(planned_at)
+        first_id = self._last_id + 1 - min(kept, len(planned_at))
+        for step_id, at in enumerate(list(planned_at)[-kept:] if kept else [], first_id):
+            self._steps.append(replace(step, step_id=step_id, planned_at=at))
             self._steps.popleft()
 
     def pop(self) -> InFlightStep:

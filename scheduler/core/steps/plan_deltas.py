@@ -27,6 +27,11 @@ class PlanDeltas:
     def __bool__(self) -> bool:
         return bool(self._released or self._selected or self._trimmed or self._forks)
 
+    @property
+    def has_changed_rows(self) -> bool:
+        """Return whether the next plan carries more than released rows."""
+        return bool(self._selected or self._trimmed or self._forks)
+
     def release_row(self, row: int) -> None:
         """Add a row that was emptied; what was to change in it is dropped."""
         self._released.append(row)

@@ -29,7 +29,7 @@ class RowState:
         entered_at_step: first step of the row's present sequence; NEVER if the row is free.
         is_beam: the row's samples are candidates for its beam search.
         may_draft: the sequence can have drafted tokens.
-        frozen: the beam waits for the other beams of its search.
+        frozen: the beam waits for the other beams of its search, or the sequence for its preemption.
         stops_at_eos, has_own_stops: stop tests that a sampled token needs.
         handle: the sequence's handle at its gateway.
         gateway: number of the sequence's gateway (see RequestTable).
@@ -158,10 +158,12 @@ class RowState:
             self._advancing = None
 
     def advance_by(self, rows: RowArray, count: int) -> None:
-        """Count `count` more tokens of each of `rows` as planned: all of `advancing`, and at most the safe ones."""
+        """Count `count` more tokens of each of `rows` as planned: all of `advancing`, which have as many left."""
         self._num_scheduled[rows] += count
         self.num_scheduled_tokens += rows.size * count
         self._num_safe_tokens -= count
+        if self._num_safe_tokens < 0:
+            self._advancing = None
 
     def retract(self, rows: RowArray, counts: IntArray) -> None:
         """Count planned tokens of distinct rows as not planned: drafted tokens that were rejected."""
@@ -171,7 +173,7 @@ class RowState:
             self._advancing = None
 
     def freeze(self, rows: RowArray) -> None:
-        """Hold rows of beams until their search has chosen their next token (`unfreeze`)."""
+        """Hold rows of beams until their search has chosen their next token (`unfreeze`), and rows to be freed."""
         self._frozen[rows] = True
         self._advancing = None
 
@@ -202,6 +204,35 @@ class RowState:
         self._tail[rows, positions % self.block_size] = token_ids
         self._num_tokens[owners] = known + lens
         return True
+
+    def append_steps(
+        self, rows: RowArray, token_ids: IntArray
+    ) -> list[tuple[RowArray, IntArray, npt.NDArray[np.int32]]]:
+        """Append a column of tokens to each of some rows, whose tails may overflow.
+
+        Args:
+            token_ids: [steps, rows].
+
+        Returns:
+            The blocks that do not stay in the tails, those of each row in order: rows, the position of each one's
+            first token and [n, block_size] tokens.
+        """
+        size, (count, _) = self.block_size, token_ids.shape
+        starts, num_held = self._num_flushed[rows], self._num_tokens[rows] - self._num_flushed[rows]
+        held = int(num_held.max())
+        unflushed = np.zeros((rows.size, -(-(held + count) // size) * size), np.int32)
+        unflushed[:, :held] = self._tail[rows, :held]
+        unflushed[np.arange(rows.size)[:, None], num_held[:, None] + np.arange(count)] = token_ids.T
+        blocks = unflushed.reshape(rows.size, -1, size)
+        num_flushes = -(-(num_held + count) // size) - 1  # a full tail stays until the next token
+        self._tail[rows] = blocks[np.arange(rows.size), num_flushes]
+        self._num_tokens[rows] += count
+        self._num_flushed[rows] = starts + size * num_flushes
+        rounds = []
+        for place in range(int(num_flushes.max())):
+            own = np.flatnonzero(num_flushes > place)
+            rounds.append((rows[own], starts[own] + size * place, blocks[own, place]))
+        return rounds
 
     def full_tails(self, rows: RowArray) -> RowArray:
         """Return those rows whose tail must be flushed before the next `append`."""

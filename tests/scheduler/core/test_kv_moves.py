@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from driver import GATEWAY, Driver
 from fake_kv_peer import FakeKvNetwork, FakeKvPeer
-from fakes import IMAGE_TOKEN, VOCAB_SIZE, images_of, oracle, random_prompt, see, small_config
+from fakes import IMAGE_TOKEN, VOCAB_SIZE, images_of, oracle, random_prompt, see, small_config, submit
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,18 +25,23 @@ from quire.proto.kv_transfer import KvFailure, KvReport, KvReportKind
 from quire.proto.lora import LoraReference
 from quire.proto.media import MediaItem
 from quire.proto.stream import FinishReason
+from quire.scheduler.core.queue.kv_moves import FetchedPrompts
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.kv.leases import LEASE_S, Leases
 from quire.scheduler.kv.pulls import Pull
+from quire.scheduler.kv.state_slots import StateSlots
 
 PROMPT = random_prompt(13)
 IMAGE = b"i" * 16
+FETCH_HANDLE = 50_000
 
 
 def make_replica(network: FakeKvNetwork, name: str, weights: str = "w", **config: Any) -> Driver:
     """Return a replica whose ranks serve their blocks; a first token has proved it."""
     driver = Driver(small_config(kv_transfer=True, **config), images=images_of([IMAGE]))
-    driver.group.kv_peer = FakeKvPeer(network, name, lambda: driver.group.kv, weights)
+    driver.group.kv_peer = FakeKvPeer(
+        network, name, lambda: driver.group.kv, weights, lambda: driver.group.states
+    )
     driver.add(10_000, [2, 3], max_tokens=1)
     driver.run()
     driver.outputs.clear()
@@ -132,9 +137,10 @@ def chunked_pair(network: FakeKvNetwork | None = None, **config: Any) -> tuple[D
 
 
 def fetch(source: Driver, target: Driver, prompt: list[int]) -> None:
-    """Pass on what was lent of a prompt, as a gateway does."""
+    """Pass on what was lent of a prompt, as a gateway does, with the prompt once."""
     for lent in source.lent:
-        target.add(50_000, prompt, max_tokens=1, fetch_only=True, kv=lent.kv)
+        is_first = target.outputs.pop(FETCH_HANDLE, None) is None
+        target.add(FETCH_HANDLE, prompt if is_first else [], max_tokens=1, fetch_only=True, kv=lent.kv)
     source.lent.clear()
 
 
@@ -177,6 +183,116 @@ def test_chunks_of_a_prompt_travel_while_the_rest_is_computed(steps_in_flight: i
     source.run()
     assert source.scheduler.kv_moves.num_kv_leases == 0
     assert target.scheduler.blocks.num_held_blocks == source.scheduler.blocks.num_held_blocks == 0
+
+
+@pytest.mark.parametrize("windows", [(), (0, 5, 5)])
+def test_cached_prefix_is_lent_and_read_by_another_replica(windows: tuple[int, ...]) -> None:
+    _, source, target = pair(num_blocks=60, max_model_len=64, layer_windows=windows)
+    source.add(1, LONG_PROMPT, max_tokens=1)
+    source.run()
+    assert source.add(2, LONG_PROMPT[:17] + [1] * 5, lend_only=True) is None
+    source.step()
+    (lent,) = source.lent
+    assert (lent.handle, lent.kv.num_blocks) == (2, 4)
+    target.add(FETCH_HANDLE, LONG_PROMPT, max_tokens=1, fetch_only=True, kv=lent.kv)
+    target.step()
+    read_all(target)
+    target.step()
+    assert target.scheduler.kv_moves.num_kv_ahead_tokens == 16
+    target.add(3, LONG_PROMPT, max_tokens=8)
+    before = target.group.num_executed_tokens
+    target.run()
+    assert target.outputs[3] == oracle(LONG_PROMPT, 8)
+    assert target.group.num_executed_tokens - before == len(LONG_PROMPT) + 8 - 1 - 16
+    source.run()
+    assert source.scheduler.kv_moves.num_kv_leases == source.scheduler.blocks.num_held_blocks == 0
+
+
+def test_prefix_in_host_memory_is_loaded_before_it_is_lent() -> None:
+    _, source, target = pair(num_blocks=14, num_host_blocks=20, max_model_len=64)
+    source.add(1, LONG_PROMPT, max_tokens=1)
+    source.run()
+    source.add(2, random_prompt(40, 9), max_tokens=1)
+    source.run()
+    blocks = source.scheduler.blocks
+    assert blocks.host is not None
+    assert blocks.host.num_cached > 0
+    assert source.add(3, LONG_PROMPT, lend_only=True) is None
+    source.step()
+    assert not peer_of(source).leases, "the ranks serve blocks that this step fills"
+    source.step()
+    (lent,) = source.lent
+    assert lent.kv.num_blocks == 7
+    assert list(peer_of(source).leases) == [lent.kv.generation]
+    target.add(FETCH_HANDLE, LONG_PROMPT, max_tokens=1, fetch_only=True, kv=lent.kv)
+    target.step()
+    read_all(target)
+    target.step()
+    target.add(4, LONG_PROMPT, max_tokens=8)
+    before = target.group.num_executed_tokens
+    target.run()
+    assert target.outputs[4] == oracle(LONG_PROMPT, 8)
+    assert target.group.num_executed_tokens - before == len(LONG_PROMPT) + 8 - 1 - 28
+    source.run()
+    assert source.scheduler.kv_moves.num_kv_leases == blocks.num_held_blocks == 0
+    source.add(5, LONG_PROMPT, max_tokens=8)
+    source.run()
+    assert source.outputs[5] == oracle(LONG_PROMPT, 8)
+
+
+def test_loan_of_blocks_that_are_loaded_may_end_before_they_are() -> None:
+    _, source, _ = pair(num_blocks=14, num_host_blocks=20, max_model_len=64)
+    for handle, prompt in enumerate((LONG_PROMPT, random_prompt(40, 9))):
+        source.add(handle, prompt, max_tokens=1)
+        source.run()
+    source.add(3, LONG_PROMPT, lend_only=True)
+    source.add(4, random_prompt(44, 8), max_tokens=4)  # needs the blocks
+    source.now += 60.0
+    source.run()
+    assert source.outputs[4] == oracle(random_prompt(44, 8), 4)
+    assert source.scheduler.blocks.num_held_blocks == 0
+
+
+def test_replica_whose_sequences_fill_its_memory_lends_nothing() -> None:
+    _, source, _ = pair(num_blocks=14, max_model_len=64)
+    source.add(1, LONG_PROMPT, max_tokens=8)
+    source.step(1)
+    source.step(1)
+    assert source.add(2, LONG_PROMPT, lend_only=True) is not None
+
+
+def test_prefix_that_is_not_cached_is_not_lent() -> None:
+    _, source, _ = pair()
+    refusal = source.add(1, PROMPT, lend_only=True)
+    assert refusal is not None
+    assert refusal.reason is FinishReason.ERROR
+    source.add(2, PROMPT, max_tokens=1)
+    source.run()
+    source.scheduler.drain(0.0, source.now)
+    assert source.add(3, PROMPT, lend_only=True) is not None, "a replica that drains waits for no reader"
+
+
+def test_fetch_without_a_prompt_that_is_known_does_nothing() -> None:
+    source, target = chunked_pair()
+    source.add(1, LONG_PROMPT, max_tokens=20, prefill_only=True)
+    while 1 not in source.moved:
+        source.step()
+    target.add(FETCH_HANDLE, [], max_tokens=1, fetch_only=True, kv=source.lent[0].kv)
+    target.step()
+    assert not len(target.scheduler.blocks.pulls)
+
+
+def test_prompts_of_fetches_are_bounded() -> None:
+    prompts = FetchedPrompts(max_tokens=10)
+    first, second = (submit(handle, [1] * 6, fetch_only=True) for handle in (1, 2))
+    assert prompts.complete(b"g", first) == first
+    assert prompts.complete(b"g", second) == second
+    again = [prompts.complete(b"g", submit(handle, [], fetch_only=True)) for handle in (1, 2)]
+    assert again == [None, second]
+    assert prompts.complete(b"other", submit(2, [], fetch_only=True)) is None
+    assert prompts.complete(b"g", submit(2, [1] * 4, fetch_only=True)) is not None
+    assert prompts.complete(b"g", submit(3, [1] * 6, fetch_only=True)) is not None
+    assert prompts.complete(b"g", submit(2, [], fetch_only=True)) is not None, "its tokens are counted twice"
 
 
 def test_sequence_does_not_read_again_what_a_fetch_is_reading() -> None:
@@ -477,12 +593,84 @@ def test_leases_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert source.moved[2].kv is None
 
 
-def test_replica_without_states_or_caches_lends_nothing() -> None:
-    network = FakeKvNetwork()
-    for config in ({"num_state_slots": 4}, {"prefix_caching": False}):
-        source = make_replica(network, "a", **config)
-        leave_after(source, 6)
-        assert source.moved[1].kv is None
+def test_replica_without_prefix_caching_lends_nothing() -> None:
+    source = make_replica(FakeKvNetwork(), "a", prefix_caching=False)
+    leave_after(source, 6)
+    assert source.moved[1].kv is None
+
+
+def test_sequence_takes_its_snapshot_along() -> None:
+    _, source, target = pair(num_state_slots=6)
+    leave_after(source, 6)
+    offer = source.moved[1].kv
+    assert offer is not None
+    assert offer.state_slot > 0
+    assert offer.num_blocks == 3, "the prompt's state was saved after its last whole block"
+    source.step()
+    arrive(source, target)
+    before = target.group.num_executed_tokens
+    target.step()
+    peer_of(target).read(1)
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    assert target.group.num_executed_tokens - before == len(PROMPT) + len(oracle(PROMPT, 20)) - 1 - 12
+    assert target.scheduler.kv_moves.num_kv_pulls == 1
+    source.run()
+    assert source.scheduler.kv_moves.num_kv_leases == 0
+    for driver in (source, target):
+        assert driver.scheduler.blocks.num_held_blocks == driver.scheduler.blocks.state_slots.num_held == 0
+
+
+def test_sequence_without_a_snapshot_takes_nothing_along() -> None:
+    _, source, _ = pair(num_state_slots=2)  # the row has the only slot
+    leave_after(source, 6)
+    assert source.moved[1].kv is None
+
+
+@pytest.mark.parametrize("fault", ["torn", "stale"])
+def test_state_that_was_not_read_is_computed(fault: str) -> None:
+    network, source, target = pair(num_state_slots=6)
+    leave_after(source, 6)
+    source.step()
+    arrive(source, target)
+    before = target.group.num_executed_tokens
+    target.step()
+    if fault == "torn":
+        network.tears = True
+    else:
+        source.now += 60.0
+        source.step()
+    peer_of(target).read(1)
+    network.tears = False
+    target.run()
+    assert source.outputs[1] + target.outputs[1] == oracle(PROMPT, 20)
+    assert target.group.num_executed_tokens - before == len(PROMPT) + len(oracle(PROMPT, 20)) - 1
+    assert sum(target.scheduler.kv_moves.num_kv_failures) == 1
+    assert target.scheduler.blocks.state_slots.num_held == 0
+
+
+def test_snapshot_in_host_memory_is_lent_with_the_plan_after_the_next() -> None:
+    _, source, target = pair(num_state_slots=3, num_host_state_slots=4, num_blocks=40, num_host_blocks=8)
+    for handle, prompt in enumerate((LONG_PROMPT, random_prompt(29, 1), random_prompt(29, 2)), 10):
+        source.add(handle, prompt, max_tokens=2)
+        source.run()
+    slots = source.scheduler.blocks.state_slots
+    assert slots.num_host_snapshots > 0
+    assert source.add(20, LONG_PROMPT, lend_only=True) is None
+    source.step()
+    assert not peer_of(source).leases, "the ranks serve a state that this step fills"
+    source.step()
+    offer = source.lent[0].kv
+    assert offer.num_blocks == 7
+    target.add(FETCH_HANDLE, LONG_PROMPT, max_tokens=1, fetch_only=True, kv=offer)
+    target.step()
+    read_all(target)
+    target.step()
+    before = target.group.num_executed_tokens
+    target.add(1, LONG_PROMPT, max_tokens=4)
+    target.run()
+    assert target.outputs[1] == oracle(LONG_PROMPT, 4)
+    assert target.group.num_executed_tokens - before == len(LONG_PROMPT) + 4 - 1 - 28
 
 
 class TwoReplicas(RuleBasedStateMachine):
@@ -497,6 +685,9 @@ class TwoReplicas(RuleBasedStateMachine):
         num_speculative_tokens=st.sampled_from([0, 3]),
     )
     def start(self, **config: Any) -> None:
+        self.begin(**config)
+
+    def begin(self, **config: Any) -> None:
         self.network = FakeKvNetwork()
         names = ("a", "b")
         self.replicas = [make_replica(self.network, name, max_model_len=40, **config) for name in names]
@@ -504,7 +695,10 @@ class TwoReplicas(RuleBasedStateMachine):
             int, tuple[list[int], int, list[int]]
         ] = {}  # handle |-> prompt, length, tokens before
         self.place: dict[int, int] = {}  # handle |-> its replica
-        self.num_made = self.num_fetched = 0
+        self.num_made = 0
+        self.fetched: set[tuple[int, int]] = (
+            set()
+        )  # requests whose prompt the reader of a replica's blocks has
 
     @rule(
         where=st.integers(0, 1),
@@ -532,9 +726,10 @@ class TwoReplicas(RuleBasedStateMachine):
         source, target = self.replicas[where], self.replicas[1 - where]
         for lent in source.lent:
             if lent.handle in self.requests and not is_lost:
-                self.num_fetched += 1
-                prompt = self.requests[lent.handle][0]
-                target.add(50_000 + self.num_fetched, prompt, max_tokens=1, fetch_only=True, kv=lent.kv)
+                key = lent.handle, where
+                prompt = [] if key in self.fetched else self.requests[lent.handle][0]
+                self.fetched.add(key)
+                target.add(FETCH_HANDLE + lent.handle, prompt, max_tokens=1, fetch_only=True, kv=lent.kv)
         source.lent.clear()
         self.follow_moved(where)
 
@@ -647,6 +842,21 @@ class TwoReplicas(RuleBasedStateMachine):
             )
 
 
+class TwoReplicasWithStates(TwoReplicas):
+    """The same with a model that keeps states."""
+
+    @initialize(
+        num_state_slots=st.sampled_from([3, 6, 12]),
+        num_host_state_slots=st.sampled_from([0, 3]),
+        num_host_blocks=st.sampled_from([0, 8]),
+        max_num_seqs=st.integers(1, 4),
+        max_num_batched_tokens=st.integers(4, 24),
+        layer_windows=st.sampled_from([(0,), (0, 9, 9)]),
+    )
+    def start(self, **config: Any) -> None:
+        self.begin(num_blocks=24, **config)
+
+
 def machine_settings(max_examples: int) -> settings:
     return settings(
         max_examples=max_examples,
@@ -659,8 +869,9 @@ def machine_settings(max_examples: int) -> settings:
     )
 
 
-def test_wandering_requests_get_the_tokens_that_they_would_have_had() -> None:
-    run_state_machine_as_test(TwoReplicas, settings=machine_settings(60))
+@pytest.mark.parametrize("machine", [TwoReplicas, TwoReplicasWithStates])
+def test_wandering_requests_get_the_tokens_that_they_would_have_had(machine: type[TwoReplicas]) -> None:
+    run_state_machine_as_test(machine, settings=machine_settings(60))
 
 
 def read_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -682,12 +893,28 @@ def end_leases_unannounced(monkeypatch: pytest.MonkeyPatch) -> None:
 def lend_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     grant = Leases.grant
 
-    def grant_only(leases: Leases, request_id: str, block_ids: list[int], now: float) -> int:
-        generation = grant(leases, request_id, block_ids, now)
+    def grant_only(leases: Leases, request_id: str, block_ids: list[int], now: float, **settings: Any) -> int:
+        generation = grant(leases, request_id, block_ids, now, **settings)
         leases._pool.release(block_ids, None)
         return generation
 
     monkeypatch.setattr(Leases, "grant", grant_only)
+
+
+def lend_a_state_without_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    lend = StateSlots.lend
+
+    def lend_only(slots: StateSlots, digest: bytes) -> tuple[int, bool] | None:
+        loan = lend(slots, digest)
+        if loan is not None:
+            slots._pool.release([loan[0]], None)
+        return loan
+
+    monkeypatch.setattr(StateSlots, "lend", lend_only)
+
+
+def use_a_failed_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pull, "complete_state", property(lambda pull: pull.state))
 
 
 def use_failed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -695,15 +922,19 @@ def use_failed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "machine"),
     [
-        read_unverified,
-        end_leases_unannounced,
-        lend_without_a_reference,
-        use_failed_blocks,
+        (read_unverified, TwoReplicas),
+        (end_leases_unannounced, TwoReplicas),
+        (lend_without_a_reference, TwoReplicas),
+        (use_failed_blocks, TwoReplicas),
+        (lend_a_state_without_a_reference, TwoReplicasWithStates),
+        (use_a_failed_state, TwoReplicasWithStates),
     ],
 )
-def test_planted_faults_are_found(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_faults_are_found(
+    plant: Any, machine: type[TwoReplicas], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(TwoReplicas, settings=machine_settings(200))
+        run_state_machine_as_test(machine, settings=machine_settings(200))

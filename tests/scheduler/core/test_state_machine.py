@@ -43,6 +43,8 @@ from hypothesis.stateful import (
 from quire.proto.errors import ReplicaUnavailable, RequestQuarantined
 from quire.proto.media import MediaItem
 from quire.proto.pooling import PoolingParams
+from quire.scheduler.core.planning.planner import Planner
+from quire.scheduler.core.state import SchedulerState
 from quire.scheduler.core.steps.row_state import RowState
 from quire.scheduler.kv.block_pool import BlockPool
 from quire.scheduler.kv.encoder_cache import EncoderCache
@@ -56,8 +58,37 @@ WINDOWS = [(0,), (0,), (6,), (0, 5), (0, 1), (0, 9, 9), (0, 7, 3, 3)]
 # Images, of which one is larger than some caches |-> their tokens.
 IMAGES = {bytes([each]) * 16: length for each, length in enumerate((1, 3, 6))}
 # Idle seconds in which all blocks are written: each write may have as many as fit into host memory.
-MOST_WRITES = 10
+MOST_WRITES = 100
 POLICIES = ["fcfs", "priority", "fair", "shortest-prefill", "longest-prefix"]
+
+# Settings of machines that look for one thing.
+PLAIN: dict[str, Any] = {
+    "num_blocks": 24,
+    "layer_windows": (0,),
+    "prefix_caching": True,
+    "num_host_blocks": 0,
+    "swap_blocks_per_s": 0.0,
+    "policy": "fcfs",
+    "num_speculative_tokens": 0,
+    "pooling_type": "last",
+    "num_kv_partitions": 1,
+    "num_state_slots": None,
+    "num_host_state_slots": 0,
+    "stores_blocks": False,
+    "encoder_cache_rows": 30,
+    "attends_within": False,
+    "image_work": 0,
+    "num_stages": 1,
+}
+# So few blocks that sequences are preempted, whose states have room in host memory.
+TIGHT: dict[str, Any] = {
+    "num_blocks": 10,
+    "prefix_caching": False,
+    "num_host_blocks": 30,
+    "swap_blocks_per_s": 1e12,
+    "policy": "priority",
+    "num_state_slots": 9,
+}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -81,11 +112,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         image_work=st.sampled_from([0, 30, 500]),
         num_stages=st.sampled_from([1, 1, 2, 4]),
     )
-    def start(self, budget: int, stores_blocks: bool, attends_within: bool, **config: Any) -> None:
+    def start(self, **config: Any) -> None:
+        self.begin(**config)
+
+    def begin(self, budget: int, stores_blocks: bool, attends_within: bool, **config: Any) -> None:
         config["attends_within"] = "all" if attends_within else "none"
-        may_store = (
-            config["prefix_caching"] and config["num_kv_partitions"] == 1 and config["num_host_blocks"]
-        )
+        # The fake files are those of one rank.
+        is_of_one_rank = config["num_kv_partitions"] == config["num_stages"] == 1
+        may_store = config["prefix_caching"] and config["num_host_blocks"] and is_of_one_rank
         if stores_blocks and may_store and config["num_state_slots"] is None:
             config |= {"kv_disk": "/nowhere:64MiB"}
         if config["num_stages"] > 1:
@@ -141,6 +175,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert vision is not None
         most_in_step = config.scheduler.max_num_batched_tokens
         is_too_large = not vision.cuts_images and any(item.num_tokens > most_in_step for item in media)
+        if config.model.sees_whole_prompt:
+            sizes = {item.digest: config.encoder_row_bytes * item.num_embeddings for item in media}
+            is_too_large = len(prompt) > most_in_step or (
+                len(sizes) > 1 and sum(sizes.values()) > config.encoder_cache_bytes
+            )
         room = config.max_servable_tokens - len(prompt)
         width = None if beams is None or beams > config.scheduler.max_num_seqs else max(n, beams)
         if width is not None and width > config.scheduler.max_num_seqs:
@@ -183,7 +222,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.expected[handle] = []
         self.group_of[handle] = range(handle, handle + 1)
         rejection = self.driver.add(handle, prompt, **settings)
-        is_too_long = len(prompt) > self.driver.config.max_servable_tokens
+        config = self.driver.config
+        is_too_long = len(prompt) > config.max_servable_tokens
+        if config.model.sees_whole_prompt:
+            is_too_long = is_too_long or len(prompt) > config.scheduler.max_num_batched_tokens
         assert (rejection is not None) == (is_too_long and not self.driver.scheduler.is_draining)
         if is_too_long:
             self.excused.add(handle)
@@ -235,10 +277,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         while self.driver.scheduler.num_in_flight:
             self.driver.apply_result()
         self.driver.run()
+        stored = self.driver.scheduler.blocks.stored
         for _ in range(MOST_WRITES):
-            self.driver.now += 1.0
-            self.driver.run()
-        assert self.driver.scheduler.blocks.stored.is_settled
+            if not stored.is_settled:
+                self.driver.now += 1.0
+                self.driver.run()
+        assert stored.is_settled
         self.driver.replace()
         self.driver.run()  # which tells the new replica what the files have
 
@@ -329,6 +373,90 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.driver.step(1)
         assert blocks.num_held_blocks == 0
         assert blocks.host is None or blocks.host.num_held == 0
+        assert not self.driver.scheduler._state.leaving
+
+
+class StoredStatesMachine(SchedulerMachine):
+    """Orders in which snapshots are written to files, and read after restarts."""
+
+    @initialize(
+        budget=st.integers(4, 24),
+        max_num_seqs=st.integers(1, 6),
+        num_state_slots=st.sampled_from([2, 4, 9]),
+        num_host_state_slots=st.sampled_from([1, 5]),
+        num_host_blocks=st.sampled_from([8, 30]),
+        swap_blocks_per_s=st.sampled_from([0.0, 1e12]),
+    )
+    def start(self, **config: Any) -> None:
+        self.begin(**PLAIN | {"kv_disk": "/nowhere:64MiB"} | config)
+
+
+class DraftsMachine(SchedulerMachine):
+    """Orders in which all steps may have drafted tokens."""
+
+    @initialize(
+        budget=st.integers(4, 24), max_num_seqs=st.integers(1, 6), num_speculative_tokens=st.integers(1, 4)
+    )
+    def start(self, **config: Any) -> None:
+        self.begin(**PLAIN | config)
+
+
+class ImagesMachine(SchedulerMachine):
+    """Orders in which images are often encoded in parts."""
+
+    @initialize(
+        budget=st.integers(4, 24),
+        max_num_seqs=st.integers(1, 6),
+        encoder_cache_rows=st.sampled_from([3, 5, 30]),
+        image_work=st.sampled_from([30, 500]),
+        attends_within=st.booleans(),
+    )
+    def start(self, **config: Any) -> None:
+        self.begin(**PLAIN | config)
+
+
+class WholePromptsMachine(SchedulerMachine):
+    """Orders of a model whose prompts are each computed in one step."""
+
+    @initialize(
+        budget=st.integers(8, 30),
+        max_num_seqs=st.integers(1, 6),
+        num_blocks=st.integers(10, 24),
+        prefix_caching=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 30]),
+        swap_blocks_per_s=st.sampled_from([0.0, 1e12]),
+        policy=st.sampled_from(POLICIES),
+        encoder_cache_rows=st.sampled_from([5, 30]),
+        image_work=st.sampled_from([0, 30]),
+        num_stages=st.sampled_from([1, 2]),
+    )
+    def start(self, **config: Any) -> None:
+        self.begin(**PLAIN | config, sees_whole_prompt=True)
+        self.num_checked = 0
+        self.rows: dict[int, tuple[int, int]] = {}  # row |-> tokens of its prompt, and of it computed
+
+    @invariant()
+    def no_chunk_ends_within_a_prompt(self) -> None:
+        plans = self.driver.plans[self.num_checked :] if hasattr(self, "rows") else []
+        for plan in plans:
+            for new in plan.new:
+                num_tokens = len(new.token_ids) + new.num_source_tokens
+                self.rows[new.row] = num_tokens - new.num_generated, new.num_computed_tokens
+            for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
+                num_prompt_tokens, start = self.rows[row]
+                assert start + length >= num_prompt_tokens
+                self.rows[row] = num_prompt_tokens, start + length
+        self.num_checked += len(plans)
+
+
+class PreemptedStatesMachine(SchedulerMachine):
+    """Orders in which the states of preempted sequences often move to host memory."""
+
+    @initialize(
+        budget=st.integers(4, 24), max_num_seqs=st.integers(3, 6), num_host_state_slots=st.integers(1, 3)
+    )
+    def start(self, **config: Any) -> None:
+        self.begin(**PLAIN | TIGHT | config)
 
 
 def machine_settings(max_examples: int, *, derandomize: bool) -> settings:
@@ -383,6 +511,23 @@ def give_a_fork_an_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StateSlots, "_copy_of", copy_nothing)
 
 
+def swap_out_a_state_of_later_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: a preempted state moves to host memory while tokens that it has are in flight."""
+    monkeypatch.setattr(SchedulerState, "_is_ahead", lambda state, row: False)
+
+
+def reuse_the_host_slot_of_a_waiting_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: the slot in host memory of a preempted sequence is free for other states."""
+    swap_out = StateSlots.swap_out
+
+    def swap_out_and_release(slots: StateSlots, row: int) -> int:
+        host_slot = swap_out(slots, row)
+        slots._host.release([host_slot], None)
+        return host_slot
+
+    monkeypatch.setattr(StateSlots, "swap_out", swap_out_and_release)
+
+
 def hit_a_prefix_with_another_image(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant: the digests of blocks do not have the images in them."""
     monkeypatch.setattr(
@@ -401,30 +546,52 @@ def read_an_image_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncoderCache, "__contains__", lambda cache, media_id: media_id in cache._outputs)
 
 
+def cut_a_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: a chunk may end within a prompt whose tokens attend to all of it."""
+    monkeypatch.setattr(Planner, "_lacks_tokens", lambda planner, builder, sequence, start: False)
+
+
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "machine"),
     [
-        leak_a_reference,
-        write_a_shared_block,
-        free_without_a_fence,
-        keep_rejected_tokens,
-        give_a_fork_an_old_state,
-        hit_a_prefix_with_another_image,
-        evict_an_image_that_is_read,
-        read_an_image_in_part,
+        (leak_a_reference, SchedulerMachine),
+        (write_a_shared_block, SchedulerMachine),
+        (free_without_a_fence, SchedulerMachine),
+        (keep_rejected_tokens, DraftsMachine),
+        (give_a_fork_an_old_state, SchedulerMachine),
+        (swap_out_a_state_of_later_tokens, PreemptedStatesMachine),
+        (reuse_the_host_slot_of_a_waiting_sequence, PreemptedStatesMachine),
+        (hit_a_prefix_with_another_image, ImagesMachine),
+        (evict_an_image_that_is_read, ImagesMachine),
+        (read_an_image_in_part, ImagesMachine),
+        (cut_a_whole_prompt, WholePromptsMachine),
     ],
 )
 def test_state_machine_finds_planted_faults(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None],
+    machine: type[SchedulerMachine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plant(monkeypatch)
     quick = settings(machine_settings(1000, derandomize=True), phases=[Phase.generate], database=None)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(SchedulerMachine, settings=quick)
+        run_state_machine_as_test(machine, settings=quick)
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]  # made by hypothesis
     settings = machine_settings(150, derandomize=True)
+
+
+class TestWholePromptsMachine(WholePromptsMachine.TestCase):  # type: ignore[misc, valid-type]
+    settings = machine_settings(50, derandomize=True)
+
+
+class TestPreemptedStatesMachine(PreemptedStatesMachine.TestCase):  # type: ignore[misc, valid-type]
+    settings = machine_settings(50, derandomize=True)
+
+
+class TestStoredStatesMachine(StoredStatesMachine.TestCase):  # type: ignore[misc, valid-type]
+    settings = machine_settings(50, derandomize=True)
 
 
 @pytest.mark.slow

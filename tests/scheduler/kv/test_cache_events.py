@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 from driver import Driver
-from fakes import IMAGE_TOKEN, VOCAB_SIZE, images_of, random_prompt, small_config
+from fakes import IMAGE_TOKEN, VOCAB_SIZE, images_of, random_prompt, small_config, submit
 
 from quire.proto.digests import child_digest, make_root
 from quire.proto.lora import LoraReference
 from quire.proto.media import MediaItem
-from quire.scheduler.kv.cache_events import DEVICE_MEDIUM, HOST_MEDIUM, BlocksStored, CacheEvent
+from quire.scheduler.kv.cache_events import DEVICE_MEDIUM, HOST_MEDIUM, BlocksStored, CacheEvent, CacheEvents
 from quire.scheduler.kv.kv_tiers import KvTiers
 
 
@@ -30,6 +30,9 @@ class Reader:
             known = self.cached[event.medium]
             if isinstance(event, BlocksStored):
                 assert not known & set(event.digests)
+                if event.medium == HOST_MEDIUM:
+                    of_device = self.cached[DEVICE_MEDIUM]
+                    assert of_device >= set(event.digests), "a router has forgotten the tokens of a block"
                 known.update(event.digests)
                 self.check_chain(event)
             else:
@@ -123,3 +126,24 @@ def test_blocks_name_the_images_that_they_touch() -> None:
     driver.run()
     (event,) = (each for each in driver.scheduler.blocks.events.take() if isinstance(each, BlocksStored))
     assert event.media == [(), (digest,), (digest,), ()]
+
+
+def test_full_last_block_of_a_sequence_with_a_state_is_stored_before_it_is_removed() -> None:
+    driver = make_driver(num_state_slots=4)
+    reader, size = Reader(driver), driver.scheduler.blocks.block_size
+    for num_tokens in range(size, 3 * size):  # of which some end with a full block
+        driver.add(num_tokens, random_prompt(size, num_tokens), max_tokens=num_tokens, ignore_eos=True)
+        driver.run()
+        reader.read()
+    driver.scheduler.blocks.flush_cache()
+    reader.read()
+    assert not any(reader.cached.values())
+
+
+def test_blocks_of_two_partitions_are_no_one_event() -> None:
+    events = CacheEvents()
+    sequence = Driver(small_config()).scheduler._make_sequences(b"g", submit(1, random_prompt(9)), 0.0)[0]
+    first = child_digest(sequence.root, b"0123")
+    events.add_stored((first, sequence.root, b"0123"), sequence, 0, partition=0)
+    events.add_stored((child_digest(first, b"4567"), first, b"4567"), sequence, 1, partition=1)
+    assert [(event.partition, len(event.digests)) for event in events.take()] == [(0, 1), (1, 1)]

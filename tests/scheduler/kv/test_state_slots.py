@@ -89,17 +89,23 @@ def test_third_prompt_starts_where_the_second_branched_off() -> None:
     assert hits == [0, 0, 0, 24]
 
 
-def test_chunk_that_ends_elsewhere_is_cut_for_a_snapshot() -> None:
+def test_chunk_that_ends_elsewhere_saves_a_snapshot_on_its_way() -> None:
     driver = make_driver(max_num_batched_tokens=13)
-    prompt = random_prompt(30)
-    run(driver, 0, prompt)
-    assert [plan.chunk_lens.tolist() for plan in driver.plans if plan.chunk_lens.size] == [
-        [13],
-        [13],
-        [2],
-        [2],
-    ]
+    run(driver, 0, random_prompt(30))
+    chunks = [plan for plan in driver.plans if plan.chunk_lens.size]
+    assert [plan.chunk_lens.tolist() for plan in chunks] == [[13], [13], [4]]
+    assert [plan.save_tails.tolist() for plan in chunks] == [[], [], [2]]
     assert sum(len(plan.state_saves) for plan in driver.plans) == 1
+
+
+def test_chunk_with_two_snapshots_ends_at_the_second() -> None:
+    driver = make_driver()
+    prefix = random_prompt(40)
+    for handle in range(2):
+        run(driver, handle, prefix[:25] + random_prompt(20, seed=handle + 1))
+    chunks = [plan for plan in driver.plans if plan.chunk_lens.size]
+    assert [plan.chunk_lens.tolist() for plan in chunks] == [[45], [44], [1]]
+    assert [plan.save_tails.tolist() for plan in chunks] == [[1], [20, 0], []]
 
 
 def test_nothing_is_saved_without_prefix_caching() -> None:
@@ -214,10 +220,10 @@ def test_check_finds_a_slot_that_two_rows_have() -> None:
     tables = BlockTables(4, 8)
     slots = StateSlots(tables, 5, 0, lambda digest: False)
     slots.open(0, None)
-    slots.check_integrity([0])
+    slots.check_integrity([0], [], [], [])
     tables.put_state(1, slots.slot_of(0))
     with pytest.raises(AssertionError):
-        slots.check_integrity([0, 1])
+        slots.check_integrity([0, 1], [], [], [])
 
 
 def test_snapshot_of_a_full_pool_goes_to_host_memory_and_comes_back() -> None:
@@ -237,3 +243,86 @@ def test_snapshot_of_a_full_pool_goes_to_host_memory_and_comes_back() -> None:
     driver.scheduler.blocks.keep_tiers(KvTiers.NONE)
     assert slots.num_host_snapshots == slots.num_snapshots == 0
     driver.scheduler.check_integrity()
+
+
+class TestPreemptedStates:
+    """States of preempted sequences in host memory."""
+
+    def make_driver(self, **settings: object) -> Driver:
+        scarce = {
+            "num_blocks": 24,
+            "num_host_blocks": 60,
+            "num_host_state_slots": 4,
+            "swap_blocks_per_s": 1e12,
+            "max_num_batched_tokens": 16,
+        }
+        return make_driver(**(scarce | settings))  # type: ignore[arg-type]
+
+    def add_all(self, driver: Driver) -> list[list[int]]:
+        prompts = [random_prompt(14 + 3 * seed, seed=seed) for seed in range(5)]
+        for handle, prompt in enumerate(prompts):
+            driver.add(handle, prompt, max_tokens=20, ignore_eos=True)
+        return prompts
+
+    def finish(self, driver: Driver, prompts: list[list[int]], depth: int = 2) -> None:
+        driver.run(depth)
+        for handle, prompt in enumerate(prompts):
+            assert driver.outputs[handle] == oracle(prompt, 20, stops=())
+        assert driver.scheduler._state.blocks.state_slots._host.num_held == 0
+
+    @pytest.mark.parametrize("depth", [1, 2, 3])
+    def test_preempted_sequences_go_on_without_computing_again(self, depth: int) -> None:
+        driver = self.make_driver(prefix_caching=False)
+        prompts = self.add_all(driver)
+        self.finish(driver, prompts, depth)
+        num_preempted = driver.scheduler.stats.num_preemptions
+        assert num_preempted > 0
+        assert sum(len(plan.state_swap_out) for plan in driver.plans) == num_preempted
+        assert sum(len(plan.state_swap_in) for plan in driver.plans) == num_preempted
+        # Prompts, and a step for each token: nothing was computed twice.
+        num_computed = sum(int(plan.chunk_lens.sum()) for plan in driver.plans)
+        assert num_computed == sum(map(len, prompts)) + num_preempted
+
+    def test_others_compute_while_a_victim_waits_for_its_tokens(self) -> None:
+        driver = self.make_driver(prefix_caching=False)
+        prompts = self.add_all(driver)
+        while not driver.scheduler._state.leaving:
+            driver.step(2)
+        (victim,) = driver.scheduler._state.leaving
+        plan = driver.plans[-1]
+        assert victim in plan.held_rows
+        assert driver.scheduler.num_running - 1 > len(plan.held_rows) - 1 >= 0
+        self.finish(driver, prompts)
+
+    def test_without_room_in_host_memory_states_are_computed_again(self) -> None:
+        driver = self.make_driver(num_host_state_slots=0)
+        prompts = self.add_all(driver)
+        driver.run(depth=2)
+        assert driver.scheduler.stats.num_preemptions > 0
+        assert not any(plan.state_swap_out.size for plan in driver.plans)
+        for handle, prompt in enumerate(prompts):
+            assert driver.outputs[handle] == oracle(prompt, 20, stops=())
+
+    def test_aborted_sequence_frees_its_state(self) -> None:
+        driver = self.make_driver()
+        self.add_all(driver)
+        slots = driver.scheduler._state.blocks.state_slots
+        while not any(own.host_state for own in driver.scheduler._state.alive.values()):
+            driver.step(2)
+        for handle in range(5):
+            driver.abort(handle)
+        driver.run()
+        assert slots._host.num_held == 0
+
+    @pytest.mark.parametrize("kept", [KvTiers.NONE, KvTiers.HOST, KvTiers.ALL])
+    def test_states_survive_a_failure_as_host_blocks_do(self, kept: KvTiers) -> None:
+        driver = self.make_driver()
+        prompts = self.add_all(driver)
+        while not any(own.host_state for own in driver.scheduler._state.alive.values()):
+            driver.step(2)
+        driver.step(2)
+        driver.plan()
+        driver.lose_ranks(kept=kept)
+        kept_states = [own.host_state for own in driver.scheduler._state.alive.values() if own.host_state]
+        assert bool(kept_states) == (KvTiers.HOST in kept)
+        self.finish(driver, prompts)

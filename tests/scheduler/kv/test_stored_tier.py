@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ from driver import Driver
 from fakes import IMAGE_TOKEN, images_of, oracle, random_prompt, see, small_config
 
 from quire.proto.errors import ConfigError
+from quire.proto.lora import LoraReference
 from quire.proto.media import MediaItem
-from quire.proto.stored_kv import StoredReport, block_key
+from quire.proto.stored_kv import StoredReport, block_key, is_state
 from quire.scheduler.kv.cache_events import BlocksStored, CacheKey
+from quire.scheduler.kv.state_slots import StateSlots
 from quire.scheduler.kv.stored_tier import StoredTier
 from quire.scheduler.sequences.sequence import Sequence
 
@@ -83,6 +86,25 @@ def test_blocks_with_images_are_found_for_the_same_image() -> None:
     store_and_restart(driver)
     assert cached_tokens(1, second) == 4  # up to the image
     assert cached_tokens(2, first) == NUM_CACHED
+
+
+def test_blocks_of_an_adapter_are_found_by_its_content() -> None:
+    driver = make_driver(enable_lora=True)
+    poet = LoraReference("poet", "/a", "1")
+    run(driver, 0, lora=poet)
+    store_and_restart(driver)
+    assert not driver.files.blocks, "blocks without a name that lasts were stored"
+    run(driver, 1, random_prompt(5, 1), lora=poet)  # the ranks read the adapter
+    assert driver.scheduler.lora is not None
+    content = driver.scheduler.lora.content_of(poet)
+    assert run(driver, 2, lora=replace(poet, content=content)) == 0
+    store_and_restart(driver)
+    prose = LoraReference("prose", "/a", "2", content)
+    run(driver, 3, random_prompt(5, 1), lora=prose)
+    assert run(driver, 4, lora=prose) == NUM_CACHED, "the same files under another name are another adapter"
+    other = LoraReference("prose", "/b", "3", content)  # what it has here is not what a gateway says
+    run(driver, 5, random_prompt(5, 1), lora=other)
+    assert run(driver, 6, lora=other) == 0
 
 
 def test_blocks_are_written_in_idle_time_only() -> None:
@@ -169,10 +191,11 @@ def test_planted_use_of_a_read_before_its_end_is_found(
         tier: StoredTier,
         sequence: Sequence,
         contents: Items[tuple[int, CacheKey]],
+        num_tokens: int,
         compute_s: float,
         now: float,
     ) -> None:
-        begin_read(tier, sequence, contents, compute_s, now)
+        begin_read(tier, sequence, contents, num_tokens, compute_s, now)
         for order in tier._orders.values():
             for (group, key), block in zip(order.contents, order.order.host_blocks.tolist(), strict=True):
                 tier._host.fill(group, key, block)
@@ -186,11 +209,9 @@ def test_planted_use_of_a_read_before_its_end_is_found(
 def test_slow_reads_are_not_begun(restarted: Driver) -> None:
     stored = restarted.scheduler.blocks.stored
     stored.read_blocks_per_s, stored._read_at = 1.0, restarted.now
-    assert stored.max_read_blocks(32, tokens_per_s=1000.0, now=restarted.now) == 0
-    assert stored.max_read_blocks(32, tokens_per_s=1.0, now=restarted.now) > 0
-    assert (
-        stored.max_read_blocks(32, tokens_per_s=1000.0, now=restarted.now + 100) > 0
-    )  # it may be faster now
+    assert not stored.may_read([0], 32, tokens_per_s=1000.0, now=restarted.now)
+    assert stored.may_read([0], 32, tokens_per_s=1.0, now=restarted.now)
+    assert stored.may_read([0], 32, tokens_per_s=1000.0, now=restarted.now + 100)  # it may be faster now
 
 
 def test_block_needs_all_ranks() -> None:
@@ -234,5 +255,80 @@ def test_events_name_the_tier() -> None:
 
 def test_pool_keeps_half_of_the_host_blocks(restarted: Driver) -> None:
     stored = restarted.scheduler.blocks.stored
-    assert stored.max_read_blocks(1 << 20, 0.0, restarted.now) == 20
+    assert stored.num_readable_blocks == 20
+    assert not stored.may_read([0] * 21, 84, 0.0, restarted.now)
     assert np.array(stored.held_on_host).size == 0
+
+
+def restart_with_states(**settings: Any) -> Driver:
+    """Return a replica of a model that keeps states, after a restart of one that has run PROMPT."""
+    driver = make_driver(num_state_slots=9, **settings)
+    assert run(driver, 0) == 0
+    store_and_restart(driver)
+    return driver
+
+
+def test_snapshot_is_found_after_a_restart() -> None:
+    driver = restart_with_states()
+    assert any(map(is_state, driver.files.blocks))
+    assert run(driver, 1) == NUM_CACHED
+    stored = driver.scheduler.blocks.stored
+    assert stored.num_hit_tokens == NUM_CACHED
+    assert stored.num_blocks_in[0] == sum(not is_state(key) for key in driver.files.blocks)
+    assert not stored.held_on_host
+    assert not stored.held_states
+    assert run(driver, 2) == NUM_CACHED  # from memory
+
+
+def test_longest_prefix_with_a_snapshot_is_read() -> None:
+    driver = make_driver(num_state_slots=9)
+    run(driver, 0, PROMPT[:17])
+    run(driver, 1)
+    store_and_restart(driver)
+    assert run(driver, 2, PROMPT[:30] + random_prompt(9, seed=1)) == 16
+    assert driver.scheduler.blocks.stored.num_read_blocks == 16 // 4 + 1
+    assert run(driver, 3) == NUM_CACHED
+
+
+def test_blocks_without_a_snapshot_are_not_read() -> None:
+    driver = restart_with_states()
+    for key in [key for key in driver.files.blocks if is_state(key)]:
+        del driver.files.blocks[key]
+    driver.replace()
+    driver.run()
+    assert run(driver, 1) == 0
+    assert driver.scheduler.blocks.stored.num_read_blocks == 0
+
+
+@pytest.mark.parametrize("fault", ["fail", "torn"])
+def test_failed_read_of_a_snapshot_is_computed(fault: str) -> None:
+    driver = restart_with_states()
+    driver.files.faults = {fault}
+    assert run(driver, 1) == 0
+    assert driver.scheduler.blocks.stored.num_failed_reads == NUM_CACHED // 4 + 1
+
+
+def test_one_slot_in_host_memory_passes_all_snapshots() -> None:
+    driver = make_driver(num_state_slots=9, num_host_state_slots=1)
+    prompts = [random_prompt(20, seed) for seed in range(3)]
+    for handle, prompt in enumerate(prompts):
+        run(driver, handle, prompt)
+    for _ in prompts:
+        driver.now += 1.0
+        driver.run()
+    store_and_restart(driver)
+    for handle, prompt in enumerate(prompts, 3):
+        assert run(driver, handle, prompt) == 16
+
+
+def test_planted_snapshot_of_another_prefix_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = restart_with_states()
+    fill = StateSlots.fill
+
+    def fill_before_the_read(slots: StateSlots, digest: bytes, host_slot: int, num_saved_tokens: int) -> None:
+        driver.group.host_states[host_slot] = b"another"
+        fill(slots, digest, host_slot, num_saved_tokens)
+
+    monkeypatch.setattr(StateSlots, "fill", fill_before_the_read)
+    with pytest.raises(AssertionError):
+        run(driver, 1)

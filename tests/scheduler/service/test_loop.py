@@ -271,6 +271,35 @@ def test_watching_gateways_get_a_status_after_each_change() -> None:
     assert loop.turn_at(141.0, loop.request(b"c")) == []  # their time has ended
 
 
+def test_watcher_of_the_load_is_not_told_of_canaries() -> None:
+    loop = WatchedLoop()
+    watch = [(b"a", StatusQuery(1, watch_s=40.0)), (b"load", StatusQuery(1, 40.0, load_only=True))]
+    loop.turn_at(100.0, *watch, (b"c", submit(1, [5], max_tokens=1)))
+    loop.turn_at(101.0)  # its block is cached now
+    for handle, at in enumerate((103.0, 106.0, 109.0), 2):
+        canary = submit(handle, [5], max_tokens=1)
+        assert loop.turn_at(at, (b"c", canary)) == [(b"a", 0)]
+    prompts = [(b"c", submit(handle, [handle] * 40, max_tokens=1)) for handle in (8, 9)]
+    assert sorted(loop.turn_at(112.0, *prompts)) == [(b"a", 0), (b"load", 0)]
+    loop.scheduler.drain(10.0, 113.0)
+    assert (b"load", 0) in loop.turn_at(114.0)
+
+
+def test_many_watching_gateways_take_turns() -> None:
+    """A replica's reports do not grow with its gateways, and each is told of the latest change."""
+    loop = WatchedLoop()
+    names = [b"%d" % number for number in range(50)]
+    loop.turn_at(100.0, *((name, StatusQuery(1, watch_s=40.0)) for name in names))
+    assert loop._loop.status().num_report_rounds == 3
+    for at in (101.0, 102.0):  # until all know that it is idle
+        loop.turn_at(at)
+    told = [[name for name, _ in loop.turn_at(103.0, loop.request(b"c"))]]
+    told += [[name for name, _ in loop.turn_at(at)] for at in (103.5, 104.0, 105.0, 106.0)]
+    assert told == [names[:20], [], names[20:40], names[40:], []]
+    told = [[name for name, _ in loop.turn_at(at, loop.request(b"c"))] for at in (107.0, 108.0, 109.0)]
+    assert told == [names[:20], names[20:40], names[40:] + names[:10]]
+
+
 def test_gateways_get_the_same_status_object() -> None:
     """ZmqMailbox encodes it once."""
     loop = WatchedLoop()

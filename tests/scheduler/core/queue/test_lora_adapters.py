@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.proto.config import LoraConfig
-from quire.proto.lora import LoraReference, LoraReport
+from quire.proto.lora import LoraReference, LoraReport, merge_references
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import LoraLoaded
 from quire.scheduler.core.queue.lora_adapters import LoraAdapters
@@ -104,6 +104,31 @@ def test_sequence_waits_until_every_rank_has_read_its_adapter() -> None:
     fleet.lora.on_reports([LoraReport(1, adapter_id, "digest")])
     assert fleet.step() == ["a"]
     assert not fleet.lora.is_loading
+
+
+def test_gateways_learn_the_content_of_an_adapter_that_was_read() -> None:
+    fleet = Fleet(num_ranks=2)
+    fleet.lora.register(A)
+    fleet.step()
+    assert [each.content for each in fleet.lora.registry] == ["digest"]
+    registry = {A.name: A}
+    assert merge_references(registry, fleet.lora.registry) == [], "what is known is not loaded again"
+    assert registry[A.name].content == "digest"
+    assert registry[A.name] == A
+    assert registry[A.name].cache_key != A.cache_key
+    assert registry[A.name].identity == A.identity
+
+
+def test_files_that_changed_since_they_were_read_fail_the_load() -> None:
+    fleet = Fleet(num_ranks=1)
+    sequence = fleet.submit(A)
+    fleet.step()
+    fleet.lora.reset()
+    fleet.step(reports=False)
+    (adapter_id,) = list(fleet.loaded)[-1:]
+    failed = fleet.lora.on_reports([LoraReport(0, adapter_id, "changed")])
+    assert "its files have changed since they were read first" in str(failed[A])
+    fleet.end(sequence)
 
 
 def test_ranks_with_different_files_fail_the_load() -> None:

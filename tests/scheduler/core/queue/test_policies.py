@@ -211,6 +211,15 @@ def test_cost_model_compares_measured_costs() -> None:
     assert not CostModel(swap_blocks_per_s=0.0).swap_is_cheaper(1, 10**6)
 
 
+def test_cost_model_counts_the_move_of_a_state() -> None:
+    costs = CostModel(swap_blocks_per_s=100.0, swap_states_per_s=20.0)
+    costs.observe(1000, 1.0)
+    assert costs.swap_is_cheaper(10, 250)
+    assert not costs.swap_is_cheaper(10, 250, has_state=True)  # 0.3 s against 0.25 s
+    assert costs.swap_is_cheaper(10, 350, has_state=True)
+    assert not CostModel(swap_blocks_per_s=100.0).swap_is_cheaper(1, 10**6, has_state=True)
+
+
 def test_cost_model_counts_a_launched_step_with_the_next_done_step() -> None:
     costs = CostModel(swap_blocks_per_s=100.0)
     costs.observe(1000, 0.001, is_done=False)
