@@ -10,13 +10,19 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention_variant import PLAIN, AttentionVariant
-from ..kernels.decode_splits import INVARIANT_ITEM_LEN, DecodeSplits, split_decodes
-from ..kernels.latent_attention import ChunkBounds
+from ..kernels.decode_splits import (
+    INVARIANT_ITEM_LEN,
+    MAX_RUN_ROWS,
+    DecodeSplits,
+    split_decodes,
+    split_runs,
+)
+from ..kernels.latent_attention import ChunkBounds, latent_decode_attention
 from ..kernels.paged_attention import paged_decode_attention, paged_prefill_attention, paged_span_attention
 from ..kernels.sparse_latent import SelectedTokens
 from ..kernels.state_runs import StateRuns
 from ..proto.block_tables import IntArray
-from ..proto.config import ParallelConfig
+from ..proto.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +34,15 @@ class LayerCache:
         scales: [N, 2, Hkv, B] float32 if the blocks are quantized, otherwise None.
         group: index of the layer's slots and block tables (see AttentionInputs.of_group): its cache group, and the
             sub-block of the group's places if they are split.
+        fixed_scales: of all keys, and of all values, to which `scales` are equal; None if tokens have their own.
+        index_keys: the keys of the layer's indexer of blocks; None without one.
     """
 
     blocks: Tensor
     scales: Tensor | None = None
     group: int = 0
+    fixed_scales: tuple[float, float] | None = None
+    index_keys: LayerCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +88,12 @@ class GeneratedTokens(NamedTuple):
 
 
 class ImageSpan(NamedTuple):
-    """Successive tokens of a chunk, which are an image's that attend to each other.
+    """Successive tokens of a chunk, which are those of an image, or of a whole prompt, that attend to each other.
 
     Attributes:
         sequence: index of the chunk's sequence.
         tokens: slice of them among all tokens of the step.
-        start, end: positions of the first token, and after the image's last token, which they see.
+        start, end: positions of the first token, and after the last token of the image or prompt, which they see.
     """
 
     sequence: int
@@ -118,6 +128,42 @@ class TokenChoice(NamedTuple):
     visible: Tensor | None
 
 
+class SplitRule(NamedTuple):
+    """The splits of decodes that an engine makes for the steps on a GPU.
+
+    Attributes:
+        fixed_item_len: as for split_decodes.
+        max_run_rows: rows of a sequence with drafted tokens that share reads of its keys and values; 1 for none.
+    """
+
+    fixed_item_len: int | None = None
+    max_run_rows: int = 1
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> SplitRule:
+        """Return the rule of an engine.
+
+        Batch-invariant rows are not shared: their tiles would have other rows. Neither are latents, whose tiles are
+        full of the heads of one token.
+        """
+        if config.parallel.batch_invariant:
+            return cls(INVARIANT_ITEM_LEN)
+        if config.speculative is None or config.model.latent_dim:
+            return cls()
+        return cls(max_run_rows=min(MAX_RUN_ROWS, 1 + config.speculative.num_speculative_tokens))
+
+    def split(self, seq_lens: Tensor, max_seq_len: int, first_rows: Tensor | None) -> DecodeSplits:
+        """Split the decodes of a step, all of whose rows are sequences of their own if `first_rows` is None.
+
+        An engine that drafts splits all its steps alike, so that drafts need no variant of the kernel.
+        """
+        if self.max_run_rows == 1:
+            return split_decodes(seq_lens, max_seq_len, self.fixed_item_len)
+        if first_rows is None:
+            first_rows = torch.arange(len(seq_lens), dtype=torch.int32, device=seq_lens.device)
+        return split_runs(seq_lens, first_rows, self.max_run_rows)
+
+
 class StepAttention(Protocol):
     """Attention of a step's tokens, by the kernels of quire or of another library."""
 
@@ -141,6 +187,18 @@ class StepAttention(Protocol):
         variant: AttentionVariant,
     ) -> Tensor:
         """Compute the attention of the tokens of chunks, [T - num_decodes, Hq, D]."""
+        ...
+
+    def decode_latents(
+        self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs, scale: float, value_dim: int
+    ) -> Tensor:
+        """Compute the absorbed attention of the sequences with one token, [num_decodes, Hq, value_dim].
+
+        Args:
+            q: [num_decodes, Hq, D].
+            kv_cache: whose blocks are latents and shared keys, [N, 1, 1, B, D].
+            value_dim: C, numbers of the latents.
+        """
         ...
 
 
@@ -174,6 +232,14 @@ class OwnAttention:
             q, kv_cache.blocks, tables, inputs.query_start, lens, scale, variant, kv_cache.scales
         )
 
+    def decode_latents(
+        self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs, scale: float, value_dim: int
+    ) -> Tensor:
+        tables, lens = inputs.block_tables[: len(q)], inputs.seq_lens[: len(q)]
+        return latent_decode_attention(
+            q, kv_cache.blocks, tables, lens, scale, value_dim, inputs.splits, kv_cache.scales
+        )
+
 
 OWN_ATTENTION = OwnAttention()
 
@@ -188,6 +254,8 @@ class AttentionInputs:
         block_tables: [S, M] int32.
         query_start: [S - num_decodes + 1] int32, offset of each chunk's tokens from the first chunk.
         seq_lens: [S] int32, including this step's tokens.
+        first_rows: [num_decodes] int32, of sequences that are tokens of one row of the step, the first one (see
+            Batch); None if there are no drafted tokens, and on a CPU.
         splits: split of the sequences with one token for a GPU (split-KV); None on a CPU.
         chunks: the lengths of the chunks on the host; None in recorded steps, where the host cannot know them.
         decode_lens: [num_decodes], `seq_lens` of the sequences with one token, on the host; None where the host does
@@ -208,6 +276,7 @@ class AttentionInputs:
     block_tables: Tensor
     query_start: Tensor
     seq_lens: Tensor
+    first_rows: Tensor | None = None
     splits: DecodeSplits | None = None
     chunks: ChunkBounds | None = None
     decode_lens: IntArray | None = None
@@ -251,11 +320,6 @@ def chunk_tokens(query_start: Tensor, seq_lens: Tensor, num_tokens: int) -> tupl
     chunk = chunk.clamp(max=len(seq_lens) - 1)
     lens = (seq_lens[chunk] - query_start[chunk + 1] + token + 1).masked_fill_(is_padding, 0)
     return chunk, lens
-
-
-def fixed_item_len(parallel: ParallelConfig) -> int | None:
-    """Return the tokens per item of split decodes if attention is batch-invariant, otherwise None."""
-    return INVARIANT_ITEM_LEN if parallel.batch_invariant else None
 
 
 def split_groups(
@@ -305,17 +369,13 @@ def with_states(
     return inputs if runs is None else replace(inputs, states=StepStates(runs, layers))
 
 
-def with_splits(inputs: AttentionInputs, block_size: int, item_len: int | None) -> AttentionInputs:
-    """Split the decodes of a step for a GPU; on a CPU return the inputs as they are.
-
-    Args:
-        item_len: as for split_decodes.
-    """
+def with_splits(inputs: AttentionInputs, block_size: int, rule: SplitRule) -> AttentionInputs:
+    """Split the decodes of a step for a GPU; on a CPU return the inputs as they are."""
     num_decodes = inputs.num_decodes
     if num_decodes == 0 or not inputs.seq_lens.is_cuda:
         return inputs
     max_seq_len = inputs.block_tables.shape[1] * block_size
-    splits = split_decodes(inputs.seq_lens[:num_decodes], max_seq_len, item_len)
+    splits = rule.split(inputs.seq_lens[:num_decodes], max_seq_len, inputs.first_rows)
     others = tuple(replace(other, splits=splits) for other in inputs.other_groups)
     return replace(inputs, splits=splits, other_groups=others)
 

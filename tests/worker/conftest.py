@@ -37,7 +37,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
     enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots, num_host_state_slots,
     all2all_backend, enable_eplb, num_redundant_experts, eplb_step_interval, attention_backend, language_model_only,
-    pp.
+    pp, dp_attention_size, mm_encoder_tp_mode, kv_transfer.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -61,15 +61,18 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         num_host_kv_blocks=settings.get("num_host_blocks", 0),
         num_state_slots=settings.get("num_state_slots"),
         num_host_state_slots=settings.get("num_host_state_slots", 0),
+        kv_transfer=settings.get("kv_transfer", False),
         cuda_graphs=settings.get("cuda_graphs", True),
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),
+        dp_attention_size=settings.get("dp_attention_size"),
         all2all_backend=settings.get("all2all_backend", "all_reduce"),
         enable_eplb=settings.get("enable_eplb", False),
         num_redundant_experts=settings.get("num_redundant_experts", 0),
         eplb_step_interval=settings.get("eplb_step_interval", 3000),
         batch_invariant=settings.get("batch_invariant"),
         attention_backend=settings.get("attention_backend", "triton"),
+        mm_encoder_tp_mode=settings.get("mm_encoder_tp_mode", "weights"),
     )
     config = combine(options, model, device=settings.get("device", "cpu"))
     return replace(config, speculative=settings.get("speculative"), lora=settings.get("lora"))
@@ -241,10 +244,12 @@ class Engine:
         split, group = self.split, self._group
         members = split.ranks_of(split.place_of(rank).stage)
         tensor: Communicator = SingleRank() if len(members) == 1 else group.communicator(rank, members)
+        sharers = split.sharers_of(rank)
+        attention = group.communicator(rank, sharers) if 1 < len(sharers) < split.tensor else None
         if split.pipeline == 1:
-            return Pipeline.of_one_stage(tensor)
+            return Pipeline.of_one_stage(tensor, attention)
         link = ThreadLink(group, rank, split)
-        return Pipeline(split.stage_of(rank), rank, tensor, group.communicator(rank), link)
+        return Pipeline(split.stage_of(rank), rank, tensor, group.communicator(rank), link, attention)
 
     def forget_transfers(self) -> None:
         """Forget what stages have sent each other, as with the connections of a group that is left."""
@@ -271,7 +276,11 @@ class Engine:
         results = self.on_all(lambda runner: runner.execute(plan), self.runners)
         result = results[self.split.result_rank]
         assert all(each.token_ids.size == 0 for each in results if each is not result)
-        return replace(result, lora_reports=tuple(own for each in results for own in each.lora_reports))
+        return replace(
+            result,
+            lora_reports=tuple(own for each in results for own in each.lora_reports),
+            kv_reports=tuple(own for each in results for own in each.kv_reports),
+        )
 
     def take_media(self, image: EncoderInput) -> None:
         """Give an image to every rank."""

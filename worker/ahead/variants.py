@@ -106,7 +106,11 @@ def record_variants(config: EngineConfig, ranks: list[int], capability: int, gpu
     """
     # Kernels of other libraries are compiled by these.
     parallel = replace(
-        config.parallel, attention_backend="triton", linear_backend="triton", moe_backend="triton"
+        config.parallel,
+        attention_backend="triton",
+        linear_backend="triton",
+        moe_backend="triton",
+        linear_attention_backend="triton",
     )
     config = replace(config, parallel=parallel)
     variants = note_variants(capability)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ...kernels.all_reduce_norm import Peers, all_reduce_add_rms_norm
+from ...kernels.all_reduce_norm import FusedSum, Peers
 from ...kernels.norm import add_rms_norm
 from .communicator import Communicator
 
@@ -39,6 +41,20 @@ def choose_all_reduce(peers: Peers, comm: Communicator) -> None:
     )
 
 
+def choose_max_tokens(
+    fused: FusedSum, comm: Communicator, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return the most tokens for which a library's sum is faster than NCCL, the same on all ranks, which call it."""
+    times = dict[int, SumTimes]()
+    for num_tokens in _token_counts(fused.max_tokens):
+        x = torch.zeros(num_tokens, hidden_size, dtype=dtype, device=device)
+        one, separate = _measure_ops(x, comm, [fused])
+        times[num_tokens] = SumTimes(one, math.inf, separate)
+    max_tokens, _ = choose_limits(times)
+    _log.info("all-reduce: by a library up to %d tokens, NCCL above", max_tokens)
+    return max_tokens
+
+
 def choose_limits(times: Mapping[int, SumTimes]) -> tuple[int, int]:
     """Return the most tokens for which a kernel is faster than NCCL, and the tokens from which it takes two shots.
 
@@ -66,20 +82,33 @@ def _token_counts(max_tokens: int) -> list[int]:
 def _measure(peers: Peers, comm: Communicator, num_tokens: int) -> SumTimes:
     buffer = peers.buffers[peers.rank]
     x = torch.zeros(num_tokens, buffer.shape[2], dtype=buffer.dtype, device=buffer.device)
+    shots = [_Shots(peers, num_tokens + 1), _Shots(peers, num_tokens)]
+    return SumTimes(*_measure_ops(x, comm, shots))
+
+
+class _Shots:
+    """FusedSum that takes two shots from a number of tokens on."""
+
+    def __init__(self, peers: Peers, two_shots_from: int) -> None:
+        self.max_tokens = peers.max_tokens
+        self._peers, self._two_shots_from = peers, two_shots_from
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        self._peers.two_shots_from = self._two_shots_from
+        return self._peers.add_rms_norm(x, residual, weight, eps)
+
+
+def _measure_ops(x: Tensor, comm: Communicator, sums: Sequence[FusedSum]) -> list[float]:
+    """Return the seconds of each sum of x, and last of NCCL's with a norm of its own."""
     residual, weight = torch.zeros_like(x), torch.zeros_like(x[0])
-
-    def fused(two_shots_from: int) -> Tensor:
-        peers.two_shots_from = two_shots_from
-        return all_reduce_add_rms_norm(x, residual, weight, 1e-6, peers)
-
     ops: list[Callable[[], object]] = [
-        lambda: fused(num_tokens + 1),
-        lambda: fused(num_tokens),
+        *(partial(each.add_rms_norm, x, residual, weight, 1e-6) for each in sums),
         lambda: add_rms_norm(comm.all_reduce(x), residual, weight, 1e-6),
     ]
-    own = torch.tensor([_seconds(op) for op in ops], device=buffer.device)
+    own = torch.tensor([_seconds(op) for op in ops], device=x.device)
     # The slowest rank counts; all get the same numbers.
-    return SumTimes(*comm.all_gather(own).amax(dim=0).tolist())
+    slowest: list[float] = comm.all_gather(own).amax(dim=0).tolist()
+    return slowest
 
 
 def _seconds(op: Callable[[], object]) -> float:

@@ -56,12 +56,15 @@ class DeepEpExchange(Owners):
 
     reads_back = True
 
-    def __init__(self, comm: Communicator, buffer: Any, num_slots: int, *, owns_tokens: bool) -> None:
-        super().__init__(comm, owns_tokens=owns_tokens)
+    def __init__(
+        self, comm: Communicator, buffer: Any, num_slots: int, attention: Communicator | None
+    ) -> None:
+        super().__init__(comm, attention)
         self._buffer, self._num_slots = buffer, num_slots
         self._own = own_indices(comm.rank, comm.size, num_slots)
 
-    def dispatch(self, x: Tensor, factors: Tensor, slot_ids: Tensor) -> Flight:
+    def dispatch(self, tokens: Dispatched) -> Flight:
+        x, factors, slot_ids, _ = tokens  # adapters are refused
         of_rank, of_node, of_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
             slot_ids, self._num_slots
         )
@@ -104,13 +107,19 @@ class DeepEpLowLatency(Owners):
     reads_back = False
 
     def __init__(
-        self, comm: Communicator, buffer: Any, num_slots: int, max_tokens: int, *, owns_tokens: bool
+        self,
+        comm: Communicator,
+        buffer: Any,
+        num_slots: int,
+        attention: Communicator | None,
+        max_tokens: int,
     ) -> None:
-        super().__init__(comm, owns_tokens=owns_tokens)
+        super().__init__(comm, attention)
         self._buffer, self._num_slots, self._max_tokens = buffer, num_slots, max_tokens
         self._own = own_indices(comm.rank, comm.size, num_slots)
 
-    def dispatch(self, x: Tensor, factors: Tensor, slot_ids: Tensor) -> Flight:
+    def dispatch(self, tokens: Dispatched) -> Flight:
+        x, factors, slot_ids, _ = tokens
         received, counts, handle, _, hook = self._buffer.low_latency_dispatch(
             x, slot_ids, self._max_tokens, self._num_slots, use_fp8=False, return_recv_hook=True
         )
@@ -166,14 +175,14 @@ def open_deep_ep(
     hidden_size: int,
     max_tokens: int,
     device: torch.device,
-    *,
-    owns_tokens: bool,
+    attention: Communicator | None,
 ) -> ExpertExchange:
     """Open DeepEP's buffer on all ranks together.
 
     Args:
         backend: ``deepep_high_throughput`` or ``deepep_low_latency``.
         max_tokens: most tokens that a rank dispatches in a step.
+        attention: as for Owners.
 
     Raises:
         ConfigError: the library is not installed, or does not fit.
@@ -195,9 +204,9 @@ def open_deep_ep(
     if backend == "deepep_high_throughput":
         rdma_bytes = _RDMA_BYTES if comm.size > _GPUS_OF_A_NODE else 0
         buffer = library.Buffer(None, _NVLINK_BYTES, rdma_bytes, comm=group)
-        return DeepEpExchange(comm, buffer, num_slots, owns_tokens=owns_tokens)
+        return DeepEpExchange(comm, buffer, num_slots, attention)
     num_bytes = library.Buffer.get_low_latency_rdma_size_hint(max_tokens, hidden_size, comm.size, num_slots)
     buffer = library.Buffer(
         None, 0, num_bytes, low_latency_mode=True, num_qps_per_rank=num_slots // comm.size, comm=group
     )
-    return DeepEpLowLatency(comm, buffer, num_slots, max_tokens, owns_tokens=owns_tokens)
+    return DeepEpLowLatency(comm, buffer, num_slots, attention, max_tokens)

@@ -10,7 +10,6 @@ Experts are in numbered slots; a rank has adjacent ones. There are three ways:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,11 +27,13 @@ class Dispatched(NamedTuple):
         x: [R, E].
         factors: [R, K] float32, of each token's experts.
         slot_ids: [R, K] int64, of the experts, which may be those of other ranks.
+        adapters: [R] int32, the slot of each token's LoRA adapter, see StepAdapters; None without any.
     """
 
     x: Tensor
     factors: Tensor
     slot_ids: Tensor
+    adapters: Tensor | None = None
 
 
 class Flight(Protocol):
@@ -55,7 +56,8 @@ class ExpertExchange(Protocol):
 
     Attributes:
         owns_tokens: the tokens between a model's layers are those that this rank attends for (data-parallel
-            attention), so that every other layer computes these alone, with its whole weights.
+            attention), so that every other layer computes these alone, with weights that the ranks that attend for
+            the same tokens share.
         is_whole: networks that every token passes are whole on each rank, which computes them for its own tokens;
             otherwise each rank computes an addend for all tokens.
         reads_back: the host reads numbers of tokens from the device, which a recording cannot do.
@@ -69,8 +71,8 @@ class ExpertExchange(Protocol):
         """Return the tokens that this rank dispatches, of those between the layers, [T, E] -> [N, E]."""
         ...
 
-    def dispatch(self, x: Tensor, factors: Tensor, slot_ids: Tensor) -> Flight:
-        """Send tokens to the ranks that have their experts; the arguments are as in Dispatched."""
+    def dispatch(self, tokens: Dispatched) -> Flight:
+        """Send tokens to the ranks that have their experts. All ranks give adapters in a step, or none does."""
         ...
 
     def gather(self, part: Tensor, num_tokens: int) -> Tensor:
@@ -102,29 +104,34 @@ class SumOfRanks:
     def select(self, x: Tensor) -> Tensor:
         return x
 
-    def dispatch(self, x: Tensor, factors: Tensor, slot_ids: Tensor) -> Flight:
-        return _Present(Dispatched(x, factors, slot_ids))
+    def dispatch(self, tokens: Dispatched) -> Flight:
+        return _Present(tokens)
 
     def gather(self, part: Tensor, num_tokens: int) -> Tensor:
         return self._comm.all_reduce(part)
 
 
 class Owners:
-    """The owners of the tokens between layers: the ranks that attend for them, or each rank an even part of them."""
+    """The owners of the tokens between layers: of those that several ranks have, each owns an even part.
 
-    def __init__(self, comm: Communicator, *, owns_tokens: bool) -> None:
-        self._comm, self.owns_tokens = comm, owns_tokens
-        self.is_whole = True
+    Args:
+        comm: all ranks.
+        attention: with data-parallel attention the ranks that attend for the same tokens; None without, where all do.
+    """
+
+    is_whole = True
+
+    def __init__(self, comm: Communicator, attention: Communicator | None) -> None:
+        self.owns_tokens = attention is not None
+        self._sharers = comm if attention is None else attention
 
     def select(self, x: Tensor) -> Tensor:
-        if self.owns_tokens:
-            return x
-        own = own_indices(self._comm.rank, self._comm.size, len(x))
+        own = own_indices(self._sharers.rank, self._sharers.size, len(x))
         return x[own.start : own.stop]
 
     def gather(self, part: Tensor, num_tokens: int) -> Tensor:
-        comm = self._comm
-        if self.owns_tokens or comm.size == 1:
+        comm = self._sharers
+        if comm.size == 1 or num_tokens == 0:
             return part
         # The first ranks may have a token more: all send as many.
         most, num_longer = -(-num_tokens // comm.size), num_tokens % comm.size
@@ -140,7 +147,7 @@ class AllToAll(Owners):
 
     Args:
         num_slots: of all ranks.
-        owns_tokens: as in ExpertExchange.
+        attention: as for Owners.
         by_choice: results come back one for each choice, and the owner adds them up in the order of a token's
             choices: the sum has the same bits wherever the experts are. Otherwise each rank adds up its own first,
             which sends less.
@@ -151,14 +158,17 @@ class AllToAll(Owners):
 
     reads_back = True
 
-    def __init__(self, comm: Communicator, num_slots: int, *, owns_tokens: bool, by_choice: bool) -> None:
-        super().__init__(comm, owns_tokens=owns_tokens)
+    def __init__(
+        self, comm: Communicator, num_slots: int, attention: Communicator | None, *, by_choice: bool
+    ) -> None:
+        super().__init__(comm, attention)
         self.comm, self.by_choice = comm, by_choice
         ranks = [rank for rank in range(comm.size) for _ in own_indices(rank, comm.size, num_slots)]
         self._rank_of_slot = torch.tensor(ranks)
         self.num_sent_bytes = 0
 
-    def dispatch(self, x: Tensor, factors: Tensor, slot_ids: Tensor) -> Flight:
+    def dispatch(self, tokens: Dispatched) -> Flight:
+        x, slot_ids = tokens.x, tokens.slot_ids
         if self._rank_of_slot.device != x.device:
             self._rank_of_slot = self._rank_of_slot.to(x.device)
         ranks = self._rank_of_slot[slot_ids]  # [N, K]
@@ -168,10 +178,9 @@ class AllToAll(Owners):
         num_choices = torch.bincount(ranks.flatten(), minlength=self.comm.size)
         counts = self.comm.all_gather(torch.stack((goes_to.sum(dim=0), num_choices))).tolist()
         of_tokens, of_choices = ([own[kind] for own in counts] for kind in range(2))
-        tokens = rank_tokens[:, 1]
-        rows = _pack(x[tokens], factors[tokens], slot_ids[tokens])
-        arrival = self.send(rows, of_tokens)
-        return _AllToAllFlight(self, x, ranks, tokens, of_tokens, of_choices, arrival)
+        index = rank_tokens[:, 1]
+        arrival = self.send(_pack(tokens, index), of_tokens)
+        return _AllToAllFlight(self, tokens, ranks, index, of_tokens, of_choices, arrival)
 
     def send(self, rows: Tensor, counts: RowCounts) -> Arrival:
         """Begin an all-to-all, and count what it sends."""
@@ -189,33 +198,34 @@ class _AllToAllFlight:
     """Tokens that `AllToAll` has sent.
 
     Args:
-        x: the own tokens, [N, E].
+        own: the N own tokens.
         ranks: [N, K], of the experts of each.
-        tokens: the own token of each row that was sent.
+        index: the own token of each row that was sent.
         of_tokens, of_choices: tokens and choices that each rank has sent to each.
     """
 
     def __init__(
         self,
         exchange: AllToAll,
-        x: Tensor,
+        own: Dispatched,
         ranks: Tensor,
-        tokens: Tensor,
+        index: Tensor,
         of_tokens: RowCounts,
         of_choices: RowCounts,
         arrival: Arrival,
     ) -> None:
         self._exchange, self._arrival = exchange, arrival
-        self._x, self._ranks, self._tokens = x, ranks, tokens
+        self._own, self._ranks, self._index = own, ranks, index
         self._of_tokens, self._of_choices = of_tokens, of_choices
 
     def wait(self) -> Dispatched:
-        received = _unpack(self._arrival.wait(), self._x, self._ranks.shape[1])
+        received = _unpack(self._arrival.wait(), self._own)
         if not self._exchange.by_choice:
             return received
         row, choice = self._exchange.is_own(received.slot_ids).nonzero().unbind(1)
         factors, slots = received.factors[row, choice], received.slot_ids[row, choice]
-        return Dispatched(received.x[row], factors.unsqueeze(1), slots.unsqueeze(1))
+        adapters = None if received.adapters is None else received.adapters[row]
+        return Dispatched(received.x[row], factors.unsqueeze(1), slots.unsqueeze(1), adapters)
 
     def combine(self, part: Tensor) -> Tensor:
         exchange = self._exchange
@@ -237,24 +247,27 @@ class _AllToAllFlight:
 
     def _sum_ranks(self, back: Tensor) -> Tensor:
         sent = self._of_tokens[self._exchange.comm.rank]
-        total = torch.zeros(len(self._x), back.shape[1], dtype=torch.float32, device=back.device)
+        total = torch.zeros(len(self._own.x), back.shape[1], dtype=torch.float32, device=back.device)
         # One rank after the other: a token has at most one row of each.
-        for tokens, rows in zip(self._tokens.split(list(sent)), back.split(list(sent)), strict=True):
+        for tokens, rows in zip(self._index.split(list(sent)), back.split(list(sent)), strict=True):
             total.index_add_(0, tokens, rows.float())
         return total.to(back.dtype)
 
 
-def _pack(x: Tensor, factors: Tensor, slot_ids: Tensor) -> Tensor:
-    """Return one row of bytes for each token, so that a dispatch is one message."""
-    parts: Sequence[Tensor] = (x, factors.float(), slot_ids.int())
+def _pack(tokens: Dispatched, index: Tensor) -> Tensor:
+    """Return one row of bytes for each of some tokens, so that a dispatch is one message."""
+    adapters = [] if tokens.adapters is None else [tokens.adapters[index].int().unsqueeze(1)]
+    parts = tokens.x[index], tokens.factors[index].float(), tokens.slot_ids[index].int(), *adapters
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
-def _unpack(rows: Tensor, like: Tensor, top_k: int) -> Dispatched:
-    width = like.shape[1] * like.element_size()
-    x, factors, slots = rows.split([width, 4 * top_k, 4 * top_k], dim=1)
+def _unpack(rows: Tensor, like: Dispatched) -> Dispatched:
+    top_k, width = like.slot_ids.shape[1], like.x.shape[1] * like.x.element_size()
+    of_adapters = [] if like.adapters is None else [4]
+    x, factors, slots, *adapters = rows.split([width, 4 * top_k, 4 * top_k, *of_adapters], dim=1)
     return Dispatched(
-        x.contiguous().view(like.dtype),
+        x.contiguous().view(like.x.dtype),
         factors.contiguous().view(torch.float32),
         slots.contiguous().view(torch.int32).long(),
+        adapters[0].contiguous().view(torch.int32).flatten() if adapters else None,
     )

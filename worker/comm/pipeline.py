@@ -18,11 +18,12 @@ from .communicator import Communicator, ReplaceableGroup, SingleRank, nothing
 from .ring_transfers import Transfer, Transfers
 
 # Sends of a kind to a rank that may be unfinished. The receiver of hidden states takes them as fast as it computes,
-# that of tokens before it sends the hidden states that they are sampled from.
+# that of tokens before it sends the hidden states that they are sampled from, and that of features expects them from
+# then on.
 _MAX_UNFINISHED = 8
 # Transfers of a kind have tags of their own, in turns, so that no two in flight are taken for each other.
 _NUM_TAGS = 64
-_STATES, _TOKENS, _DRAFTS = range(3)
+_STATES, _TOKENS, _DRAFTS, _FEATURES = range(4)
 
 
 class TokenArrival(Protocol):
@@ -74,6 +75,18 @@ class StageLink(Protocol):
         """Return what the first stage sends, [N] int32."""
         ...
 
+    def send_features(self, features: Tensor) -> None:
+        """Send what a draft head reads, [T, F], to the first stage; nobody may write to it any more."""
+        ...
+
+    def expect_features(self, stage: int, out: Tensor) -> None:
+        """Begin to fill `out`, [T, F], with what a stage sends by `send_features`."""
+        ...
+
+    def take_features(self, stage: int) -> Tensor:
+        """Return the oldest tensor that is expected of a stage; wait for it."""
+        ...
+
     def recording(self, max_tokens: int) -> AbstractContextManager[None]:
         """Let the steps of the body be recorded ones, of at most so many tokens; see RecordableLink."""
         ...
@@ -116,6 +129,15 @@ class NoLink:
 
     def receive_drafts(self, count: int) -> Tensor:
         raise AssertionError("there is no first stage")
+
+    def send_features(self, features: Tensor) -> None:
+        raise AssertionError("there is no first stage")
+
+    def expect_features(self, stage: int, out: Tensor) -> None:
+        raise AssertionError("there is no other stage")
+
+    def take_features(self, stage: int) -> Tensor:
+        raise AssertionError("there is no other stage")
 
     def recording(self, max_tokens: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -199,7 +221,8 @@ class GroupLink(RecordableLink):
     """StageLink by sends and receives, and the arrival of tokens, which come in order.
 
     On a GPU the device transfers, and the host does not wait. A send or a receive of NCCL occupies its connection
-    until the other rank takes part. So tokens have connections of their own, and are received when they are needed.
+    until the other rank takes part. So tokens have connections of their own, and are received when they are needed,
+    as are the features of a step, which follow its tokens.
 
     Args:
         device: of the tensors.
@@ -210,20 +233,22 @@ class GroupLink(RecordableLink):
         self.awaited = ""
         self._rank, self._device = rank, device
         self._previous, self._next = rank - split.tensor, rank + split.tensor
-        self._first = split.place_of(rank).tensor
+        self._size, self._first = split.tensor, split.place_of(rank).tensor
         self._last = split.result_rank + self._first
         self._transfers: dict[int, Transfers] = {}  # by kind
         self._unfinished: defaultdict[tuple[int, int], deque[Transfer]]  # by kind and receiver
         self._unfinished = defaultdict(deque)
         self._arrivals: deque[Callable[[], Transfer]] = deque()  # of tokens, the oldest first
+        self._features: defaultdict[int, deque[Callable[[], Transfer]]]  # by sender, the oldest first
+        self._features = defaultdict(deque)
         self._num_sent: Counter[tuple[int, int]] = Counter()  # by kind and receiver
-        self._num_received: Counter[int] = Counter()  # by kind, each of which comes from one rank
+        self._num_received: Counter[tuple[int, int]] = Counter()  # by kind and sender
         self._waited_s = 0.0
         self.peers = [each for each in range(self._first, split.num_ranks, split.tensor) if each != rank]
 
-    def use(self, states: Transfers, tokens: Transfers) -> None:
+    def use(self, states: Transfers, tokens: Transfers, features: Transfers) -> None:
         """Transfer by these from now on, after `close`."""
-        self._transfers = {_STATES: states, _DRAFTS: states, _TOKENS: tokens}
+        self._transfers = {_STATES: states, _DRAFTS: states, _TOKENS: tokens, _FEATURES: features}
 
     def take_waited_s(self) -> float:
         waited_s, self._waited_s = self._waited_s, 0.0
@@ -241,12 +266,7 @@ class GroupLink(RecordableLink):
             self._send(_TOKENS, token_ids, rank)
 
     def receive_tokens(self, count: int) -> TokenArrival:
-        receive = partial(self._receive, _TOKENS, self._empty(count), self._last)
-        if self._device.type == "cpu":  # posted at once, so that the sender never waits
-            posted = receive()
-            self._arrivals.append(lambda: posted)
-        else:
-            self._arrivals.append(receive)
+        self._arrivals.append(self._begin_receive(_TOKENS, self._empty(count), self._last))
         return self
 
     def wait(self) -> Tensor:
@@ -263,11 +283,25 @@ class GroupLink(RecordableLink):
         transfer = self._receive(_DRAFTS, self._empty(count), self._first)
         return self._wait(transfer, f"drafts of rank {self._first}")
 
+    def send_features(self, features: Tensor) -> None:
+        self._send(_FEATURES, features, self._first)
+
+    def expect_features(self, stage: int, out: Tensor) -> None:
+        rank = stage * self._size + self._first
+        self._features[rank].append(self._begin_receive(_FEATURES, out, rank))
+
+    def take_features(self, stage: int) -> Tensor:
+        rank = stage * self._size + self._first
+        if not self._features[rank]:
+            raise ConnectionError(f"rank {self._rank} has left the group")
+        return self._wait(self._features[rank].popleft()(), f"features of rank {rank}")
+
     def close(self) -> None:
         super().close()
         # Arrivals refer to the transfers, which would keep the connections of a group that is left.
         self._unfinished.clear()
         self._arrivals.clear()
+        self._features.clear()
         self._num_sent.clear()
         self._num_received.clear()
         for transfers in self._transfers.values():
@@ -290,9 +324,17 @@ class GroupLink(RecordableLink):
             self.awaited = ""
             self._waited_s += time.perf_counter() - began_at
 
+    def _begin_receive(self, kind: int, out: Tensor, rank: int) -> Callable[[], Transfer]:
+        """Return what gives the receive, which is posted now on a CPU, so that the sender never waits."""
+        receive = partial(self._receive, kind, out, rank)
+        if self._device.type != "cpu":
+            return receive
+        posted = receive()
+        return lambda: posted
+
     def _receive(self, kind: int, out: Tensor, rank: int) -> Transfer:
-        self._num_received[kind] += 1
-        tag = kind * _NUM_TAGS + self._num_received[kind] % _NUM_TAGS
+        self._num_received[kind, rank] += 1
+        tag = kind * _NUM_TAGS + self._num_received[kind, rank] % _NUM_TAGS
         return self._by(kind).receive(out, rank, tag)
 
     def _by(self, kind: int) -> Transfers:
@@ -317,6 +359,7 @@ class Pipeline:
         tensor: the ranks that share the layers of this rank's stage.
         replica: all ranks.
         link: to the other stages.
+        attention: with data-parallel attention, the ranks that attend for the same sequences as this one.
 
     Attributes:
         stage: the layers of this rank.
@@ -329,19 +372,25 @@ class Pipeline:
         tensor: Communicator,
         replica: Communicator,
         link: StageLink = NO_LINK,
+        attention: Communicator | None = None,
     ) -> None:
         self.stage, self.rank = stage, rank
         self.tensor, self.replica = tensor, replica
         self.link = link
+        self.attention = SingleRank() if attention is None else attention
 
     @staticmethod
-    def of_one_stage(comm: Communicator) -> Pipeline:
+    def of_one_stage(comm: Communicator, attention: Communicator | None = None) -> Pipeline:
         """Return the groups of a rank whose tensor-parallel group is the whole replica."""
-        return Pipeline(WHOLE_MODEL, comm.rank, comm, comm)
+        return Pipeline(WHOLE_MODEL, comm.rank, comm, comm, attention=attention)
 
     def take_collective_s(self) -> dict[str, float]:
         """Return the seconds of each kind of the stage's collectives since the last call; none of a single rank."""
-        return self.tensor.take_seconds() if isinstance(self.tensor, ReplaceableGroup) else {}
+        seconds = Counter[str]()
+        for group in (self.tensor, self.attention):
+            if isinstance(group, ReplaceableGroup):
+                seconds.update(group.take_seconds())
+        return dict(seconds)
 
     def close(self, drop_recordings: Callable[[], object] = nothing) -> None:
         """Leave the groups, as Communicator.close does."""
@@ -350,6 +399,7 @@ class Pipeline:
         if self.replica is not self.tensor:
             self.replica.close()
         self.tensor.close(drop_recordings)
+        self.attention.close(drop_recordings)
 
 
 # Of the only rank of a replica.

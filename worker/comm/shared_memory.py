@@ -45,7 +45,7 @@ def join_group(
     Raises:
         ConnectionError: a rank did not join within `timeout_s`.
     """
-    group = TorchDistributed(rank, size, host, port, device, timeout_s, name)
+    group = TorchDistributed.join(rank, size, host, port, device, timeout_s, name)
     if device.type != "cpu":
         return group
     try:
@@ -78,7 +78,7 @@ class SharedMemoryCommunicator:
         self.rank, self.size = group.rank, group.size
         self.group = group
         self._file = file
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._collectives: SharedMemoryCollectives | None = SharedMemoryCollectives(
             memory, mmap.PAGESIZE, group.rank, group.size
         )
@@ -148,7 +148,7 @@ class SharedMemoryCommunicator:
         timeout_s: float | None = None,
     ) -> None:
         """Wait for the late rank until it arrives, is found dead, or the deadline passes."""
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         while late is not None:
             if time.monotonic() > deadline:

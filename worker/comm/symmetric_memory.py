@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +33,7 @@ def open_symmetric_memory(
     """
     if not isinstance(comm, TorchDistributed) or not has_kernels(torch.empty(0, device=device)):
         raise ConfigError("fused_all_reduce needs several ranks, each on a GPU of its own, and Triton")
-    own = torch.tensor([host_id(), device.index], device=device)
-    _check_places([(host, index) for host, index in comm.all_gather(own).tolist()])
+    check_places(comm, device)
     max_tokens = max(1, MAX_BYTES // (hidden_size * dtype.itemsize))
     part_bytes = 2 * max_tokens * hidden_size * dtype.itemsize
     signals_start = math.ceil(part_bytes / 16) * 16  # in bytes, aligned for the int32 signals
@@ -59,12 +58,11 @@ def open_symmetric_memory(
     return Peers(comm.rank, parts, signals, owner=(memory, handle))
 
 
-def _check_places(places: Sequence[tuple[int, int]]) -> None:
-    """Raise ConfigError unless the ranks are on one host, each with a device index of its own.
-
-    Args:
-        places: of each rank, a number of its host and the index of its GPU among those that it sees.
-    """
+def check_places(comm: Communicator, device: torch.device) -> None:
+    """Raise ConfigError unless the ranks are on one host, each with a device index of its own."""
+    own = torch.tensor([host_id(), device.index], device=device)
+    # Of each rank, a number of its host and the index of its GPU among those that it sees.
+    places = [(host, index) for host, index in comm.all_gather(own).tolist()]
     for rank, (host, index) in enumerate(places):
         if host != places[0][0]:
             raise ConfigError(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed
@@ -63,20 +63,24 @@ class TorchDistributed:
 
     Args:
         rank, size: index of this rank and number of ranks.
-        host, port: address of rank 0's store; see create_store.
         device: of the tensors: gloo on a CPU, NCCL on a GPU. It must be the thread's current device.
-        timeout_s: how long to wait for the other ranks, both to join and in each collective.
-        name: of the group, of several that meet at one store.
-
-    Attributes:
         store: the store of the rendezvous.
+        group: a process group of torch with the backend for the device.
 
     Raises:
-        ConnectionError: from the constructor and every collective; names the operation and the rank.
+        ConnectionError: from `join` and every collective; names the operation and the rank.
     """
 
-    def __init__(
-        self,
+    def __init__(self, rank: int, size: int, device: torch.device, store: Any, group: Any) -> None:
+        self.rank, self.size = rank, size
+        self.store = store
+        self._device = device
+        self._group: Any | None = group
+        self._num_meetings = 0
+
+    @classmethod
+    def join(
+        cls,
         rank: int,
         size: int,
         host: str,
@@ -84,21 +88,28 @@ class TorchDistributed:
         device: torch.device,
         timeout_s: float,
         name: str = "",
-    ) -> None:
-        self.rank, self.size = rank, size
-        self._device = device
+    ) -> Self:
+        """Join a group once all its ranks do.
+
+        Args:
+            host, port: address of rank 0's store; see create_store.
+            timeout_s: how long to wait for the other ranks, both to join and in each collective.
+            name: of the group, of several that meet at one store.
+        """
         timeout = timedelta(seconds=timeout_s)
-        self._group: Any | None = None
-        self._num_meetings = 0
+        joined: Self | None = None
         try:
-            self.store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+            store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
             if name:
-                self.store = dist.PrefixStore(name, self.store)
-            self._group = _BACKENDS[device.type](self.store, rank, size, host, port, timeout)
-            self.barrier()
+                store = dist.PrefixStore(name, store)
+            group = _BACKENDS[device.type](store, rank, size, host, port, timeout)
+            joined = cls(rank, size, device, store, group)
+            joined.barrier()
         except (RuntimeError, ConnectionError) as error:
-            self.close()
-            raise ConnectionError(self._describe(f"joining at {host}:{port}", error)) from error
+            if joined is not None:
+                joined.close()
+            raise ConnectionError(_describe(rank, size, f"joining at {host}:{port}", error)) from error
+        return joined
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         self._run(
@@ -206,7 +217,11 @@ class TorchDistributed:
             raise ConnectionError(self._describe(operation, error)) from error
 
     def _describe(self, operation: str, error: Exception) -> str:
-        return f"{operation} of rank {self.rank} with the others of {self.size} failed: {first_line(error)}"
+        return _describe(self.rank, self.size, operation, error)
+
+
+def _describe(rank: int, size: int, operation: str, error: Exception) -> str:
+    return f"{operation} of rank {rank} with the others of {size} failed: {first_line(error)}"
 
 
 def _on_current_stream(options: Any) -> Any:

@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.decode_splits import split_decodes
 from ...kernels.state_runs import StateRuns
 from ...kernels.workspace import workspaces
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ...proto.errors import first_line
-from ..attention import AttentionInputs, OwnTokens, with_groups
+from ..attention import AttentionInputs, OwnTokens, SplitRule, with_groups
 from ..comm.pipeline import NO_LINK, StageLink
 from ..libraries.attention_backend import OWN_BACKEND, GraphAttention
 from ..lora.step_adapters import NO_ADAPTERS, StepAdapters
@@ -222,7 +221,7 @@ class StepGraphs:
         compute: inputs of a step |-> logits [N, V].
         backend: CudaGraphs; tests use another.
         all_ranks: collective that returns whether its argument is true on all ranks.
-        fixed_item_len: as for split_decodes.
+        split_rule: how decodes are split.
         attention: what computes the attention of the decodes.
         link: to other pipeline stages, which transfers before and after replays.
         returns_states: `compute` returns hidden states for the next stage instead, [T, E].
@@ -235,7 +234,7 @@ class StepGraphs:
         device: torch.device,
         backend: GraphBackend,
         all_ranks: Callable[[bool], bool],
-        fixed_item_len: int | None = None,
+        split_rule: SplitRule,
         attention: GraphAttention = OWN_BACKEND,
         link: StageLink = NO_LINK,
         *,
@@ -249,7 +248,7 @@ class StepGraphs:
         self._max_seq_len = limits.max_seq_len
         self._backend = backend
         self._all_ranks = all_ranks
-        self._fixed_item_len = fixed_item_len
+        self._split_rule = split_rule
         self._link = link
         self._recordings: dict[GraphShape, Recording] = {}
         # Of all graphs: each would keep its own otherwise, 1.7 GB for up to 1,024 rows of 128,000 tokens.
@@ -268,6 +267,9 @@ class StepGraphs:
         self._block_tables = zeros(limits.num_groups, num_rows, limits.max_blocks_per_seq)
         self._query_start = zeros(NUM_CHUNKS + 1)
         self._seq_lens = zeros(num_rows)
+        # Of decodes; padding is its own first row, as rows without drafted tokens are.
+        self._each_row = torch.arange(num_rows, dtype=torch.int32, device=device)
+        self._first_rows = self._each_row.clone()
         self._sampled_index = zeros(num_rows, dtype=torch.int64)
         # The state slot of each row, whether it begins with an empty state, and that it stores its state.
         self._states: tuple[Tensor, Tensor, Tensor] | None = None
@@ -311,10 +313,12 @@ class StepGraphs:
         if (
             batch.scored is not None
             or batch.media is not None
+            or batch.attention.images.spans  # of prompts that attend to all of their tokens, also without images
             or batch.positions.dim() > 1
             or (num_chunks > 0 and not batch.lora.is_empty)
             or batch.pooled is not None
             or (batch.has_drafts and batch.state_runs is not None)  # keeps the inputs of its recurrences
+            or (batch.state_runs is not None and batch.state_runs.cuts is not None)
             or (num_chunks == 0 and num_sampled < num_decodes)
         ):
             return None
@@ -378,7 +382,8 @@ class StepGraphs:
         seq_lens = self._seq_lens[:num_rows]
         splits = None
         if seq_lens.is_cuda:
-            splits = split_decodes(seq_lens[:num_decodes], self._max_seq_len, self._fixed_item_len)
+            first_rows = self._first_rows[:num_decodes]
+            splits = self._split_rule.split(seq_lens[:num_decodes], self._max_seq_len, first_rows)
         own = self._own_tokens
         attention = AttentionInputs(
             num_decodes=num_decodes,
@@ -459,6 +464,7 @@ class StepGraphs:
             # Columns beyond these are stale, but also beyond the rows' lengths.
             copy(tables[:, : of_group.block_tables.shape[1]], of_group.block_tables)
         copy(self._seq_lens, attention.seq_lens)
+        self._copy_first_rows(attention.first_rows)
         if self._states is not None and batch.state_runs is not None:
             self._clear_states(shape)
             copy(self._states[0], batch.state_runs.slots, batch.num_decodes)
@@ -471,6 +477,13 @@ class StepGraphs:
             self._query_start[: num_chunks + 1].copy_(attention.query_start)
             self._query_start[num_chunks + 1 :].fill_(num_chunk_tokens)
             self._copy_sampled_index(batch, first_chunk - batch.num_decodes)
+
+    def _copy_first_rows(self, first_rows: Tensor | None) -> None:
+        """Copy the first rows of sequences; None if each row is one."""
+        if self._split_rule.max_run_rows > 1:
+            self._first_rows.copy_(self._each_row)
+            if first_rows is not None:
+                self._first_rows[: len(first_rows)].copy_(first_rows)
 
     def _clear_states(self, shape: GraphShape) -> None:
         """Let all rows begin with an empty state and end in the scratch slot, as padding does."""
@@ -493,6 +506,7 @@ class StepGraphs:
         """Make the buffers of a shape padding: rows of length 0, and tokens without a slot. Their ids stay stale."""
         self._slot_mappings[:, : shape.num_tokens].fill_(NO_SLOT)
         self._seq_lens[: shape.num_rows].zero_()
+        self._copy_first_rows(None)
         self._query_start.zero_()
         self._clear_states(shape)
         self._sampled_index.zero_()

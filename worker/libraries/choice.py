@@ -10,7 +10,7 @@ import torch
 
 from ...proto.config import EngineConfig
 from ...proto.errors import ConfigError
-from .installed import Library
+from .installed import Capability, Library
 
 _log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ class LibraryBackend(Protocol):
     library: ClassVar[Library]
 
     @staticmethod
-    def find_problem(config: EngineConfig) -> str:
-        """Return why it would compute no layer of a model; empty if it computes some."""
+    def find_problem(config: EngineConfig, capability: Capability) -> str:
+        """Return why it would compute no layer of a model on a GPU; empty if it computes some."""
         ...
 
     @classmethod
@@ -48,11 +48,12 @@ def choose_library(
     """
     if wanted == "triton" or device.type != "cuda":
         return None
+    capability = torch.cuda.get_device_capability(device)
     for backend in backends:
         library = backend.library
         if wanted not in ("auto", library.option):
             continue
-        problem = _find_problem(library, config, device) or backend.find_problem(config)
+        problem = _find_problem(library, config, capability) or backend.find_problem(config, capability)
         if not problem:
             loaded: B = backend.load(device)
             return loaded
@@ -64,7 +65,7 @@ def choose_library(
     return None
 
 
-def _find_problem(library: Library, config: EngineConfig, device: torch.device) -> str:
+def _find_problem(library: Library, config: EngineConfig, capability: Capability) -> str:
     if config.parallel.batch_invariant:
         return "its bits depend on the batch, and batch_invariant is on"
-    return library.find_problem(torch.cuda.get_device_capability(device))
+    return library.find_problem(capability)

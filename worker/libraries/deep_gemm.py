@@ -20,7 +20,7 @@ from ...kernels.quantized_linear import FLOAT8, QuantizedWeight, quantize_tokens
 from ...proto.config import EngineConfig
 from ...proto.model.quantization import read_quantization
 from ..weights.linear_weight import LinearWeight, QuantizedLinearWeight
-from .installed import DEEP_GEMM, Library
+from .installed import DEEP_GEMM, Capability, Library
 
 BLOCK = 128
 # Mean choices per expert from which on its grouped products are used: its tiles have 128 rows of one expert, while
@@ -76,7 +76,7 @@ class DeepGemm:
         return cls(importlib.import_module("deep_gemm"))
 
     @staticmethod
-    def find_problem(config: EngineConfig) -> str:
+    def find_problem(config: EngineConfig, capability: Capability) -> str:
         """Return why it would multiply by no weight of a model; empty if it multiplies by some."""
         quantization = read_quantization(config.model)
         if quantization is None or quantization.block_shape != (BLOCK, BLOCK):
@@ -198,9 +198,9 @@ class DeepGemmExperts:
         return cls(importlib.import_module("deep_gemm"))
 
     @staticmethod
-    def find_problem(config: EngineConfig) -> str:
+    def find_problem(config: EngineConfig, capability: Capability) -> str:
         """Return why it would compute no layer of a model; as for linear layers."""
-        return DeepGemm.find_problem(config)
+        return DeepGemm.find_problem(config, capability)
 
     def convert(self, gate_up: ExpertWeights, down: ExpertWeights) -> BlockFloat8Experts | None:
         scales = [_expert_scales(each) for each in (gate_up, down)]

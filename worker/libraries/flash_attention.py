@@ -16,7 +16,7 @@ from ...kernels.attention_variant import AttentionVariant
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
 from ..attention import OWN_ATTENTION, AttentionInputs, LayerCache, with_library
-from .installed import FLASH_ATTENTION, Library
+from .installed import FLASH_ATTENTION, Capability, Library
 from .model_fit import find_unsupported, find_unsupported_model
 
 MAX_HEAD_DIM = 256
@@ -46,7 +46,7 @@ class FlashAttention:
         return load_flash_attention()
 
     @staticmethod
-    def find_problem(config: EngineConfig) -> str:
+    def find_problem(config: EngineConfig, capability: Capability) -> str:
         """Return why it would compute no layer of a model; empty if it computes some."""
         return find_unsupported_model(config, lambda head_dim: head_dim <= MAX_HEAD_DIM)
 
@@ -79,6 +79,11 @@ class FlashAttention:
     ) -> Tensor:
         return OWN_ATTENTION.decode(q, kv_cache, inputs, scale, variant)
 
+    def decode_latents(
+        self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs, scale: float, value_dim: int
+    ) -> Tensor:
+        return OWN_ATTENTION.decode_latents(q, kv_cache, inputs, scale, value_dim)
+
     def prefill(
         self,
         q: Tensor,
@@ -88,6 +93,8 @@ class FlashAttention:
         variant: AttentionVariant,
     ) -> Tensor:
         feature = find_unsupported(q, kv_cache, variant)
+        if feature is None and variant.sinks is not None:
+            feature = "attention sinks"
         if feature is None and q.shape[2] > MAX_HEAD_DIM:
             feature = f"heads of {q.shape[2]} numbers"
         if feature is not None:

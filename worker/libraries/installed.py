@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Compute capability of a GPU.
 Capability = tuple[int, int]
@@ -62,6 +62,8 @@ class Library:
 FLASHINFER = Library(
     "flashinfer", "FlashInfer", "attention", ("flashinfer",), ("flashinfer-python",), (8, 0), (13, 0)
 )
+# Its kernels for sums are compiled for Hopper and later.
+FLASHINFER_SUMS = replace(FLASHINFER, use="sums over ranks", least=(9, 0))
 FLASH_ATTENTION = Library(
     "flash_attn",
     "FlashAttention 3",
@@ -81,7 +83,16 @@ DEEP_GEMM = Library(
     (9, 0),
     (10, 0),
 )
-LIBRARIES = (FLASHINFER, FLASH_ATTENTION, DEEP_GEMM)
+FLASH_LINEAR_ATTENTION = Library(
+    "fla",
+    "flash-linear-attention",
+    "gated delta nets and Kimi delta attention of prompts",
+    ("fla",),
+    ("flash-linear-attention", "fla-core"),
+    (8, 0),
+    (13, 0),
+)
+LIBRARIES = (FLASHINFER, FLASH_ATTENTION, DEEP_GEMM, FLASH_LINEAR_ATTENTION)
 
 
 def _has_module(name: str) -> bool:

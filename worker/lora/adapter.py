@@ -9,15 +9,14 @@ stored together (see expert_stacks).
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..weights.safetensors_file import SafetensorsFile, StoredTensor
+from ..weights.safetensors_file import SafetensorsFile
 from ..weights.weight_slice import WeightSlice
 from .adapter_config import CONFIG_NAME, WEIGHTS_NAME, AdapterConfig, read_adapter_config
 from .adapter_tensors import AdapterTensors
@@ -35,7 +34,7 @@ class LoraAdapter:
 
     Attributes:
         factors: by layer of LoraLayers; None for a layer that the adapter leaves unchanged.
-        digest: of the adapter's files.
+        digest: of the content of the adapter's files.
     """
 
     factors: tuple[LayerFactors | None, ...]
@@ -70,7 +69,7 @@ def read_adapter(path: str, layers: LoraLayers) -> LoraAdapter:
             return layer.pack([_read_part(tensors, part, config, layers.dtype) for part in layer.parts])
 
         factors = tuple(map(read, layers))
-        digest = _digest(folder, file.tensors)
+        digest = _digest(folder)
     return LoraAdapter(factors, digest)
 
 
@@ -138,14 +137,9 @@ def _read_part(
     return PartFactors(a.to(dtype), scaled.contiguous().to(dtype))
 
 
-def _digest(folder: Path, tensors: Mapping[str, StoredTensor]) -> str:
-    """Return a digest by which ranks notice that their nodes have different files under one path.
-
-    Of the configuration, and of the names, shapes and places of the tensors, but not of all their elements: each rank
-    reads only its part of these.
-    """
+def _digest(folder: Path) -> str:
+    """Return a digest of the adapter's files: of other ranks' nodes, and of a later time, they may differ."""
     digest = hashlib.sha256((folder / CONFIG_NAME).read_bytes())
-    digest.update(str(os.stat(folder / WEIGHTS_NAME).st_size).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tensor.shape} {tensor.offset}".encode())
+    with (folder / WEIGHTS_NAME).open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -83,11 +83,6 @@ class ExpertAdapters:
         self._model, self._num_experts = model, num_experts
         self.gate_up, self.down = gate_up, down
 
-    @property
-    def token_slots(self) -> Tensor | None:
-        """Return the slots of the present step's tokens, see StepAdapters."""
-        return self._model.step.token_slots
-
     def of_choices(self, choices: ExpertChoices, token_slots: Tensor) -> ChoiceAdapters:
         """Return the adapters of the choices of some tokens.
 

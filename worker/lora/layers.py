@@ -16,7 +16,7 @@ from ...kernels.lora import LoraFactors, LoraGroups, add_lora, make_factors
 from ...proto.errors import ConfigError
 from ...proto.model.target_modules import TargetModules
 from ..weights.weight_slice import WeightSlice
-from .step_adapters import NO_ADAPTERS
+from .step_adapters import NO_ADAPTERS, LayerTokens
 
 ALL_MODULES = TargetModules()
 
@@ -82,7 +82,7 @@ class LoraLayer:
     Attributes:
         stack: None for an ordinary layer.
         is_embedding: the layer's inputs are the tokens of the vocabulary.
-        of_own_tokens: the layer's inputs are the tokens that this rank attends for, instead of all of the step.
+        tokens: the layer's inputs.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class LoraLayer:
         stack: ExpertStack | None = None,
         *,
         is_embedding: bool = False,
-        of_own_tokens: bool = False,
+        tokens: LayerTokens = LayerTokens.ALL,
     ) -> None:
         self._model = model
         self.parts = tuple(parts)
@@ -102,7 +102,7 @@ class LoraLayer:
         self.num_experts = num_experts
         self.stack = stack
         self.is_embedding = is_embedding
-        self.of_own_tokens = of_own_tokens
+        self.tokens = tokens
 
     @property
     def modules(self) -> Iterator[str]:
@@ -122,7 +122,7 @@ class LoraLayer:
 
     @property
     def _groups(self) -> LoraGroups | None:
-        return self._model.step.own if self.of_own_tokens else self._model.step.groups
+        return self._model.step.groups_of(self.tokens)
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """Add the adapters' outputs for the layer's tokens to its own, in place.
@@ -291,9 +291,9 @@ class LoraLayers:
         if self.num_slots:
             self.is_elsewhere = lambda module: is_elsewhere(f"{module}.")
 
-    def add_layer(self, parts: Sequence[WeightSlice], *, of_own_tokens: bool = False) -> Adapted:
+    def add_layer(self, parts: Sequence[WeightSlice], tokens: LayerTokens = LayerTokens.ALL) -> Adapted:
         """Add a linear layer whose weight consists of these slices, unless adapters may not change it."""
-        return self._add([parts], None, of_own_tokens=of_own_tokens)
+        return self._add([parts], None, tokens=tokens)
 
     def add_embedding(self, part: WeightSlice) -> Adapted:
         """Add an embedding, unless adapters may not change it.
@@ -317,7 +317,7 @@ class LoraLayers:
         stack: ExpertStack | None,
         *,
         is_embedding: bool = False,
-        of_own_tokens: bool = False,
+        tokens: LayerTokens = LayerTokens.ALL,
     ) -> Adapted:
         if not self.num_slots:
             return UNCHANGED
@@ -336,9 +336,7 @@ class LoraLayers:
             self._device,
         )
         every = [part for own in experts for part in own]
-        layer = LoraLayer(
-            self, every, factors, len(experts), stack, is_embedding=is_embedding, of_own_tokens=of_own_tokens
-        )
+        layer = LoraLayer(self, every, factors, len(experts), stack, is_embedding=is_embedding, tokens=tokens)
         self._layers.append(layer)
         return layer
 

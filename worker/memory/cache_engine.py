@@ -15,7 +15,8 @@ from torch import Tensor
 from ...kernels.paged_cache import copy_blocks, swap_blocks
 from ...proto.block_tables import IntArray
 from ...proto.cache_groups import CacheLayout, make_layout
-from ...proto.config import EngineConfig, ModelConfig
+from ...proto.config import EngineConfig, ModelConfig, SwapRates
+from ...proto.kv_layout import FP8_PER_TENSOR, StateLayout
 from ...proto.model.parallel_split import WHOLE_MODEL, Stage
 from ...proto.model.registry import kv_range, state_layers
 from ...proto.model.state import state_bytes
@@ -25,8 +26,13 @@ from .pinned_memory import pinned_zeros
 
 # Blocks moved by a measurement of the swap rate.
 MEASURED_BLOCKS = 64
+MEASURED_STATES = 4
 # CacheConfig.kv_dtype |-> element type of the cache; "auto" is the model's dtype.
-QUANTIZED_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
+QUANTIZED_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    FP8_PER_TENSOR: torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 class CacheEngine:
@@ -80,6 +86,7 @@ class CacheEngine:
             for layer in state_layers(config.model, config.parallel.tensor_parallel_size, stage)
         ]
         num_host_slots = config.cache.num_host_state_slots if num_state_slots is None else 0
+        self._has_host_states = num_host_slots > 0  # a stage without such layers moves them in no time
         self._host_states = [
             tuple(
                 _host_zeros((num_host_slots + 1, *tensor.shape[1:]), tensor.dtype, device, segment)
@@ -186,27 +193,65 @@ class CacheEngine:
         """Return the tensors of the host memory, [places, num_host_blocks + 1, length]; empty without any."""
         return self._host_parts
 
+    @property
+    def host_states(self) -> list[Tensor]:
+        """Return the tensors of the states in host memory, [slots + 1, ...], layer by layer; empty without any."""
+        return [tensor for layer in self._host_states for tensor in layer]
+
     def swaps_so_far(self) -> Callable[[], None]:
         """Return a function that waits on the host until the swaps launched so far are done."""
-        if self._swap_stream is None:
-            return _nothing
-        event = torch.cuda.Event()
-        event.record(self._swap_stream)
-        return event.synchronize
+        streams = list[torch.cuda.Stream]()
+        if self._swap_stream is not None:
+            streams.append(self._swap_stream)
+        if self._host_states and self._host_states[0][0].is_pinned():
+            streams.append(
+                torch.cuda.current_stream(self.states[0][0].device)
+            )  # states move beside the steps
+        events = [stream.record_event() for stream in streams]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
 
     def wait_for_swaps(self) -> None:
         """Make later launches on the current stream wait for the swaps, which read blocks that a step may write."""
         if self._swap_stream is not None:
             torch.cuda.current_stream(self._swap_stream.device).wait_stream(self._swap_stream)
 
-    def measure_swap_rate(self) -> float:
-        """Return the measured swap rate to host memory and back, in blocks/s each way; 0 without host memory."""
+    def measure_swap_rates(self) -> SwapRates:
+        """Measure the moves to host memory and back, which write the host memory and the slots of states."""
+        return SwapRates(self._measure_blocks(), self._measure_states())
+
+    def _measure_states(self) -> float:
+        if not self._host_states:
+            return 0.0 if self.states or not self._has_host_states else math.inf
+        count = min(len(self.states[0][0]), len(self._host_states[0][0]), MEASURED_STATES + 1) - 1
+        if count < 1:
+            return 0.0
+        pairs = np.arange(1, count + 1, dtype=np.int32).repeat(2).reshape(-1, 2)
+        self.swap_out_states(pairs)  # touches the pages of the host memory for the first time
+        self._synchronize_steps()
+        started = time.perf_counter()
+        self.swap_out_states(pairs)
+        self.swap_in_states(pairs)
+        self._synchronize_steps()
+        return 2 * count / (time.perf_counter() - started)
+
+    def _synchronize_steps(self) -> None:
+        device = self.states[0][0].device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _measure_blocks(self) -> float:
         if not self._host_parts:
             return 0.0
         count = min(self._parts[0].shape[1], self._host_parts[0].shape[1], MEASURED_BLOCKS + 1) - 1
         if count < 1:
             return 0.0
-        pairs = torch.arange(1, count + 1).repeat(2, 1).T
+        # Scattered, as blocks of sequences are after a while; a GPU compiles its kernel for these here.
+        pairs = torch.stack((torch.arange(1, count + 1), torch.arange(count, 0, -1)), dim=1)
         self.swap_out(pairs)  # touches the pages of the host memory for the first time
         self._synchronize()
         started = time.perf_counter()
@@ -230,10 +275,6 @@ class CacheEngine:
             self._swap_stream.synchronize()
 
 
-def _nothing() -> None:
-    """Wait for nothing: on a CPU swaps are done when they return."""
-
-
 def bytes_per_block(config: EngineConfig, dtype: torch.dtype, stage: Stage = WHOLE_MODEL) -> int:
     """Return the KV bytes of a block on one rank, in all its layers, for a model of `dtype`."""
     return sum(
@@ -247,6 +288,17 @@ def bytes_per_state(config: EngineConfig, dtype: torch.dtype, stage: Stage = WHO
     """Return the bytes of a state slot on one rank, in all its layers; 0 for a model without states."""
     layers = state_layers(config.model, config.parallel.tensor_parallel_size, stage)
     return state_bytes(layers, dtype.itemsize)
+
+
+def state_layouts(config: EngineConfig, stage: Stage = WHOLE_MODEL) -> tuple[StateLayout, ...]:
+    """Return the tensors of a state on one rank, in the order of its layers; empty for a model without states."""
+    return tuple(
+        StateLayout(
+            each.name, each.shape, each.dtype if each.is_recurrent else config.model.dtype, each.sections
+        )
+        for layer in state_layers(config.model, config.parallel.tensor_parallel_size, stage)
+        for each in layer
+    )
 
 
 def _models(config: EngineConfig, stage: Stage) -> list[tuple[ModelConfig, CacheLayout, range]]:

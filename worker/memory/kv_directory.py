@@ -11,6 +11,8 @@ made of the key of the server or fleet, and the former of the layout besides: wh
 no key can neither plant a block nor exchange two. They also find what a power failure tore, so that no file is
 synced: a block that fails costs its computation.
 
+Snapshots of states are blocks of a group and a length of their own, and have files of their own.
+
 The files are on a file system or in an object store (`block_files`). They never have more bytes than allowed: a
 writer deletes those that were used longest ago, of any process. A file that is deleted while it is read is a miss.
 """
@@ -22,7 +24,7 @@ import os
 import secrets
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -58,11 +60,16 @@ BlockKey = bytes
 
 @dataclass(slots=True)
 class _File:
-    """A file whose list of blocks was verified."""
+    """A file whose list of blocks was verified.
+
+    Attributes:
+        block_bytes: length of each block.
+    """
 
     keys: tuple[BlockKey, ...]
     tags: tuple[bytes, ...]
     data_start: int
+    block_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +100,16 @@ class KvDirectory:
     Args:
         files: where the blocks are.
         layout: name of the layout, 16 bytes.
-        block_bytes: length of a block.
+        block_bytes: lengths that blocks may have.
         key: of the HMACs.
 
     Attributes:
         num_foreign_files: files of this layout that were written with another key, or are damaged.
     """
 
-    def __init__(self, files: BlockFiles, layout: bytes, block_bytes: int, key: bytes) -> None:
+    def __init__(self, files: BlockFiles, layout: bytes, block_bytes: Collection[int], key: bytes) -> None:
         self._store = files
-        self._layout, self._block_bytes = layout, block_bytes
+        self._layout, self._lengths = layout, frozenset(block_bytes)
         # Imported here, because a rank without tiers does without the library.
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
@@ -111,10 +118,14 @@ class KvDirectory:
         self._files: dict[str, _File] = {}
         self._foreign: set[str] = set()
         self._places: dict[BlockKey, tuple[str, int]] = {}
-        self._small = ""  # own file with fewer than MIN_FILE_BYTES, whose blocks go into the next one
+        self._lost: list[BlockKey] = []  # see take_lost
+        # length of a block |-> own file with fewer than MIN_FILE_BYTES, whose blocks go into the next one
+        self._small: dict[int, str] = {}
 
     @staticmethod
-    def open(place: str, max_bytes: int, layout: bytes, block_bytes: int, key: bytes) -> KvDirectory:
+    def open(
+        place: str, max_bytes: int, layout: bytes, block_bytes: Collection[int], key: bytes
+    ) -> KvDirectory:
         """Open a directory, or a bucket named ``s3://BUCKET/PREFIX``.
 
         Args:
@@ -150,9 +161,9 @@ class KvDirectory:
     def num_foreign_files(self) -> int:
         return len(self._foreign)
 
-    @property
-    def max_blocks_per_file(self) -> int:
-        return max(1, MAX_FILE_BYTES // self._block_bytes)
+    @staticmethod
+    def max_blocks_per_file(block_bytes: int) -> int:
+        return max(1, MAX_FILE_BYTES // (block_bytes + _ENTRY.size))
 
     # Index
 
@@ -207,8 +218,9 @@ class KvDirectory:
         if len(head) < _HEADER.size:
             return None
         magic, version, _, count, block_bytes, layout = _HEADER.unpack(head)
-        expected = magic, version, block_bytes, layout
-        if expected != (_MAGIC, VERSION, self._block_bytes, self._layout) or count > _MAX_BLOCKS:
+        if (magic, version, layout) != (_MAGIC, VERSION, self._layout) or count > _MAX_BLOCKS:
+            return None
+        if block_bytes not in self._lengths:
             return None
         raw = _read(file, _HEADER.size, count * _ENTRY.size + _TAG_BYTES)
         entries, tag = raw[: count * _ENTRY.size], raw[count * _ENTRY.size :]
@@ -218,7 +230,7 @@ class KvDirectory:
         if file.num_bytes != data_start + count * block_bytes:
             return None
         pairs = list(_ENTRY.iter_unpack(entries))
-        return _File(tuple(key for key, _ in pairs), tuple(tag for _, tag in pairs), data_start)
+        return _File(tuple(key for key, _ in pairs), tuple(tag for _, tag in pairs), data_start, block_bytes)
 
     # Reads
 
@@ -240,23 +252,29 @@ class KvDirectory:
             try:
                 yield from self._read_file(name, sorted(set(of_file[name])))
             except OSError:
-                self._forget(name)
+                self._lost += self._forget(name)
+
+    def take_lost(self) -> list[BlockKey]:
+        """Return the blocks that became unknown while others were read, since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def _read_file(self, name: str, positions: list[int]) -> Iterator[ReadBlocks]:
-        file, most = self._files[name], max(1, READ_BYTES // self._block_bytes)
+        file = self._files[name]
+        length = file.block_bytes
         with self._store.open(name) as opened:
-            for start, end in _runs(positions, most):
-                content = np.empty((end - start) * self._block_bytes, np.uint8).data
-                if opened.read_into(content, file.data_start + start * self._block_bytes) != len(content):
+            for start, end in _runs(positions, max(1, READ_BYTES // length)):
+                content = np.empty((end - start) * length, np.uint8).data
+                if opened.read_into(content, file.data_start + start * length) != len(content):
                     raise OSError(f"{name} is shorter than its list")
                 yield ReadBlocks(file.keys[start:end], file.tags[start:end], content)
         self._store.touch(name)
 
     def _announce(self, name: str, positions: list[int]) -> None:
         """Let blocks of a file be read while this thread does something else."""
-        start, end = min(positions), max(positions) + 1
-        offset = self._files[name].data_start + start * self._block_bytes
-        self._store.announce(name, offset, (end - start) * self._block_bytes)
+        start, end, file = min(positions), max(positions) + 1, self._files[name]
+        offset = file.data_start + start * file.block_bytes
+        self._store.announce(name, offset, (end - start) * file.block_bytes)
 
     def is_genuine(self, key: BlockKey, tag: bytes, content: memoryview | bytes) -> bool:
         """Return whether a block's content is what was written under its name with this key. For any thread."""
@@ -274,7 +292,7 @@ class KvDirectory:
     # Writes
 
     def write(self, blocks: Sequence[tuple[BlockKey, memoryview]]) -> Changes:
-        """Write a file of blocks, at most `max_blocks_per_file`, and delete what has no room beside it.
+        """Write a file of blocks of one length, at most `max_blocks_per_file`, and delete what has no room beside it.
 
         Those of this process's last file are written again if that is small, and it is deleted.
 
@@ -283,9 +301,9 @@ class KvDirectory:
             OSError: it cannot be written; nothing is left of it.
         """
         own = {key for key, _ in blocks}
-        merged = list(blocks)
-        small = self._small
-        if small in self._files and len(blocks) + len(self._files[small].keys) <= self.max_blocks_per_file:
+        merged, length = list(blocks), len(blocks[0][1])
+        small, most = self._small.get(length, ""), self.max_blocks_per_file(length)
+        if small in self._files and len(blocks) + len(self._files[small].keys) <= most:
             merged = [*self._genuine_blocks(small, own), *blocks]
         else:
             small = ""
@@ -295,31 +313,33 @@ class KvDirectory:
         if small:
             self._store.delete(small)
             changes.removed += self._forget(small)
-        is_small = len(merged) * self._block_bytes < MIN_FILE_BYTES
-        self._small = name if is_small else ""
+        is_small = len(merged) * (length + _ENTRY.size) < MIN_FILE_BYTES
+        self._small[length] = name if is_small else ""
+        changes.removed += self.take_lost()
         return changes
 
     def _genuine_blocks(self, name: str, without: set[BlockKey]) -> list[tuple[BlockKey, memoryview]]:
         """Return the blocks of a small file that are still what they were."""
-        keys, found = self._files[name].keys, list[tuple[BlockKey, memoryview]]()
+        file, found = self._files[name], list[tuple[BlockKey, memoryview]]()
+        keys, length = file.keys, file.block_bytes
         for read in self.read([key for key in keys if self._places.get(key, ("",))[0] == name]):
             for index, (key, tag) in enumerate(zip(read.keys, read.tags, strict=True)):
-                content = read.content[index * self._block_bytes : (index + 1) * self._block_bytes]
+                content = read.content[index * length : (index + 1) * length]
                 if key not in without and self.is_genuine(key, tag, content):
                     found.append((key, content))
         return found
 
     def _write_file(self, name: str, blocks: list[tuple[BlockKey, memoryview]], changes: Changes) -> _File:
-        keys = tuple(key for key, _ in blocks)
+        keys, length = tuple(key for key, _ in blocks), len(blocks[0][1])
         tags = tuple(self._tag(key, content, secrets.token_bytes(_NONCE_BYTES)) for key, content in blocks)
-        head = _HEADER.pack(_MAGIC, VERSION, 0, len(blocks), self._block_bytes, self._layout)
+        head = _HEADER.pack(_MAGIC, VERSION, 0, len(blocks), length, self._layout)
         head += b"".join(map(_ENTRY.pack, keys, tags))
         head += self._tag_of_list(head)
         data_start = _data_start(len(blocks))
         parts: list[bytes | memoryview] = [head.ljust(data_start, b"\0"), *(content for _, content in blocks)]
         for deleted in self._store.write(name, parts):
             changes.removed += self._forget(deleted)
-        return _File(keys, tags, data_start)
+        return _File(keys, tags, data_start, length)
 
 
 # Bounds what a damaged list makes a reader allocate.

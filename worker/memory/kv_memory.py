@@ -148,14 +148,14 @@ class KvMemory:
 
 @dataclass(frozen=True, slots=True)
 class KvPartition:
-    """The blocks of the pool that are in this rank's memory.
+    """The blocks of the pool that are in this rank's memory, and in that of the ranks that share its attention.
 
-    The scheduler numbers the blocks of all ranks, those of rank 0 first (see scheduler.kv.block_pool). A row is
-    computed by the rank that has its blocks. A rank numbers its own blocks from 0.
+    The scheduler numbers the blocks of all partitions, those of the first one first (see scheduler.kv.block_pool). A
+    row is computed by the ranks that have its blocks. A rank numbers its own blocks from 0.
 
     Attributes:
-        index: of the rank.
-        num_blocks, num_host_blocks: on each rank, block 0 included.
+        index: of the partition.
+        num_blocks, num_host_blocks: of each partition, block 0 included.
     """
 
     index: int

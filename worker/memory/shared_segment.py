@@ -39,6 +39,8 @@ class SegmentAddress:
 class SharedSegment:
     """An open segment. Use `create` or `open`; `close` leaves mappings valid.
 
+    One that is dropped is closed: an error between its opening and its owner would keep its memory otherwise.
+
     Attributes:
         name: of the segment, equal in all processes.
     """
@@ -161,6 +163,9 @@ class SharedSegment:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def _open(self) -> int:

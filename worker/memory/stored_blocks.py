@@ -1,4 +1,4 @@
-"""StoredBlocks: carries out the scheduler's orders to write host blocks to files and to read them, on one rank.
+"""StoredBlocks: carries out the scheduler's orders to write host blocks and states to files and to read them.
 
 Each tier has a thread, so that a file system that hangs stops neither the steps nor the other tier. A thread touches
 the host memory only under a lock and only while its order is of the present generation: content goes through a
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -31,7 +31,8 @@ from ...proto.kv_layout import layout_of
 from ...proto.model.parallel_split import ParallelSplit
 from ...proto.model.registry import kv_range
 from ...proto.step import StepPlan
-from ...proto.stored_kv import KEY_BYTES, TIERS, StoredOrder, StoredReport, split_keys
+from ...proto.stored_kv import KEY_BYTES, TIERS, StoredOrder, StoredReport, is_state, split_keys
+from .cache_engine import state_layouts
 from .kv_directory import Changes, KvDirectory, ReadBlocks, read_key
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class HostBlocks:
     """The host memory of a cache, block by block, as bytes.
 
     Args:
-        parts: tensors [places, blocks, length] in host memory.
+        parts: tensors [places, blocks, length] in host memory; none for a rank that has no layer of the kind, which
+            reads and writes a byte for each block as the others do theirs.
 
     Attributes:
         block_bytes: length of a block.
@@ -62,7 +64,7 @@ class HostBlocks:
     def __init__(self, parts: Sequence[Tensor]) -> None:
         self._parts = [_as_bytes(part) for part in parts]
         self._ends = np.cumsum([len(part) * part.shape[2] for part in self._parts]).tolist()
-        self.block_bytes: int = self._ends[-1]
+        self.block_bytes: int = self._ends[-1] if self._ends else 1
 
     def copy_out(self, block: int, content: npt.NDArray[np.uint8]) -> None:
         """Copy a block into `content`, [block_bytes]."""
@@ -73,6 +75,22 @@ class HostBlocks:
         """Copy `content`, [block_bytes], into a block."""
         for part, start, end in zip(self._parts, [0, *self._ends], self._ends, strict=False):
             part[:, block] = content[start:end].reshape(len(part), -1)
+
+
+class HostMemory:
+    """Host memory of a rank: blocks, and the states of a model whose layers keep some.
+
+    Args:
+        states: tensors [slots, ...].
+    """
+
+    def __init__(self, parts: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        self.blocks = HostBlocks(parts)
+        self.states = HostBlocks([each.view(1, len(each), -1) for each in states])
+
+    def of(self, key: bytes) -> HostBlocks:
+        """Return the memory of what a key names."""
+        return self.states if is_state(key) else self.blocks
 
 
 def _as_bytes(part: Tensor) -> npt.NDArray[np.uint8]:
@@ -104,10 +122,10 @@ class StoredBlocks:
 
     Args:
         directories: of each tier; None for a tier that is off.
-        memory: of the host blocks.
+        memory: of the host blocks and states.
     """
 
-    def __init__(self, rank: int, directories: Sequence[KvDirectory | None], memory: HostBlocks) -> None:
+    def __init__(self, rank: int, directories: Sequence[KvDirectory | None], memory: HostMemory) -> None:
         self._rank, self._memory = rank, memory
         self._lock = threading.Lock()  # guards the generation, the host memory, orders and reports
         self._generation = 1
@@ -166,11 +184,11 @@ class StoredBlocks:
                 num_keys += (len(taken[-1].added) + len(taken[-1].removed)) // KEY_BYTES
             return tuple(taken)
 
-    def reset(self, memory: HostBlocks | None) -> None:
+    def reset(self, memory: HostMemory | None) -> None:
         """Drop all orders, and report everything anew: the scheduler starts over.
 
         Args:
-            memory: of the host blocks from now on; None while there is none.
+            memory: of the host blocks and states from now on; None while there is none.
         """
         with self._lock:
             self._generation += 1
@@ -192,7 +210,7 @@ class StoredBlocks:
     # For the tiers' threads
 
     @contextmanager
-    def memory_of(self, generation: int) -> Iterator[HostBlocks]:
+    def memory_of(self, generation: int) -> Iterator[HostMemory]:
         """Give access to the host memory; raises _Outdated if the generation is over."""
         with self._lock:
             if generation != self._generation:
@@ -209,21 +227,22 @@ class StoredBlocks:
     def report_changes(
         self, generation: int, tier: _Tier, changes: Changes, *, is_whole: bool = False
     ) -> None:
-        """Report blocks that a tier has or has no more."""
-        added, removed = changes.added, changes.removed
-        for start in range(0, max(len(added), len(removed), 1), MAX_REPORTED_KEYS):
-            end = start + MAX_REPORTED_KEYS
-            is_last = end >= max(len(added), len(removed))
-            report = StoredReport(
-                self._rank,
-                tier.number,
-                added=b"".join(added[start:end]),
-                removed=b"".join(removed[start:end]),
-                is_whole=is_whole and is_last,
-                tier_bytes=tier.directory.num_bytes,
+        """Report blocks that a tier has or has no more.
+
+        All that were removed are told before the first that was added: a block whose file was deleted may be in a
+        new one.
+        """
+        rank, number = self._rank, tier.number
+        reports = [StoredReport(rank, number, removed=keys) for keys in _joined(changes.removed)]
+        reports += [StoredReport(rank, number, added=keys) for keys in _joined(changes.added)]
+        if is_whole and not reports:
+            reports.append(StoredReport(rank, number))
+        for position, report in enumerate(reports, 1):
+            is_last = position == len(reports)
+            self.report(
+                generation,
+                replace(report, is_whole=is_whole and is_last, tier_bytes=tier.directory.num_bytes),
             )
-            if report.added or report.removed or report.is_whole:
-                self.report(generation, report)
 
     def end_part(self, order: _Order, done: set[int], num_corrupt: int) -> None:
         """Count one tier's part of an order, and report the order with the last one."""
@@ -245,11 +264,17 @@ class StoredBlocks:
                 order_id=order.order.order_id,
                 failed=np.array(failed, np.int32),
                 num_corrupt=order.num_corrupt,
-                num_bytes=len(order.done) * self._memory.block_bytes,
+                num_bytes=sum(self._memory.of(order.keys[position]).block_bytes for position in order.done),
                 seconds=time.monotonic() - order.began_at,
             )
         )
         self._has_news.set()
+
+
+def _joined(keys: list[bytes]) -> Iterator[bytes]:
+    """Yield keys one after the other, as many at once as a report may have."""
+    for start in range(0, len(keys), MAX_REPORTED_KEYS):
+        yield b"".join(keys[start : start + MAX_REPORTED_KEYS])
 
 
 class NoStoredBlocks(StoredBlocks):
@@ -264,7 +289,7 @@ class NoStoredBlocks(StoredBlocks):
     def take_reports(self, *, is_idle: bool) -> tuple[StoredReport, ...]:
         return ()
 
-    def reset(self, memory: HostBlocks | None) -> None:
+    def reset(self, memory: HostMemory | None) -> None:
         pass
 
     def close(self) -> None:
@@ -272,27 +297,28 @@ class NoStoredBlocks(StoredBlocks):
 
 
 def open_stored_blocks(
-    config: EngineConfig, rank: int, weights_digest: int, parts: Sequence[Tensor]
+    config: EngineConfig, rank: int, weights_digest: int, memory: HostMemory
 ) -> StoredBlocks:
     """Open the tiers that the configuration names; none if there is none.
 
     Args:
         weights_digest: of the files that the rank has loaded.
-        parts: the host memory of its cache.
+        memory: of its host blocks and states.
 
     Raises:
         ConfigError: a directory or the key cannot be used.
     """
     if not config.kv_directories:
         return NoStoredBlocks()
-    memory = HostBlocks(parts)
     split, version = ParallelSplit.of(config.parallel), _version_of(config, weights_digest)
-    own_layers = kv_range(config.model, split.stage_of(rank))
-    layout = layout_of(config, split.place_of(rank).tensor, version, own_layers).fingerprint
+    stage, place = split.stage_of(rank), split.place_of(rank)
+    states = state_layouts(config, stage)
+    layout = layout_of(config, place.tensor, version, kv_range(config.model, stage), states).fingerprint
+    lengths = [memory.blocks.block_bytes, *([memory.states.block_bytes] if config.model.has_states else [])]
     key = read_key(Path(config.cache.kv_key) if config.cache.kv_key else _default_key_path())
     directories = [
-        None if place is None else KvDirectory.open(*place, layout, memory.block_bytes, key)
-        for place in config.kv_directories
+        None if path is None else KvDirectory.open(*path, layout, lengths, key)
+        for path in config.kv_directories
     ]
     return StoredBlocks(rank, directories, memory)
 
@@ -421,6 +447,7 @@ class _Tier:
         for key in corrupt:
             self.directory.forget_block(key)
         lost = [order.keys[position] for position in positions if position not in done]
+        lost += self.directory.take_lost()
         self._owner.report_changes(order.generation, self, Changes(removed=lost))
         self._owner.end_part(order, done, len(corrupt))
 
@@ -436,7 +463,8 @@ class _Tier:
                 continue
             position = place_of[key]
             with self._owner.memory_of(order.generation) as memory:
-                memory.copy_in(int(order.order.host_blocks[position]), np.frombuffer(content, np.uint8))
+                host_block = int(order.order.host_blocks[position])
+                memory.of(key).copy_in(host_block, np.frombuffer(content, np.uint8))
             good.append(position)
         return good, bad
 
@@ -445,23 +473,33 @@ class _Tier:
     def _write(self, order: _Order, positions: list[int]) -> None:
         order.is_ready()
         done = {position for position in positions if order.keys[position] in self.directory}
-        left = [position for position in positions if position not in done]
-        most = self.directory.max_blocks_per_file
-        for start in range(0, len(left), most):
-            chosen = left[start : start + most]
+        for chosen in self._files_of(order, [position for position in positions if position not in done]):
             if time.monotonic() < self._paused_until or not self._write_file(order, chosen):
                 break
             done.update(chosen)
         self._owner.end_part(order, done, 0)
 
+    def _files_of(self, order: _Order, positions: list[int]) -> Iterator[list[int]]:
+        """Yield positions whose blocks go into a file: those of blocks, then those of states."""
+        for kind in (False, True):
+            own = [position for position in positions if is_state(order.keys[position]) == kind]
+            if not own:
+                continue
+            with self._owner.memory_of(order.generation) as memory:
+                most = self.directory.max_blocks_per_file(memory.of(order.keys[own[0]]).block_bytes)
+            for start in range(0, len(own), most):
+                yield own[start : start + most]
+
     def _write_file(self, order: _Order, positions: list[int]) -> bool:
         """Write some blocks; return whether they were written."""
         blocks = list[tuple[bytes, memoryview]]()
         for position in positions:
+            key, host_block = order.keys[position], int(order.order.host_blocks[position])
             with self._owner.memory_of(order.generation) as memory:
-                content = bytearray(memory.block_bytes)
-                memory.copy_out(int(order.order.host_blocks[position]), np.frombuffer(content, np.uint8))
-            blocks.append((order.keys[position], memoryview(content)))
+                own = memory.of(key)
+                content = bytearray(own.block_bytes)
+                own.copy_out(host_block, np.frombuffer(content, np.uint8))
+            blocks.append((key, memoryview(content)))
         try:
             changes = self.directory.write(blocks)
         except OSError as error:

@@ -134,15 +134,15 @@ class RowParallelLinear:
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, this rank's inputs] -> [T, E], the same on every rank."""
-        return self.sum(self._multiply(x))
+        return self.sum(self.multiply(x))
 
     def forward_partial(self, x: Tensor) -> Tensor | PartialSum:
         """As `forward`, but the sum of at most `max_partial_tokens` tokens is deferred to the consumer."""
-        y = self._multiply(x)
+        y = self.multiply(x)
         return PartialSum(y) if 0 < len(y) <= self.max_partial_tokens else self.sum(y)
 
-    def _multiply(self, x: Tensor) -> Tensor:
-        """Return this rank's addend, with those of the adapters."""
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return this rank's addend, without the bias, with those of the adapters."""
         y = self.weight.multiply(x)
         self.lora.add(y, x)
         return y
@@ -171,6 +171,28 @@ class LayerNorm:
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         normed = F.layer_norm(x, self.weight.shape[-1:], None, None, self.eps)
         return normed * self.weight if self.bias is None else normed * self.weight + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledNorm:
+    """RMSNorm without weights, of numbers that are multiplied by stored factors before.
+
+    Attributes:
+        factors, ones: [E], of the numbers and the weights of the norm.
+    """
+
+    factors: Tensor
+    ones: Tensor
+    eps: float
+
+    @staticmethod
+    def read(load: LoadContext, name: str, size: int, eps: float) -> ScaledNorm:
+        """Return the norm of a checkpoint, which stores the factors less 1."""
+        return ScaledNorm(load.norm(name, size, 1.0), load.empty(size).fill_(1), eps)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Return the normalized tensor."""
+        return rms_norm(x * self.factors, self.ones, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +236,7 @@ class RotaryTable:
     def __init__(self, load: LoadContext, rope: Rope, num_positions: int) -> None:
         self.table = load.keep(
             f"rotary table of {num_positions} positions, {rope}",
-            lambda: _rotary_table(rope, num_positions).to(load.device, load.dtype),
+            lambda: _rotary_table(load, rope, num_positions).to(load.device, load.dtype),
         )
 
         self.axes = torch.tensor(rope.axes() * 2, device=load.device) if rope.sections else None
@@ -231,8 +253,12 @@ class RotaryTable:
         return cos, sin
 
 
-def _rotary_table(rope: Rope, num_positions: int) -> Tensor:
+def _rotary_table(load: LoadContext, rope: Rope, num_positions: int) -> Tensor:
     frequencies = torch.tensor(rope.frequencies, dtype=torch.float32)
+    if rope.exponents:
+        exponents = torch.empty_like(frequencies)
+        load.checkpoint.read_into(exponents, rope.exponents, exponents.shape)
+        frequencies *= exponents.exp()
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)

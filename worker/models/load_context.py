@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ...kernels.all_reduce_norm import Peers
+from ...kernels.all_reduce_norm import FusedSum
 from ...proto.model.expert_placement import first_placement
 from ...proto.model.parallel_split import WHOLE_MODEL, Stage, own_indices
 from ...proto.model.quantization import Quantization
@@ -17,11 +17,14 @@ from ..comm.communicator import Communicator, SingleRank
 from ..comm.expert_exchange import ExpertExchange, SumOfRanks
 from ..comm.pipeline import NO_LINK, StageLink
 from ..comm.shard import Shard
+from ..libraries.all_reduce_backend import SumsBackend
 from ..libraries.experts_backend import OWN_EXPERTS, ExpertsBackend
 from ..libraries.linear_backend import OWN_LINEAR, LinearBackend, convert_linear
+from ..libraries.recurrence_backend import OWN_RECURRENCE, RecurrenceBackend
 from ..lora.embedding_adapters import EmbeddingAdapters
 from ..lora.expert_adapters import ExpertAdapters
 from ..lora.layers import NO_LORA, UNCHANGED, Adapted, ExpertStack, LoraLayer, LoraLayers, UnchangedLayer
+from ..lora.step_adapters import LayerTokens
 from ..weights.checkpoint import Checkpoint
 from ..weights.linear_weight import LinearWeight, read_linear, read_matrix
 from ..weights.weight_segment import NoStore, W, WeightStore
@@ -35,22 +38,27 @@ class LoadContext:
     Attributes:
         dtype: of the model.
         quantization: of the linear layers, stored or online; None for full precision.
-        fused_all_reduce: as in ParallelConfig.
+        sums: what sums the ranks' tensors together with the following norm; None: the norm is an op of its own.
         lora: collects the layers that adapters may change.
         expert_parallel: each rank holds some experts whole, instead of a part of each.
         store: holds the large weights, which nobody changes once they are read.
-        dp_attention: each rank holds all heads of latent attention, for the sequences of its own KV blocks.
+        dp_attention: the ranks of `attention` hold all heads of latent attention, for the sequences of their KV
+            blocks.
+        attention: the ranks that attend for the same sequences as this one, read with `dp_attention`.
         batch_invariant: as in ParallelConfig.
-        of_own_tokens: layers compute only the tokens that this rank attends for.
+        tokens: that layers compute.
         peers: memory for sums that are fused with the following norm; None if there are none.
         linear_backend: what multiplies by the weights of linear layers.
         experts_backend: what multiplies by the experts of mixtures.
+        recurrence_backend: what computes delta rules.
         stage: the layers of this rank.
         link: to the ranks of other stages.
+        shares_output: this stage has the output layer of the last one as well, for its draft head.
         all2all_backend, num_redundant_experts: as in ParallelConfig.
         exchange: the way of tokens to their experts; None for SumOfRanks.
         max_tokens: most tokens of a step.
         balances_experts: experts move between the ranks by their load.
+        reads_kv_scales: the KV cache has the scales of the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -58,31 +66,35 @@ class LoadContext:
     dtype: torch.dtype
     device: torch.device
     quantization: Quantization | None = None
-    fused_all_reduce: bool = False
+    sums: SumsBackend | None = None
     lora: LoraLayers = NO_LORA
     expert_parallel: bool = False
     store: WeightStore = field(default_factory=NoStore)
     dp_attention: bool = False
+    attention: Communicator = field(default_factory=SingleRank)
     batch_invariant: bool = False
-    of_own_tokens: bool = False
-    peers: Peers | None = None
+    tokens: LayerTokens = LayerTokens.ALL
+    peers: FusedSum | None = None
     linear_backend: LinearBackend = OWN_LINEAR
     experts_backend: ExpertsBackend = OWN_EXPERTS
+    recurrence_backend: RecurrenceBackend = OWN_RECURRENCE
     stage: Stage = WHOLE_MODEL
     link: StageLink = NO_LINK
+    shares_output: bool = False
     all2all_backend: str = ALL_REDUCE
     exchange: ExpertExchange | None = None
     max_tokens: int = 0
     num_redundant_experts: int = 0
     balances_experts: bool = False
+    reads_kv_scales: bool = False
 
     def keep(self, key: str, read: Callable[[], W]) -> W:
         """Return what `read` returns, from the store. The key is unique in the model."""
         return self.store.keep(key, read)
 
     def for_own_tokens(self) -> LoadContext:
-        """Return the context of layers that every rank holds whole, and computes for the tokens it attends for."""
-        return replace(self, comm=SingleRank(), of_own_tokens=True, peers=None)
+        """Return the context of layers that the ranks share that attend for the same tokens, for these tokens."""
+        return replace(self, comm=self.attention, tokens=LayerTokens.OWN, peers=None)
 
     def empty(self, *shape: int) -> Tensor:
         """Return an uninitialized tensor of the model's dtype."""
@@ -106,6 +118,24 @@ class LoadContext:
         out = self.empty(len(shard))
         self.checkpoint.read_into(out, name, (shard.full_len,), 0, shard.start)
         return out
+
+    def kv_scales(self, name: str) -> tuple[float, float] | None:
+        """Read the scales of a layer's keys and of its values in the cache; 1 where the checkpoint has none.
+
+        Returns None if tokens have scales of their own.
+        """
+        if not self.reads_kv_scales:
+            return None
+        found = [1.0, 1.0]
+        for index, part in enumerate("kv"):
+            for path in (f"{part}_scale", f"attn.{part}_scale", f"{part}_proj.{part}_scale", "kv_scale"):
+                if self.checkpoint.has(f"{name}.{path}"):
+                    shape = self.checkpoint.shape_of(f"{name}.{path}")
+                    scale = torch.empty(shape, dtype=torch.float32)
+                    self.checkpoint.read_into(scale, f"{name}.{path}", shape)
+                    found[index] = float(scale)
+                    break
+        return found[0], found[1]
 
     def linear(
         self, parts: Sequence[WeightSlice], *, allow_online: bool = True, keep_codes: bool = False
@@ -131,13 +161,17 @@ class LoadContext:
         """Read the matrix of a linear layer in the form that the library of linear layers multiplies by, if any."""
         return convert_linear(self.linear_backend, self.linear(parts))
 
-    def matrix(self, part: WeightSlice) -> Tensor:
-        """Read a slice of a matrix in the model's dtype; a quantized one is dequantized."""
-        return read_matrix(self.checkpoint, part, self.dtype, self.device, self.quantization)
+    def matrix(self, part: WeightSlice, dtype: torch.dtype | None = None) -> Tensor:
+        """Read a slice of a matrix; a quantized one is dequantized.
+
+        Args:
+            dtype: None for the model's.
+        """
+        return read_matrix(self.checkpoint, part, dtype or self.dtype, self.device, self.quantization)
 
     def adapters(self, parts: Sequence[WeightSlice]) -> Adapted:
         """Return the adapters of a linear layer whose weight consists of these slices."""
-        return self.lora.add_layer(parts, of_own_tokens=self.of_own_tokens)
+        return self.lora.add_layer(parts, self.tokens)
 
     def embedding_adapters(self, name: str, vocab_size: int, size: int) -> EmbeddingAdapters | UnchangedLayer:
         """Return the adapters of an embedding that is sharded by token."""
@@ -184,7 +218,9 @@ class LoadContext:
 
     def for_whole_networks(self) -> LoadContext:
         """Return the context of the networks that every token passes beside its experts."""
-        return self.for_own_tokens() if self.expert_exchange.is_whole else self
+        if not self.expert_exchange.is_whole:
+            return self
+        return replace(self, comm=SingleRank(), tokens=LayerTokens.SENT, peers=None)
 
     def for_dense_networks(self) -> LoadContext:
         """Return the context of the networks of layers without experts."""

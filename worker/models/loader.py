@@ -15,9 +15,12 @@ from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.model.families.gemma import Gemma3n, Gemma4
 from ...proto.model.families.longcat import LongcatFlash
-from ...proto.model.families.zamba import Zamba2
+from ...proto.model.families.muse_spark import MuseSpark
+from ...proto.model.families.zamba import Zamba
+from ...proto.model.families.zaya import Zaya
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
+from ...proto.model.streams import Streams
 from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DEEPEP_LOW_LATENCY
 from ..attention import AttentionInputs, LayerCache
 from ..comm.deep_ep import open_deep_ep
@@ -31,10 +34,13 @@ from .longcat import LongcatDecoder
 from .media_embeddings import MediaEmbeddings
 from .moe.expert_layers import ExpertLayers
 from .moe.moe import MixtureOfExperts
+from .muse_spark import MuseSparkDecoder
 from .output_tokens import OutputTokens
+from .streams import StreamsDecoder
 from .vision.encoder import ignore_encoder
 from .vocab_parallel import NoHead, VocabParallelHead
-from .zamba import Zamba2Decoder
+from .zamba import ZambaDecoder
+from .zaya import ZayaDecoder
 
 # Of the tensors of a text model within a model that also reads images, in published checkpoints and in those of
 # transformers 5.
@@ -45,7 +51,10 @@ _DECODERS: dict[type, type[Decoder]] = {
     Gemma3n: Gemma3nDecoder,
     Gemma4: Gemma4Decoder,
     LongcatFlash: LongcatDecoder,
-    Zamba2: Zamba2Decoder,
+    MuseSpark: MuseSparkDecoder,
+    Streams: StreamsDecoder,
+    Zamba: ZambaDecoder,
+    Zaya: ZayaDecoder,
 }
 
 
@@ -142,10 +151,11 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
     """
     spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
     if isinstance(spec, DecoderSpec):
-        _name_tensors(load, spec, model)
+        name_tensors(load, spec, model)
+        load = _with_whole_experts(load, spec)
         load = replace(load, exchange=_open_exchange(load, spec))
         decoder = _DECODERS.get(type(spec.variant), Decoder)
-        if decoder is Gemma3nDecoder:
+        if decoder in (Gemma3nDecoder, StreamsDecoder, ZayaDecoder):
             _refuse_fused_all_reduce(load, model)
         return decoder(load, spec, model.max_model_len, has_head=model.generates)
     _refuse_fused_all_reduce(load, model)
@@ -165,11 +175,18 @@ def read_more_experts(
     """
     spec = check_supported(model, load.comm.size, expert_parallel=load.expert_parallel)
     assert isinstance(spec, DecoderSpec), "models of transformers have no mixtures of quire's"
-    _name_tensors(load, spec, model)
+    name_tensors(load, spec, model)
+    load = _with_whole_experts(load, spec)
     return {layer: mixture.read_more(load, experts) for layer, (mixture, experts) in mixtures.items()}
 
 
-def _name_tensors(load: LoadContext, spec: DecoderSpec, model: ModelConfig) -> None:
+def _with_whole_experts(load: LoadContext, spec: DecoderSpec) -> LoadContext:
+    if spec.experts is None or not spec.experts.are_whole:
+        return load
+    return replace(load, expert_parallel=True)
+
+
+def name_tensors(load: LoadContext, spec: DecoderSpec, model: ModelConfig) -> None:
     """Give the tensors of a checkpoint the names that a Decoder reads them by."""
     ignore_encoder(load)  # it is read before, if at all
     _name_as_text_model(load)
@@ -183,19 +200,18 @@ def _open_exchange(load: LoadContext, spec: DecoderSpec) -> ExpertExchange | Non
     backend, experts = load.all2all_backend, spec.experts
     if backend == ALL_REDUCE or experts is None:
         return None
-    num_slots, owns_tokens = experts.count + load.num_redundant_experts, load.dp_attention
+    num_slots = experts.count + load.num_redundant_experts
+    attention = load.attention if load.dp_attention else None
     if backend == ALL_TO_ALL:
-        return AllToAll(load.comm, num_slots, owns_tokens=owns_tokens, by_choice=load.balances_experts)
+        return AllToAll(load.comm, num_slots, attention, by_choice=load.balances_experts)
     if experts.scaled_inputs and backend == DEEPEP_LOW_LATENCY:
         raise ConfigError(f"all2all_backend is {backend}, which cannot scale the inputs of experts")
     width = experts.latent_size or spec.hidden_size
-    return open_deep_ep(
-        load.comm, backend, num_slots, width, load.max_tokens, load.device, owns_tokens=owns_tokens
-    )
+    return open_deep_ep(load.comm, backend, num_slots, width, load.max_tokens, load.device, attention)
 
 
 def _refuse_fused_all_reduce(load: LoadContext, model: ModelConfig) -> None:
-    if load.fused_all_reduce:
+    if load.sums is not None:
         raise ConfigError(f"{model.name}: fused_all_reduce does not support {model.architecture}")
 
 

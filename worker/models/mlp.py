@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS
+from ...kernels.activation import GATED_ACTIVATIONS, UNGATED_ACTIVATIONS, GatedActivation
 from ...kernels.quantized_linear import Float8Tokens
 from ...proto.model.spec import DecoderSpec, MlpSpec
 from .layers import ColumnParallelLinear, PartialSum, Projection, RowParallelLinear
@@ -17,7 +17,7 @@ class Mlp:
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: MlpSpec, name: str) -> None:
         inner, shard = own.intermediate_size, load.shard(own.intermediate_size)
         gate, up, down = own.gated_names
-        if own.fused_gate_up:
+        if own.fused_gate_up or load.checkpoint.has_layer(f"{name}.gate_up_proj"):
             fused = f"{name}.gate_up_proj"
             projections = [Projection(fused, shard, start, 2 * inner) for start in (0, inner)]
         else:
@@ -26,9 +26,13 @@ class Mlp:
         self.down = RowParallelLinear(load, f"{name}.{down}", inner, spec.hidden_size, bias=own.bias)
         self.activation, self._num_gates = spec.activation, len(shard)
         self._gate_factor, self._factor = own.multipliers
+        self.limit, self.clamp = own.limit, own.clamp
 
     def forward(self, x: Tensor | Float8Tokens) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
+        if self.limit or self.clamp is not None:
+            inner = GatedActivation(self.activation, self.clamp, self.limit)(self.gate_up.forward(x))
+            return self.down.forward_partial(inner)
         if self._gate_factor != 1.0 or self._factor != 1.0:
             inner = self.gate_up.forward(x)
             inner[:, : self._num_gates] *= self._gate_factor

@@ -19,12 +19,13 @@ _ROW_PARALLEL = (
 )
 _WHOLE = (
     *("gate", "router", "q_a_proj", "kv_a_proj_with_mqa", "wq_b", "wk"),
-    *("f_a_proj", "g_a_proj"),
+    *("f_a_proj", "g_a_proj", "linear"),
 )
 _EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "wte")
 _NOT_ADAPTED = (
     *("kv_b_proj", "norm", "wpe", "embed_positions"),
     *("conv1d", "conv_1d", ".conv.conv", "A_log", "rg_lru", "latent_proj"),
+    *("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "mamba.D", "_hc.", "hc_head."),
 )
 # Projections that are stored together and have an A each.
 _NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "in_proj_qkv": 3}
@@ -45,7 +46,8 @@ class SlotSize:
     Attributes:
         num_whole, num_sharded: on every rank, and split over the ranks.
         num_routed_whole, num_routed_sharded: the same, of the experts that a router chooses from.
-        num_attention_sharded: of `num_sharded`, in the layers of attention.
+        num_attention_sharded, num_shared_sharded, num_dense_sharded: of `num_sharded`, in the layers of attention, of
+            the experts that every token passes, and of the networks of layers without experts.
     """
 
     max_rank: int
@@ -54,6 +56,8 @@ class SlotSize:
     num_routed_whole: int = 0
     num_routed_sharded: int = 0
     num_attention_sharded: int = 0
+    num_shared_sharded: int = 0
+    num_dense_sharded: int = 0
 
     def rank_bytes(
         self,
@@ -61,16 +65,21 @@ class SlotSize:
         num_ranks: int,
         num_experts: int = 0,
         *,
-        has_whole_attention: bool = False,
+        attention_ranks: int | None = None,
+        sends_tokens: bool = False,
     ) -> int:
         """Return the bytes of the rank with the most.
 
         Args:
             num_experts: of a layer, if the ranks hold whole experts; otherwise 0.
-            has_whole_attention: each rank holds the attention of all heads.
+            attention_ranks, sends_tokens: as for WeightSize.rank_bytes.
         """
-        attention = self.num_attention_sharded if has_whole_attention else 0
-        elements = self.num_whole + attention + -(-(self.num_sharded - attention) // num_ranks)
+        shared = self.num_shared_sharded if sends_tokens else 0
+        of_group = 0
+        if attention_ranks is not None:
+            of_group = self.num_attention_sharded + (self.num_dense_sharded if sends_tokens else 0)
+        elements = self.num_whole + shared + -(-(self.num_sharded - shared - of_group) // num_ranks)
+        elements += -(-of_group // (attention_ranks or num_ranks))
         if num_experts:
             routed = self.num_routed_whole + self.num_routed_sharded
             elements += routed * -(-num_experts // num_ranks) // num_experts
@@ -86,10 +95,13 @@ def measure_slot(module: nn.Module, hidden_size: int, max_rank: int, targets: Ta
         module: as weight_size.make_meta_model returns it.
         targets: the modules that adapters may change.
     """
-    size = SlotSize(max_rank)
-    # A tied head has an adapter of its own.
+    size, counted = SlotSize(max_rank), set[int]()
+    # A tied head has an adapter of its own; the uses of a shared block have the same ones.
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for parameter_name, parameter in parameters.items():
+        if id(parameter) in counted and not parameter_name.startswith("lm_head."):
+            continue
+        counted.add(id(parameter))
         name = parameter_name.removesuffix(".weight")
         is_adapted = parameter.dim() in (2, 3) and not any(part in name for part in _NOT_ADAPTED)
         if is_adapted and any(map(targets.has, _names_with(name))):
@@ -111,6 +123,8 @@ def _num_parts(name: str, parameters: Container[str]) -> int:
         return _NUM_PARTS.get(last, 1)
     if above.endswith(".conv"):
         return 3
+    if f"{above}.x_proj_weight" in parameters:
+        return 1  # of Mamba with heads, whose inputs and gates alternate
     return 2 if f"{above}.x_proj.weight" in parameters else 5  # of Mamba or Mamba 2
 
 
@@ -136,8 +150,13 @@ def _add_layer(size: SlotSize, name: str, num_outputs: int, num_inputs: int, *, 
     else:
         size.num_whole += num_parts * num_inputs
         size.num_sharded += num_outputs
+    added = size.num_sharded - num_sharded
     if ".self_attn." in name:
-        size.num_attention_sharded += size.num_sharded - num_sharded
+        size.num_attention_sharded += added
+    elif ".shared_expert" in name:
+        size.num_shared_sharded += added
+    elif ".mlp." in name:
+        size.num_dense_sharded += added
 
 
 def _add_experts(size: SlotSize, name: str, shape: tuple[int, ...], hidden_size: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...kernels.activation import tanh
 from ...kernels.linear import PackedWeight, embed, pack
 from ...kernels.lora import LoraGroups
+from ...kernels.norm import rms_norm
 from ..lora.layers import UNCHANGED
 from ..weights.linear_weight import LinearWeight, PlainWeight, packed_weight
 from ..weights.weight_slice import WeightSlice
@@ -22,6 +23,7 @@ class VocabParallelEmbedding:
 
     Args:
         scale: multiplies every embedding.
+        norm_eps: of an RMSNorm without weights of every embedding; None for no norm.
         tied: the head has the same matrix.
         adapted: adapters may change the embedding; those of a tied head are others.
 
@@ -39,6 +41,7 @@ class VocabParallelEmbedding:
         hidden_size: int,
         scale: float = 1.0,
         *,
+        norm_eps: float | None = None,
         tied: bool = False,
         adapted: bool = True,
     ) -> None:
@@ -59,10 +62,14 @@ class VocabParallelEmbedding:
         self.adapters = load.embedding_adapters(name, vocab_size, hidden_size) if adapted else UNCHANGED
         # Models are trained with the factor rounded to the weights' dtype.
         self.scale = float(torch.tensor(scale, dtype=load.dtype))
+        self._norm_eps = norm_eps
+        self._ones = None if norm_eps is None else load.empty(hidden_size).fill_(1)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, E]."""
         x = self._look_up(token_ids)
+        if self._ones is not None and self._norm_eps is not None:
+            x = rms_norm(x, self._ones, self._norm_eps)
         return x if self.scale == 1.0 else x.mul_(self.scale)
 
     def _look_up(self, token_ids: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ _EXPANSION = "kv_b_proj"
 _FULL_PRECISION = (
     *("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight", "weights_proj"),
     *("conv1d", "conv_1d", ".conv.conv.", "A_log", "rg_lru"),
+    *("x_proj_weight", "dt_proj_weight", "mamba.D", "_hc.", "hc_head.", "conv_qk", "mlp.gate."),
     _EXPANSION,
 )
 
@@ -50,22 +51,24 @@ class WeightSize:
         num_ranks: int,
         num_experts: int = 0,
         *,
-        has_whole_attention: bool = False,
+        attention_ranks: int | None = None,
         sends_tokens: bool = False,
     ) -> int:
         """Return the bytes of the rank with the most.
 
         Args:
             num_experts: of a layer, if the ranks hold whole experts; otherwise 0.
-            has_whole_attention: each rank holds the attention of all heads.
+            attention_ranks: ranks that attend for the same sequences, with data-parallel attention; None for all.
             sends_tokens: tokens travel to their experts: each rank holds what its own tokens pass besides.
         """
         routed = self.routed_bytes if num_experts else 0
         share = -(-num_experts // num_ranks) / num_experts if num_experts else 0.0
-        whole = self.attention_bytes if has_whole_attention else 0
-        if sends_tokens:
-            whole += self.shared_expert_bytes + (self.dense_bytes if has_whole_attention else 0)
-        return math.ceil((self.num_bytes - routed - whole) / num_ranks + routed * share + whole)
+        whole = self.shared_expert_bytes if sends_tokens else 0
+        of_group = 0
+        if attention_ranks is not None:
+            of_group = self.attention_bytes + (self.dense_bytes if sends_tokens else 0)
+        divided = (self.num_bytes - routed - whole - of_group) / num_ranks
+        return math.ceil(divided + of_group / (attention_ranks or num_ranks) + routed * share + whole)
 
 
 def make_meta_model(model: ModelConfig) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Zamba2Decoder: layers of Mamba 2, before some of which a shared block is computed."""
+"""ZambaDecoder: layers of Mamba or Mamba 2, before some of which a shared block is computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...kernels.norm import rms_norm
 from ...kernels.quantized_linear import Float8Tokens
-from ...proto.model.families.zamba import Zamba2
+from ...proto.model.families.zamba import Zamba
+from ...proto.model.mamba1 import Mamba1Spec
 from ...proto.model.mamba2 import Mamba2Spec
 from ...proto.model.spec import DecoderSpec, LayerSpec
 from ..attention import AttentionInputs, LayerCache
@@ -21,7 +22,7 @@ from .llama.decoder_layer import DecoderLayer
 from .load_context import LoadContext
 from .media_embeddings import MediaEmbeddings
 from .mixers.attention import Attention
-from .mixers.mamba2 import Mamba2
+from .mixers.state_mixer import StateMixer
 
 # Key of Rotations |-> the embedded tokens, [T, E], which every block reads.
 _EMBEDDED = "embedded"
@@ -85,13 +86,13 @@ class SharedBlock:
         self,
         load: LoadContext,
         spec: DecoderSpec,
-        mixer: Mamba2Spec,
+        mixer: Mamba1Spec | Mamba2Spec,
         name: str,
         use: int,
         shared: dict[str, SharedBlock],
     ) -> None:
         variant, own, size = spec.variant, mixer.attention, spec.hidden_size
-        assert isinstance(variant, Zamba2)
+        assert isinstance(variant, Zamba)
         assert own is not None
         self.eps, inner = spec.norm_eps, variant.intermediate_size
         half = load.shard(inner)
@@ -101,17 +102,20 @@ class SharedBlock:
             self.before_mlp = load.norm(f"{name}.pre_ff_layernorm", size)
             self.attention = Attention(load, spec, own, f"{name}.self_attn", in_features=2 * size)
             self.qkv = self.attention.qkv
+            network = f"{name}.feed_forward"
             projections = [
-                Projection(f"{name}.feed_forward.gate_up_proj", half, start, 2 * inner)
-                for start in (0, inner)
+                Projection(f"{network}.gate_up_proj", half, start, 2 * inner)
+                if variant.fused_gate_up
+                else Projection(f"{network}.{part}_proj", half)
+                for part, start in (("gate", 0), ("up", inner))
             ]
             self.gate_up = ColumnParallelLinear(load, projections, size, variant.bias)
-            self.down = RowParallelLinear(load, f"{name}.feed_forward.down_proj", inner, size, variant.bias)
+            self.down = RowParallelLinear(load, f"{network}.down_proj", inner, size, variant.bias)
             shared[name] = self
         else:
             self.norm, self.before_mlp, self.attention = first.norm, first.before_mlp, first.attention
             self.qkv, self.gate_up, self.down = first.qkv, first.gate_up, first.down
-        updates = []
+        updates: list[LowRankUpdate] = []
         if variant.adapts_attention:
             counts = {"q": own.num_heads, "k": own.num_kv_heads, "v": own.num_kv_heads}
             updates = [
@@ -126,15 +130,18 @@ class SharedBlock:
                 for part, count in counts.items()
             ]
         self._adapted_qkv = AdaptedLinear(self.qkv, updates)
-        update = LowRankUpdate(
-            load,
-            f"{name}.feed_forward.gate_up_proj_adapter_list.{use}",
-            size,
-            variant.adapter_rank,
-            [(0, half), (inner, half)],
-            2 * inner,
-        )
-        self._adapted_gate_up = AdaptedLinear(self.gate_up, [update])
+        updates = []
+        if variant.adapter_rank:
+            update = LowRankUpdate(
+                load,
+                f"{name}.feed_forward.gate_up_proj_adapter_list.{use}",
+                size,
+                variant.adapter_rank,
+                [(0, half), (inner, half)],
+                2 * inner,
+            )
+            updates = [update]
+        self._adapted_gate_up = AdaptedLinear(self.gate_up, updates)
 
     def forward(
         self, x: Tensor, rotations: Rotations, kv_cache: LayerCache, inputs: AttentionInputs
@@ -150,8 +157,8 @@ class SharedBlock:
         return self.down.forward(F.gelu(gate) * up)
 
 
-class Zamba2Layer(DecoderLayer):
-    """Mamba 2, whose input may have the result of a shared block added to it."""
+class ZambaLayer(DecoderLayer):
+    """Mamba, whose input may have the result of a shared block added to it."""
 
     def __init__(
         self,
@@ -162,8 +169,8 @@ class Zamba2Layer(DecoderLayer):
         shared: dict[str, SharedBlock],
     ) -> None:
         variant, index = spec.variant, int(name.rpartition(".")[2])
-        assert isinstance(variant, Zamba2)
-        assert isinstance(layer.mixer, Mamba2Spec)
+        assert isinstance(variant, Zamba)
+        assert isinstance(layer.mixer, Mamba1Spec | Mamba2Spec)
         load = replace(load, peers=None)  # a block needs the sum itself
         alone = replace(layer, mixer=replace(layer.mixer, attention=None))
         self.block: SharedBlock | None = None
@@ -173,7 +180,7 @@ class Zamba2Layer(DecoderLayer):
         super().__init__(load, spec, alone, f"{name}.mamba_decoder")
         size, source = spec.hidden_size, variant.sources[index]
         use = list(variant.sources).index(index)
-        stored = f"{spec.names.layers}.{source}.shared_transformer"
+        stored = f"{spec.names.layers}.{source}.{variant.block_name}"
         self.block = SharedBlock(load, spec, layer.mixer, stored, use, shared)
         self.linear = ColumnParallelLinear(
             load, [Projection(f"{name}.linear", Shard(0, 1, size))], size, bias=False
@@ -181,7 +188,7 @@ class Zamba2Layer(DecoderLayer):
         # Some checkpoints store a block with each layer that uses it.
         if source != index:
             for tensor in load.checkpoint.names():
-                if tensor.startswith(f"{name}.shared_transformer."):
+                if tensor.startswith(f"{name}.{variant.block_name}."):
                     load.checkpoint.ignore(tensor)
 
     def forward(
@@ -191,12 +198,12 @@ class Zamba2Layer(DecoderLayer):
         rotations: Rotations,
         kv_cache: LayerCache,
         inputs: AttentionInputs,
-    ) -> Tensor | PartialSum:
+    ) -> Tensor | PartialSum | None:
         """As DecoderLayer."""
         if self.block is None:
             return super().forward(x, residual, rotations, kv_cache, inputs)
         assert isinstance(self.before_attention, Tensor)
-        assert isinstance(self.attention, Mamba2)
+        assert isinstance(self.attention, StateMixer)
         hidden, embedded = self.add(x, residual, None), rotations[_EMBEDDED][0]
         assert embedded is not None
         shared = self.block.forward(torch.cat((hidden, embedded), dim=1), rotations, kv_cache, inputs)
@@ -204,14 +211,14 @@ class Zamba2Layer(DecoderLayer):
         return self.attention.forward(normed, rotations, kv_cache, inputs)
 
 
-class Zamba2Decoder(Decoder):
+class ZambaDecoder(Decoder):
     """A decoder whose blocks of attention are shared."""
 
     def make_layers(self, load: LoadContext, spec: DecoderSpec) -> list[DecoderLayer]:
         """Return the layers."""
         shared = dict[str, SharedBlock]()
         return [
-            Zamba2Layer(load, spec, layer, f"{spec.names.layers}.{index}", shared)
+            ZambaLayer(load, spec, layer, f"{spec.names.layers}.{index}", shared)
             for index, layer in enumerate(spec.layers)
         ]
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from ...kernels.native.build import build_library
-from ...proto.config import EngineConfig
+from ...proto.config import EngineConfig, SwapRates
 from ...proto.errors import RankFailed, in_one_line
 from ...proto.faults import SIGNALS, Fault, FaultKind
 from ...proto.model.parallel_split import ParallelSplit
@@ -325,12 +325,12 @@ class WorkerActor:
         """Return the bytes of weights read so far, and the total for this rank."""
         return self._bytes_read
 
-    def allocate(self, num_blocks: int) -> float:
-        """Allocate the KV cache, with the same number of blocks on all ranks; return the swap rate in blocks/s."""
+    def allocate(self, num_blocks: int) -> SwapRates:
+        """Allocate the KV cache, with the same number of blocks on all ranks; return the rates of swaps."""
         with self._start_log.recording(), on_device(self._device), self._timed("allocate"):
-            rate = self._loaded.allocate_cache(num_blocks)
+            rates = self._loaded.allocate_cache(num_blocks)
         self._is_loaded = True
-        return rate
+        return rates
 
     def start_seconds(self) -> dict[str, float]:
         """Return the seconds of this rank's start by stage.

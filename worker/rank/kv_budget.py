@@ -13,7 +13,7 @@ from ...kernels.latent_attention import ChunkBounds
 from ...kernels.state_runs import StateRuns
 from ...proto.config import EngineConfig
 from ...proto.step import RowSampling
-from ..attention import AttentionInputs, OwnTokens, fixed_item_len, with_groups, with_splits, with_states
+from ..attention import AttentionInputs, OwnTokens, SplitRule, with_groups, with_splits, with_states
 from ..memory.cache_engine import CacheEngine
 from ..memory.host_to_device import to_device
 from ..models.loader import Model
@@ -134,7 +134,7 @@ class LargestSteps:
             own_tokens=self._own_tokens(num_seqs),
         )
         inputs = self._in_all_groups(inputs)
-        inputs = with_splits(inputs, config.cache.block_size, fixed_item_len(config.parallel))
+        inputs = with_splits(inputs, config.cache.block_size, SplitRule.of(config))
         inputs = with_states(inputs, self._runs(num_seqs, 1), cache.states)
         self.model.forward(torch.zeros_like(position), position, cache.layers, inputs)
 

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from ...proto.config import EngineConfig, ModelConfig
+from ...proto.kv_layout import FP8_PER_TENSOR
 from ...proto.model.mtp_layouts import mtp_prefixes
+from ...proto.model.parallel_split import ParallelSplit
 from ...proto.model.quantization import read_quantization
 from ..attention import AttentionInputs, LayerCache, with_states
 from ..comm.pipeline import Pipeline
 from ..graphs.graphs import GraphInputs, GraphLimits
+from ..libraries.all_reduce_backend import choose_sums
 from ..libraries.experts_backend import OWN_EXPERTS, choose_experts, log_experts
 from ..libraries.linear_backend import OWN_LINEAR, choose_linear, log_linear
+from ..libraries.recurrence_backend import choose_recurrence
 from ..lora.adapters import RankAdapters
 from ..lora.layers import NO_LORA, LoraLayers
 from ..memory.allocation import out_of_memory_as
@@ -36,10 +40,11 @@ from ..pooling.head import read_head
 from ..pooling.pooler import Pooler
 from ..sampling.sampler import Sampler
 from ..speculation.draft_model import DraftModelProposer
-from ..speculation.feature_tap import FeatureTap
-from ..speculation.head_proposer import HeadProposer
+from ..speculation.feature_tap import NO_FEATURES, FeatureReader, FeatureTap
+from ..speculation.head_proposer import HeadProposer, NoRecordedDrafts
 from ..speculation.speculator import DraftProposer, NgramProposer, NoProposer, Speculator
 from ..speculation.stage_drafts import ReceivedDrafts, SentDrafts
+from ..speculation.stage_features import GatheredFeatures, SentFeatures, features_of, widths_of
 from ..step.device_rows import DeviceRows
 from ..weights.checkpoint import Checkpoint, ProgressCallback
 from ..weights.node_cache import weights_folder
@@ -62,6 +67,7 @@ class LoadedModel:
         pooler: of models that embed or classify; None for others.
         digest: of the checkpoint, as Checkpoint.digest returns it.
         tap: hands hidden states of the model to a draft head, if there is one.
+        head: the draft head; None without one, and on later stages.
         drafts: source of drafted tokens, set by ModelLoader.load_drafts.
         encoder: of images; None for a model that reads none, and of later stages.
         has_deep_features: the outputs of the encoder have several embeddings of each image token.
@@ -72,6 +78,7 @@ class LoadedModel:
     adapters: RankAdapters
     digest: int
     tap: FeatureTap = field(default_factory=FeatureTap)
+    head: HeadProposer | None = None
     drafts: Speculator = field(init=False)
     encoder: Encoder | None = None
     has_deep_features: bool = False
@@ -115,6 +122,11 @@ class LoadedModel:
             hidden = hidden.index_select(0, inputs.sampled_index)
         return self.model.logits(hidden, inputs.lora.sampled)
 
+    def drop_draft_graphs(self) -> None:
+        """Drop the recorded drafts of a head; further ones are computed. Another thread may replay them."""
+        if self.head is not None:
+            self.head.graphs = NoRecordedDrafts()
+
     def clear(self) -> None:
         """Forget the sequences of all rows."""
         self.drafts.clear()
@@ -130,6 +142,7 @@ class ModelLoader:
 
     Attributes:
         standby: the segments that hold the weights in use.
+        recurrence: what computes delta rules.
     """
 
     def __init__(
@@ -142,6 +155,8 @@ class ModelLoader:
     ) -> None:
         self._config, self._pipeline, self._dtype, self._device = config, pipeline, dtype, device
         self._linear, self._experts = choose_linear(config, device), choose_experts(config, device)
+        self._sums = choose_sums(config, device)
+        self.recurrence = choose_recurrence(config, device)
         self.standby = StandbyWeights(
             inherited,
             is_on=config.parallel.keeps_weights,
@@ -163,7 +178,7 @@ class ModelLoader:
                 pooler = Pooler(model.pooling, head, self._config.scheduler.max_num_seqs, self._device)
             encoder = None
             if model.vision is not None and self._pipeline.stage.is_first:
-                encoder = load_encoder(load, model.vision)
+                encoder = load_encoder(load, model.vision, self._config.images.mm_encoder_tp_mode)
             served = load_model(load, model)
             digest = load.checkpoint.digest()
         if self._linear is not OWN_LINEAR:
@@ -178,6 +193,16 @@ class ModelLoader:
         return LoadedModel(
             served, pooler, adapters, digest, encoder=encoder, has_deep_features=has_deep_features
         )
+
+    @property
+    def _head_shares_output(self) -> bool:
+        """Return whether a draft head on this stage reads the output layer of the last one."""
+        speculative, stage = self._config.speculative, self._pipeline.stage
+        if speculative is None or speculative.draft is None or not speculative.has_head:
+            return False
+        if not stage.is_first or stage.is_last:
+            return False
+        return speculative.method == "mtp" or not has_tensors(speculative.draft.path, ("lm_head.",))
 
     def open_balancer(self, loaded: LoadedModel, model: ModelConfig) -> ExpertBalancer | NoBalancer:
         """Return what moves the experts of a loaded model."""
@@ -216,6 +241,8 @@ class ModelLoader:
             proposer = NoProposer()
         elif not stage.is_first:
             proposer = ReceivedDrafts(rows, link)
+            if speculative.has_head:
+                self._open_tap(loaded, SentFeatures(link))
         elif speculative.draft is None:
             proposer = NgramProposer(speculative, rows)
         elif speculative.method == "draft_model":
@@ -228,12 +255,26 @@ class ModelLoader:
             assert speculative.draft is not None
             with self._open(speculative.draft) as load:
                 head = load_draft_head(load, speculative, loaded.model)
-            proposer = HeadProposer(rows, head, sampler, layers, block_size)
-            max_tokens = max(shape.num_tokens for shape in GraphLimits.of(self._config).shapes)
-            loaded.tap = FeatureTap(proposer, head.aux_layers, max_tokens)
+            proposer = loaded.head = HeadProposer(rows, head, sampler, layers, block_size)
+            reader: FeatureReader = proposer
+            if not stage.is_last:
+                assert isinstance(loaded.model, Decoder), "other models have no draft head"
+                split = ParallelSplit.of(self._config.parallel)
+                widths = widths_of(speculative, split, model.num_layers, loaded.model.hidden_size)
+                reader = GatheredFeatures(proposer, widths, link)
+            self._open_tap(loaded, reader)
         if speculative is not None and stage.is_first and not stage.is_last:
             proposer = SentDrafts(proposer, rows, link)
         loaded.drafts = Speculator(rows, proposer, jumps_forward=stage.count == 1)
+
+    def _open_tap(self, loaded: LoadedModel, reader: FeatureReader) -> None:
+        """Let a reader have what the draft head reads of this stage."""
+        speculative, stage = self._config.speculative, self._pipeline.stage
+        assert speculative is not None
+        features = features_of(speculative, stage, self._config.model.num_layers)
+        if stage.is_first or features != NO_FEATURES:
+            max_tokens = max(shape.num_tokens for shape in GraphLimits.of(self._config).shapes)
+            loaded.tap = FeatureTap(reader, features, max_tokens)
 
     @contextmanager
     def _open(
@@ -252,7 +293,10 @@ class ModelLoader:
         """
         config, pipeline = self._config, self._pipeline
         with ExitStack() as opened:
-            settings = f"{pipeline.rank} {self._dtype} {config.parallel} {replace(model, path='')}"
+            shares_output = is_served and self._head_shares_output
+            settings = (
+                f"{pipeline.rank} {self._dtype} {config.parallel} {replace(model, path='')} {shares_output}"
+            )
             store = opened.enter_context(self.standby.store(Path(model.path), settings))
             has_weights = isinstance(store, SegmentReader)
             folder = Path(model.path) if has_weights else weights_folder(model.path)
@@ -265,20 +309,24 @@ class ModelLoader:
                 self._dtype,
                 self._device,
                 read_quantization(model),
-                fused_all_reduce=config.parallel.fused_all_reduce,
+                sums=self._sums,
                 lora=lora,
                 expert_parallel=config.parallel.enable_expert_parallel,
                 store=store,
                 dp_attention=config.parallel.enable_dp_attention,
+                attention=pipeline.attention,
                 batch_invariant=config.parallel.batch_invariant,
                 linear_backend=self._linear,
                 experts_backend=self._experts,
+                reads_kv_scales=config.cache.kv_cache_dtype == FP8_PER_TENSOR,
+                recurrence_backend=self.recurrence,
             )
             if is_served:
                 load = replace(
                     load,
                     stage=pipeline.stage,
                     link=pipeline.link,
+                    shares_output=shares_output,
                     all2all_backend=config.parallel.all2all_backend,
                     num_redundant_experts=config.parallel.num_redundant_experts,
                     balances_experts=config.parallel.enable_eplb,

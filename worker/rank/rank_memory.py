@@ -13,9 +13,12 @@ from ...proto.config import EngineConfig
 from ...proto.engine_command import ALL_TAGS, COMMAND_TIMEOUT_S, Action, EngineCommand, SleepTag
 from ...proto.errors import ConfigError, ModelLoadError
 from ...proto.model.mtp_layouts import mtp_prefixes
+from ...proto.model.parallel_split import ParallelSplit
+from ...proto.options.sections import ALL_REDUCE
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES
-from ..attention import fixed_item_len
+from ..attention import SplitRule
 from ..comm.pipeline import Pipeline
+from ..graphs.draft_graphs import DraftGraphs
 from ..graphs.graphs import CudaGraphs, GraphBackend, GraphLimits, NoGraphs, StepGraphs
 from ..libraries.attention_backend import choose_attention
 from ..lora.layers import LoraLayers
@@ -24,7 +27,7 @@ from ..memory.allocation import free_unused_memory
 from ..memory.cache_engine import CacheEngine
 from ..memory.kv_memory import KvMemory, KvPartition
 from ..memory.shared_segment import SegmentAddress
-from ..memory.stored_blocks import NoStoredBlocks, StoredBlocks, open_stored_blocks
+from ..memory.stored_blocks import HostMemory, NoStoredBlocks, StoredBlocks, open_stored_blocks
 from ..sampling.sampler import Sampler
 from ..step.device_rows import DeviceRows
 from ..step.token_relay import make_relay
@@ -88,6 +91,9 @@ class RankMemory:
             loaded = self.loader.load(self._model, on_progress)
             self.sampler = Sampler(loaded.model.head.shard, comm, device)
             self.rows = DeviceRows(config, loaded.model.head.shard, device, comm, samples=stage.is_last)
+            if config.parallel.all2all_backend != ALL_REDUCE:
+                sharers = ParallelSplit.of(config.parallel).sharers_of(pipeline.rank)
+                self.rows.sender = pipeline.rank - sharers.start, len(sharers)
             max_steps = config.scheduler.max_steps_in_flight
             self.relay = make_relay(stage, self.rows, pipeline.link, max_steps)
             self.encoder_outputs = (
@@ -129,7 +135,8 @@ class RankMemory:
         """Allocate the KV cache for the first time, as KvMemory.allocate does."""
         if self._config.parallel.enable_dp_attention:
             num_host_blocks = self._config.cache.num_host_kv_blocks + 1
-            self.rows.partition = KvPartition(self._pipeline.tensor.rank, num_blocks, num_host_blocks)
+            place = ParallelSplit.of(self._config.parallel).place_of(self._pipeline.rank)
+            self.rows.partition = KvPartition(place.attention, num_blocks, num_host_blocks)
         is_inherited = self.kv.allocate(num_blocks, touches_pages=touches_pages, inherited=inherited)
         self._open_stored()
         return is_inherited
@@ -145,8 +152,9 @@ class RankMemory:
     def _open_stored(self) -> None:
         """Open the tiers of stored blocks for the weights and the memory in use. Raises ConfigError."""
         self.stored.close()
-        parts = self.kv.cache.host_parts
-        self.stored = open_stored_blocks(self._config, self._pipeline.rank, self.loaded.digest, parts)
+        cache = self.kv.cache
+        memory = HostMemory(cache.host_parts, cache.host_states)
+        self.stored = open_stored_blocks(self._config, self._pipeline.rank, self.loaded.digest, memory)
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -204,6 +212,8 @@ class RankMemory:
         """Drop the recorded steps, also while another thread executes one."""
         if (executor := self._executor) is not None:
             executor.graphs.drop()
+        if (loaded := self._loaded) is not None:
+            loaded.drop_draft_graphs()
 
     def clear(self) -> None:
         """Empty all rows."""
@@ -222,7 +232,7 @@ class RankMemory:
         self.clear()
         if self._loaded is not None:
             self._loaded.adapters.clear()
-        self._executor = None
+        self._drop_executor()
         free_unused_memory(self._device)
         self._has_discarded_weights = False
         self._take(ALL_TAGS)
@@ -306,7 +316,7 @@ class RankMemory:
     def _free(self, tags: frozenset[SleepTag]) -> None:
         """Free the recorded steps and the memory that the tags name."""
         self._awake -= tags
-        self._executor = None
+        self._drop_executor()
         if SleepTag.WEIGHTS in tags:
             self._drop_weights()
         if SleepTag.KV_CACHE in tags:
@@ -336,7 +346,7 @@ class RankMemory:
 
     def _drop_weights(self) -> None:
         """Drop every reference to weights. The scheduler has the adapters read again; see LoraAdapters.reset."""
-        self._executor = None  # graphs hold the addresses of weights
+        self._drop_executor()  # graphs hold the addresses of weights
         if self._loaded is not None:
             self._loaded.adapters.close()
         self.loader.standby.drop()
@@ -344,6 +354,11 @@ class RankMemory:
         self.balancer = NoBalancer()
 
     # Graphs
+
+    def _drop_executor(self) -> None:
+        """Drop what executes steps, with all recordings."""
+        self.drop_graphs()
+        self._executor = None
 
     @property
     def _wants_graphs(self) -> bool:
@@ -355,14 +370,14 @@ class RankMemory:
         loaded = self.loaded
         if not (self._wants_graphs and loaded.model.supports_graphs):
             return NoGraphs()
-        is_last = self._pipeline.stage.is_last
+        is_last, backend = self._pipeline.stage.is_last, self._graph_backend or CudaGraphs(self._device)
         graphs = StepGraphs(
             partial(loaded.compute, cache.layers, cache.states, samples=is_last),
             GraphLimits.of(self._config),
             self._device,
-            self._graph_backend or CudaGraphs(self._device),
+            backend,
             self._all_ranks,
-            fixed_item_len(self._config.parallel),
+            SplitRule.of(self._config),
             self.attention.for_graphs(),
             self._pipeline.link,
             returns_states=not is_last,
@@ -370,17 +385,38 @@ class RankMemory:
         self._stages.begin("record")
         graphs.record_all()
         loaded.adapters.begin_step(NO_ADAPTERS)
+        self._record_drafts(cache, backend)
         self._stages.reset()
         return graphs
+
+    def _record_drafts(self, cache: CacheEngine, backend: GraphBackend) -> None:
+        """Record the drafts of a head on a GPU; a CPU has an op for all of them, and others' blocks are unknown."""
+        head, config = self.loaded.head, self._config
+        if head is None or self._device.type == "cpu" or config.parallel.enable_dp_attention:
+            return
+        assert config.speculative is not None
+        graphs = DraftGraphs(
+            self.rows,
+            head.head,
+            self.sampler,
+            cache.draft_layers,
+            config.cache.block_size,
+            config.speculative.num_speculative_tokens,
+            backend,
+            partial(self._all_ranks, of_stage=True),
+        )
+        graphs.record_all(DTYPES[config.model.dtype])
+        head.graphs = graphs
 
     def _meet(self) -> None:
         """Wait for the other ranks, which may still read weights or allocate memory."""
         self._pipeline.replica.meet(COMMAND_TIMEOUT_S)
 
-    def _all_ranks(self, is_true: bool) -> bool:
-        """Return whether the argument is true on all ranks, which call this together."""
+    def _all_ranks(self, is_true: bool, *, of_stage: bool = False) -> bool:
+        """Return whether the argument is true on all ranks, or on those of this stage, which call this together."""
         own = torch.tensor([is_true], dtype=torch.int32, device=self._device)
-        return bool(self._pipeline.replica.all_gather(own).all())
+        group = self._pipeline.tensor if of_stage else self._pipeline.replica
+        return bool(group.all_gather(own).all())
 
     @torch.inference_mode()
     def _gpu_kv_bytes(self) -> int:
@@ -392,6 +428,7 @@ class RankMemory:
             partial(self.run_largest_steps, scratch),
             partial(self._record_graphs, scratch),  # they are recorded again on the whole cache
         )
+        self.loaded.drop_draft_graphs()
         reserved = self.loaded.model.reserved_bytes
         if self._pipeline.stage.is_first:
             reserved += self._config.encoder_cache_bytes

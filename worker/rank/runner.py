@@ -14,7 +14,7 @@ from ...kernels.dispatch import forget_failed_compilation, is_compiling, num_com
 from ...kernels.native.instruction_sets import instruction_set
 from ...kernels.native.memory import keep_freed_memory
 from ...proto.block_tables import IntArray, add_digests
-from ...proto.config import EngineConfig
+from ...proto.config import EngineConfig, SwapRates
 from ...proto.engine_command import ALL_TAGS, EngineCommand
 from ...proto.errors import ConfigError, RankFailed, in_one_line
 from ...proto.kv_layout import layout_of
@@ -25,6 +25,8 @@ from ..comm.communicator import Communicator
 from ..comm.pipeline import Pipeline
 from ..graphs.graphs import GraphBackend
 from ..libraries.attention_backend import log_attention
+from ..libraries.recurrence_backend import log_recurrence
+from ..memory.cache_engine import state_layouts
 from ..memory.host_to_device import to_device
 from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
@@ -130,14 +132,14 @@ class ModelRunner:
 
     def allocate_cache(
         self, num_blocks: int, *, touches_pages: bool = True, inherited: SegmentAddress | None = None
-    ) -> float:
+    ) -> SwapRates:
         """Allocate the KV cache on the device and the host; called once, before the first step.
 
         Args:
             touches_pages, inherited: as for KvMemory.allocate; see `kv_segment`.
 
         Returns:
-            blocks/s that swaps move between the two, each way; 0 without a host tier or with inherited memory.
+            what swaps move between the two; nothing with inherited memory.
 
         Raises:
             ConfigError: there is not enough memory, or the model fails its self-check.
@@ -145,7 +147,9 @@ class ModelRunner:
         memory = self.memory
         is_inherited = memory.allocate_kv(num_blocks, touches_pages=touches_pages, inherited=inherited)
         self._prepare()
-        return 0.0 if is_inherited else memory.kv.cache.measure_swap_rate()  # which writes host blocks
+        return (
+            SwapRates() if is_inherited else memory.kv.cache.measure_swap_rates()
+        )  # which writes host blocks
 
     def reset(self, *, has_new_ranks: bool) -> None:
         """Empty all rows after the group was joined anew, and prepare for steps as `allocate_cache` does.
@@ -172,8 +176,7 @@ class ModelRunner:
         """
         config = self._config
         is_whole = config.parallel.num_kv_partitions == config.parallel.pipeline_parallel_size == 1
-        can_travel = is_whole and not config.model.has_states
-        if config.cache.moves_kv and can_travel:
+        if config.cache.moves_kv and is_whole:
             self._kv_address = endpoint, keys
             self._open_transfers()
 
@@ -191,7 +194,10 @@ class ModelRunner:
         )  # ZeroMQ, which a rank in one process with its scheduler lacks
 
         weights = f"{memory.loaded.digest & (1 << 64) - 1:016x}"
-        layout = layout_of(self._config, self._pipeline.tensor.rank, weights)
+        states = state_layouts(self._config)
+        layout = layout_of(self._config, self._pipeline.tensor.rank, weights, states=states)
+        if states:  # schedulers compare the weights' names, and do not know the tensors of states
+            weights = f"{weights}-{layout.whole.fingerprint.hex()}"
         blocks = KvBlocks(memory.kv.cache, self._config.cache_layout, layout, self.device)
         self._kv = open_service(blocks, weights, *self._kv_address, run=self._run_on_device)
 
@@ -228,8 +234,13 @@ class ModelRunner:
                 return LaunchedStep(result)
             stages.begin("apply")
             memory.relay.begin_plan(plan)
+            if plan.kv is not None:
+                memory.kv.cache.wait_for_swaps()  # those that fill what is lent from now on
             self._kv.apply(plan.kv)
             self._apply(plan)
+            if plan.kv is not None:
+                memory.kv.cache.wait_for_swaps()  # those that save what pulls overwrite
+            self._kv.apply_pulls(plan.kv)
             memory.relay.complete(plan)
             stages.exclude(self._pipeline.link.take_waited_s())
             num_drafted = self._draft(plan)
@@ -239,8 +250,11 @@ class ModelRunner:
             result.kv_reports = self._kv.take_reports(is_idle=batch is None)
             result.stored_reports = self._take_stored_reports(is_idle=batch is None)
             step = LaunchedStep(result) if batch is None else memory.executor.launch(batch, result)
-            if len(plan.state_saves):
-                memory.kv.cache.copy_states(to_device(plan.state_saves, self.device, torch.int64))
+            saves = plan.state_saves
+            if plan.save_tails.size:
+                saves = saves[plan.save_tails == 0]  # the step has saved the others
+            if len(saves):
+                memory.kv.cache.copy_states(to_device(saves, self.device, torch.int64))
             memory.balancer.after_step()
             result.stage_times.update(self._pipeline.take_collective_s())
             # None is expected.
@@ -267,6 +281,8 @@ class ModelRunner:
         rows, kv = self.memory.rows, self.memory.kv
         self.memory.loaded.adapters.apply(plan)
         rows.apply(plan)
+        if plan.released_rows.size:
+            self.memory.loaded.drafts.forget(plan.released_rows)
         outputs = self.memory.encoder_outputs
         digest = add_digests(rows.tables.digest, outputs.digest_after(plan))
         if digest != plan.digest:
@@ -306,8 +322,6 @@ class ModelRunner:
     def _draft(self, plan: StepPlan) -> IntArray | None:
         """Draft tokens as Speculator.draft does."""
         loaded, num_drafted = self.memory.loaded, None
-        if plan.released_rows.size:
-            loaded.drafts.forget(plan.released_rows)
         if plan.draft_rows.size:
             self._stages.begin("draft")
             self.memory.kv.cache.wait_for_swaps()
@@ -338,6 +352,8 @@ class ModelRunner:
         if self.device.type != "cpu" and warms_up:
             self.prepare_seconds["warm up"] = self._warm_up()
             log_attention(self.memory.attention)
+            if self._config.model.has_states:
+                log_recurrence(self.memory.loader.recurrence)
         self._num_compilations = num_compilations()
 
     def _warm_up(self) -> float:

@@ -29,7 +29,7 @@ from ...proto.config import EngineConfig
 # A variant takes 1.5 to 4 s of a core, and a model has 40 to 200.
 TIMEOUT_S = 600.0
 _KERNELS = Path(__file__).parents[2] / "kernels" / "gpu"
-_PROGRAM = "from quire.worker.ahead.at_start import serve_request; serve_request()"
+PROGRAM = "from quire.worker.ahead.at_start import serve_request; serve_request()"
 
 _log = logging.getLogger(__name__)
 
@@ -78,13 +78,18 @@ class CompileRequest:
 
 
 class StartCompilation:
-    """The process that compiles, which ends with this one."""
+    """The process that compiles, which ends with this one.
 
-    def __init__(self, request: CompileRequest) -> None:
+    Args:
+        program: Python code of the process. It reads the pickled request from its standard input and prints a report
+            as JSON.
+    """
+
+    def __init__(self, request: CompileRequest, program: str = PROGRAM) -> None:
         self._deadline = time.monotonic() + TIMEOUT_S
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+            [sys.executable, "-c", program],
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ from ...proto.config import EngineConfig
 from ...proto.errors import in_one_line
 from ...proto.model.parallel_split import Stage
 from ...proto.step import Logprobs, StepResult
-from ..attention import fixed_item_len, with_splits, with_states
+from ..attention import SplitRule, with_splits, with_states
 from ..graphs.graphs import NoGraphs, StepGraphs
 from ..libraries.attention_backend import AttentionBackend
 from ..lora.step_adapters import NO_ADAPTERS, make_groups
@@ -26,7 +28,7 @@ from ..models.output_tokens import OutputTokens, select_output_tokens
 from ..pooling.pooler import LaunchedVectors
 from ..sampling.prompt_logprobs import compute_prompt_logprobs
 from ..sampling.sampler import SampledLogprobs, Sampler
-from ..speculation.verification import Verdict, verify
+from ..speculation.verification import Verdict, verdict_of, verify
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
 from ..step.token_relay import TokenRelay
@@ -152,23 +154,22 @@ class StepExecutor:
         adapters.begin_step(NO_ADAPTERS)  # heads that draft share the embedding
         self.stages.exclude(self.waited_s())
         self.rows.mark_computed(batch.rows, batch.lens)
-        if not self.stage.is_last:
-            self.relay.expect(batch.sampled_rows, batch.sampled_positions, has_drafts=batch.has_drafts)
-        elif logits is not None and batch.sampled_rows.size:
+        if self.stage.is_last and logits is not None and batch.sampled_rows.size:
             self.stages.begin("sample")
             self._sample(batch, logits, step)
         self.stages.begin(IDLE)
         # Without a stage of its own: 3 us in most steps.
-        self.loaded.tap.end_step(batch, None if replay is None else replay.num_decodes)
+        record = self.loaded.tap.end_step(batch, None if replay is None else replay.num_decodes)
+        if not self.stage.is_last:
+            store = partial(self._store_counted, batch) if batch.has_drafts else None
+            self.relay.expect(batch.sampled_rows, batch.sampled_positions, store, record)
         return step
 
     def _forward(self, batch: Batch, step: LaunchedStep) -> Tensor | None:
         """Return the logits of the sampled rows, None if no row samples; add rank 0's results of the prompts."""
         sampled_index, outputs = batch.sampled_index, self._output_tokens(batch)
         # A graph splits its decodes itself.
-        attention = with_splits(
-            batch.attention, self.config.cache.block_size, fixed_item_len(self.config.parallel)
-        )
+        attention = with_splits(batch.attention, self.config.cache.block_size, SplitRule.of(self.config))
         attention = with_states(attention, batch.state_runs, self.cache.states)
         attention = self.attention.begin_step(attention)
         media = None if batch.media is None else self.encoder_outputs.embeddings(batch.media)
@@ -236,6 +237,11 @@ class StepExecutor:
         if self.rank == 0:
             columns = [] if logprobs is None else logprobs.columns()
             step.copied, step.logprobs = HostCopy([token_ids, *columns]), logprobs
+
+    def _store_counted(self, batch: Batch, is_accepted: npt.NDArray[np.bool_]) -> None:
+        """As `_store_accepted`, on a stage that is told which samples count."""
+        if batch.state_runs is not None:
+            self._store_accepted(batch, verdict_of(batch.sampled_rows, is_accepted))
 
     def _store_accepted(self, batch: Batch, verdict: Verdict) -> None:
         """Let the states of rows with drafted tokens be those after the accepted ones.

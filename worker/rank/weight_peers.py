@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from ..transfer.sealed_stream import SealedStream
 
 # Bytes of a request, of which two are under way.
-_CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 4 << 20
 _MAX_FRAME_BYTES = 16 << 20
 # After so many bytes the rate of the connection is known.
-_TRIAL_BYTES = 64 << 20
-# A peer that sends nothing for so long is given up, and so is a reader that takes nothing.
+TRIAL_BYTES = 64 << 20
+# A peer that sends nothing for so long is given up, and so is a reader that takes nothing. A copy may take as long,
+# or as long as the files would.
 SILENCE_S = 5.0
 # Parts of the files that are read to measure their rate.
 _NUM_SAMPLES, _SAMPLE_BYTES = 4, 4 << 20
@@ -88,14 +89,15 @@ class WeightServer:
         if frame is None:
             return
         segment, answer = self._find(json.loads(bytes(frame)))
-        stream.send(json.dumps(answer).encode(), SILENCE_S)
         if segment is None:
+            stream.send(json.dumps(answer).encode(), SILENCE_S)
             return
         with closing(segment):
+            stream.send(json.dumps(answer).encode(), SILENCE_S)
             content = memoryview(segment.map_private())
             while (frame := stream.receive(SILENCE_S)) is not None:
                 start, length = _REQUEST.unpack(frame)
-                stream.send(content[start : start + min(length, _CHUNK_BYTES)], SILENCE_S)
+                stream.send(content[start : start + min(length, CHUNK_BYTES)], SILENCE_S)
 
     def _find(self, identity: Mapping[str, Any]) -> tuple[SharedSegment | None, dict[str, Any]]:
         """Return the segment with these weights and its length, or None and why there is none."""
@@ -103,13 +105,16 @@ class WeightServer:
         for address in self._segments:
             try:
                 segment = SharedSegment.open(address)
-                table = read_table(segment.map_private())
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 problem = in_one_line(error)
                 continue
-            if table["identity"] == identity:
-                return segment, {"num_bytes": address.num_bytes, "packing_s": table["packing_s"]}
-            problem = difference(table["identity"], identity)
+            try:
+                table = read_table(segment.map_private())
+                if table["identity"] == identity:
+                    return segment, {"num_bytes": address.num_bytes, "packing_s": table["packing_s"]}
+                problem = difference(table["identity"], identity)
+            except (OSError, ValueError) as error:
+                problem = in_one_line(error)
             segment.close()
         return None, {"problem": problem}
 
@@ -145,7 +150,7 @@ def _copy(source: WeightSource, identity: Mapping[str, Any], folder: Path, num_r
         raise ConnectionError(f"{source.host}:{source.port} cannot be connected")
     with closing(stream):
         stream.send(json.dumps(identity).encode(), SILENCE_S)
-        answer = json.loads(bytes(_next_frame(stream, source)))
+        answer = json.loads(bytes(_next_frame(stream, source, SILENCE_S)))
         if "problem" in answer:
             raise ValueError(answer["problem"])
         num_bytes, packing_s = int(answer["num_bytes"]), float(answer["packing_s"])
@@ -162,33 +167,36 @@ def _copy(source: WeightSource, identity: Mapping[str, Any], folder: Path, num_r
 def _fill(
     segment: SharedSegment, stream: SealedStream, source: WeightSource, num_bytes: int, files_s: float
 ) -> None:
-    """Write what the peer sends. Raises ValueError once that will take longer than the files."""
-    started = time.monotonic()
-    starts = range(0, num_bytes, _CHUNK_BYTES)
+    """Write what the peer sends. Raises ValueError once that will take longer than the files, or OSError."""
+    started, longest_s = time.monotonic(), max(SILENCE_S, files_s)
+    starts = range(0, num_bytes, CHUNK_BYTES)
     requests = iter(starts)
     for start in (next(requests, None), next(requests, None)):
         _request(stream, start)
     for start in starts:
         _request(stream, next(requests, None))
-        content = _next_frame(stream, source)
-        if len(content) != min(_CHUNK_BYTES, num_bytes - start):
+        left_s = started + longest_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"{source.owner} has sent {start} of {num_bytes} bytes in {longest_s:.1f} s")
+        content = _next_frame(stream, source, min(SILENCE_S, left_s))
+        if len(content) != min(CHUNK_BYTES, num_bytes - start):
             raise ValueError(f"{source.owner} sent {len(content)} bytes at {start}")
         segment.write(content, start)
         end = start + len(content)
         expected_s = (time.monotonic() - started) * num_bytes / end
-        if end >= _TRIAL_BYTES and expected_s > files_s:
+        if end >= TRIAL_BYTES and expected_s > files_s:
             raise ValueError(f"the copy would take {expected_s:.1f} s, the files {files_s:.1f} s")
 
 
 def _request(stream: SealedStream, start: int | None) -> None:
     if start is not None:
-        stream.send(_REQUEST.pack(start, _CHUNK_BYTES), SILENCE_S)
+        stream.send(_REQUEST.pack(start, CHUNK_BYTES), SILENCE_S)
 
 
-def _next_frame(stream: SealedStream, source: WeightSource) -> memoryview:
-    frame = stream.receive(SILENCE_S)
+def _next_frame(stream: SealedStream, source: WeightSource, timeout_s: float) -> memoryview:
+    frame = stream.receive(timeout_s)
     if frame is None:
-        raise TimeoutError(f"{source.owner} has sent nothing for {SILENCE_S:g} s")
+        raise TimeoutError(f"{source.owner} has not sent what was asked for in {timeout_s:.1f} s")
     return frame
 
 

@@ -6,8 +6,8 @@ nucleus is larger than the candidates. Every rank computes the same tokens from 
 - Greedy rows and rows without truncation need one candidate per rank: the largest logit, or the largest sum of logit
   and Gumbel noise (kernels.gumbel).
 - Rows with top_k, top_p or min_p need the NUM_CANDIDATES most likely tokens of each rank and the sum over the
-  vocabulary. GPUs gather the whole logits and truncate these: to learn which rows need more than the candidates, the
-  host would have to wait.
+  vocabulary. To learn which rows need more than the candidates, the host of a GPU would have to wait: it takes
+  candidates for rows with a small top_k, and gathers and truncates the whole logits of the others.
 
 Kernels read each row's logits once for the first kind and twice for the second. They apply the logits processors
 while reading and write no logits.
@@ -41,6 +41,9 @@ from .logits_processors import LogitsProcessorState
 from .sampling_table import SamplingBatch, SamplingTable
 
 NUM_CANDIDATES = 128
+# Rows of GPUs with at most this top_k take candidates. They have all tokens that it keeps, unless half of a rank's
+# candidates are as likely as its last one: then some of these equals have no chance.
+MAX_CANDIDATE_TOP_K = NUM_CANDIDATES // 2
 # Rows whose logits ranks on GPUs gather at a time, which bounds the memory.
 MAX_GATHERED_ROWS = 128
 
@@ -226,8 +229,14 @@ class Sampler:
         if np.count_nonzero(table.greedy[rows]) == rows.size:
             return self._sample_greedy(logits, processors)
         is_truncated = _is_truncated(table, rows)
+        is_gathered = is_truncated & self._gathers(logits, table, rows)
         token_ids = torch.empty(len(rows), dtype=torch.int32, device=self._device)
-        for members, op in ((~is_truncated, self._sample_full), (is_truncated, self._sample_top_k_top_p)):
+        kinds = (
+            (~is_truncated, self._sample_full),
+            (is_truncated & ~is_gathered, self._sample_top_k_top_p),
+            (is_gathered, self._sample_gathered),
+        )
+        for members, op in kinds:
             if members.all():
                 return op(logits, processors, table.gather(rows, lens, self._device), None)
             if members.any():
@@ -235,6 +244,23 @@ class Sampler:
                 index = to_device(np.flatnonzero(members), self._device, torch.int64)
                 token_ids[index] = op(logits, processors, batch, index)
         return token_ids
+
+    def sample_recorded(self, logits: Tensor, batch: SamplingBatch, is_truncated: Tensor | None) -> Tensor:
+        """Sample one token per row in a graph, which is recorded before the host knows the rows.
+
+        Truncated rows of several ranks keep no more than the candidates, which is enough for drafts.
+
+        Args:
+            is_truncated: [N] bool, rows with top_k, top_p or min_p and a temperature; None if there are none.
+        """
+        token_ids = self._sample_full(logits, None, batch, None)
+        if is_truncated is None:
+            return token_ids
+        # The others keep one token: the search for candidates would take long for a row that keeps all.
+        kept = batch._replace(
+            temperature=batch.temperature.where(is_truncated, 1), top_k=batch.top_k.where(is_truncated, 1)
+        )
+        return self._sample_top_k_top_p(logits, None, kept, None).where(is_truncated, token_ids)
 
     def _sample_greedy(self, logits: Tensor, processors: LogitsProcessors | None) -> Tensor:
         return self._best_of_ranks(*sample_greedy(logits, self._shard.start, None, processors))
@@ -250,18 +276,27 @@ class Sampler:
     def _sample_top_k_top_p(
         self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None
     ) -> Tensor:
-        if dispatch.has_kernels(logits):
-            if self._comm.size == 1:
-                return sample_top_k_top_p(logits, *batch, index, processors)
-            return self._sample_gathered(logits, processors, batch, index)
+        has_kernels = dispatch.has_kernels(logits)
+        if has_kernels and self._comm.size == 1:
+            return sample_top_k_top_p(logits, *batch, index, processors)
         candidates = self._gather_candidates(logits, processors, batch, index)
         keep, is_exact = _truncate_candidates(candidates, batch, self._shard.full_len)
         token_ids = sample_masked(candidates.values, candidates.token_ids, keep, batch.keys)
+        if has_kernels:
+            return token_ids
         inexact = (~is_exact).nonzero().squeeze(1)
         if inexact.numel():
             whole = self._gather_logits(logits, processors, inexact if index is None else index[inexact])
             token_ids[inexact] = sample_top_k_top_p(whole, *batch.select(inexact))
         return token_ids
+
+    def _gathers(
+        self, logits: Tensor, table: SamplingTable, rows: IntArray | RowArray
+    ) -> npt.NDArray[np.bool_] | np.bool_:
+        """Return which rows are sampled from the whole logits, without looking at candidates."""
+        if self._comm.size == 1 or not dispatch.has_kernels(logits):
+            return np.False_
+        return table.top_k[rows] > MAX_CANDIDATE_TOP_K
 
     def _sample_gathered(
         self, logits: Tensor, processors: LogitsProcessors | None, batch: SamplingBatch, index: Tensor | None

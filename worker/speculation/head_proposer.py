@@ -12,8 +12,10 @@ their place. Either makes drafts less likely to be accepted, and changes no outp
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
@@ -37,11 +39,30 @@ MAX_IDLE_STEPS, MAX_IDLE_TOKENS = 16, 1024
 NARROWS = True
 
 
+class RecordedDrafts(Protocol):
+    """Drafts of the tokens that follow a row's known pairs, recorded as graphs."""
+
+    def draft(self, rows: RowArray, limits: IntArray, hidden: Tensor) -> bool:
+        """Draft as `sample_drafts` does. Returns whether there is a graph; nothing is drafted without one."""
+        ...
+
+
+class NoRecordedDrafts:
+    """RecordedDrafts of a rank that records none."""
+
+    def draft(self, rows: RowArray, limits: IntArray, hidden: Tensor) -> bool:
+        return False
+
+
 class HeadProposer:
     """Drafts of one rank's part of a head.
 
     Args:
         layers: returns the head's KV cache, which is allocated later.
+
+    Attributes:
+        head: predicts the tokens.
+        graphs: recorded drafts of a GPU.
     """
 
     def __init__(
@@ -52,7 +73,8 @@ class HeadProposer:
         layers: Callable[[], list[LayerCache]],
         block_size: int,
     ) -> None:
-        self._rows, self._head, self._sampler = rows, head, sampler
+        self._rows, self.head, self._sampler = rows, head, sampler
+        self.graphs: RecordedDrafts = NoRecordedDrafts()
         self._layers, self._block_size = layers, block_size
         self._fused = plan_fused_chain(rows, head, layers, token_offset=1, narrows=NARROWS)
         self._pending = PendingPairs(rows.lens.size)
@@ -75,11 +97,16 @@ class HeadProposer:
     def forget(self, rows: RowArray) -> None:
         self._pending.forget(rows)
 
-    def record(self, batch: Batch, features: Tensor) -> None:
-        """Keep the hidden states of a step, [T, F], whose sampled tokens the rows have."""
+    def record(self, batch: Batch, features: Tensor, is_live: npt.NDArray[np.bool_] | None = None) -> None:
+        """Keep the hidden states of a step, [T, F], whose sampled tokens the rows have.
+
+        Args:
+            is_live: [R], rows that have had their sequence since the step; None for all.
+        """
         self._num_idle_steps += 1
-        pending = self._pending
-        pending.add(self._pairs_of(batch, features))
+        pending, pairs = self._pending, self._pairs_of(batch, features, is_live)
+        if pairs.rows.size:
+            pending.add(pairs)
         if self._num_idle_steps > MAX_IDLE_STEPS and pending.num_tokens > MAX_IDLE_TOKENS:
             self._is_paused = True
             pending.clear()
@@ -88,15 +115,19 @@ class HeadProposer:
             assert known is not None, "the step was added"
             self._compute(known)
 
-    def _pairs_of(self, batch: Batch, features: Tensor) -> Pairs:
+    def _pairs_of(self, batch: Batch, features: Tensor, is_live: npt.NDArray[np.bool_] | None) -> Pairs:
         """Return the pairs of a step: a token whose next one is known is the first of a pair."""
         rows, starts = batch.row_ids, batch.row_starts
         if not batch.has_drafts:
-            return Pairs(rows, starts, batch.row_lens, features)
-        known_lens = self._rows.lens
-        is_known = batch.token_positions < known_lens[batch.token_rows] - 1
-        counts = np.minimum(batch.row_lens, known_lens[rows] - 1 - starts)
-        return Pairs(rows, starts, counts, features, is_known.nonzero()[0])
+            pairs = Pairs(rows, starts, batch.row_lens, features)
+        else:
+            known_lens = self._rows.lens
+            if is_live is not None:  # of other sequences nothing is known
+                known_lens = np.where(is_live, known_lens, np.int32(np.iinfo(np.int32).max))
+            is_known = batch.token_positions < known_lens[batch.token_rows] - 1
+            counts = np.minimum(batch.row_lens, known_lens[rows] - 1 - starts)
+            pairs = Pairs(rows, starts, counts, features, is_known.nonzero()[0])
+        return pairs if is_live is None or is_live[rows].all() else pairs.select(is_live[rows])
 
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         self._end_pause()
@@ -121,8 +152,8 @@ class HeadProposer:
         """Draft up to `limits` tokens of each row; `hidden` is [n, E], of the newest pair of each row."""
         if self._fused is not None and rows.size:
             self._fused.continue_from(rows, limits, hidden)
-        else:
-            sample_drafts(self._rows, self._sampler, rows, limits, hidden, self._head.logits, self._advance)
+        elif not (rows.size and self.graphs.draft(rows, limits, hidden)):
+            sample_drafts(self._rows, self._sampler, rows, limits, hidden, self.head.logits, self._advance)
 
     def _advance(self, rows: RowArray, positions: IntArray, hidden: Tensor) -> Tensor:
         """Compute the pairs of drafted tokens and the head's own hidden states."""
@@ -130,12 +161,10 @@ class HeadProposer:
 
     def _compute(self, known: Pairs) -> Tensor:
         """Compute pairs; return the head's hidden states of each row's last one, [n, E]."""
-        combined = self._head.combine(known.own_features())
+        combined = self.head.combine(known.own_features())
         hidden = self._forward(known.rows, known.starts, known.counts, combined)
         return select_rows(hidden, np.cumsum(known.counts, dtype=np.int64) - 1)
 
     def _forward(self, rows: RowArray, starts: IntArray, counts: IntArray, hidden: Tensor) -> Tensor:
         inputs = gather_draft_inputs(self._rows, rows, starts, counts, self._block_size, token_offset=1)
-        return self._head.forward(
-            inputs.token_ids, inputs.positions, hidden, self._layers(), inputs.attention
-        )
+        return self.head.forward(inputs.token_ids, inputs.positions, hidden, self._layers(), inputs.attention)

@@ -47,7 +47,12 @@ def verify(rows: RowArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
         return Verdict(np.arange(count), _one(count), _one(rows.size - 1))
     starts, lens = runs_of(rows)
     num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample
-    is_retained: npt.NDArray[np.bool_] = num_misses == np.repeat(num_misses[starts], lens)
+    return verdict_of(rows, num_misses == np.repeat(num_misses[starts], lens))
+
+
+def verdict_of(rows: RowArray, is_retained: npt.NDArray[np.bool_]) -> Verdict:
+    """Return the samples of each row that count, [N] bool; `rows` is as for `verify`."""
+    starts, lens = runs_of(rows)
     token_counts = np.add.reduceat(is_retained, starts, dtype=np.int32)
     return Verdict(np.flatnonzero(is_retained), token_counts, (lens - 1).astype(np.int32))
 

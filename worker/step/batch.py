@@ -14,6 +14,7 @@ from ...kernels.decode_inputs import RowTables, gather_decodes
 from ...kernels.latent_attention import ChunkBounds
 from ...kernels.state_runs import StateRuns
 from ...proto.block_tables import IntArray, RowArray
+from ...proto.model.parallel_split import own_indices
 from ...proto.step import StepPlan
 from ..attention import (
     NO_SPANS,
@@ -43,7 +44,8 @@ class Batch:
     """One step's tokens: those of decoding rows first, then the chunks; the tokens of a row are adjacent.
 
     Each drafted token is a sequence of its own for attention: it has its row's block table, and sees the tokens
-    before it. The ops of a decode step compute it with the same bits as a step without drafts would.
+    before it. A CPU's ops of decode steps compute it with the same bits as a step without drafts would. On a GPU the
+    tokens of a row share the reads of its keys (see kernels.decode_splits), and bits may differ.
 
     Attributes:
         rows: [S] int64, the row of each sequence in this order; a row with drafted tokens repeats.
@@ -115,6 +117,17 @@ class _Layout:
     sampled: LongArray
 
     @property
+    def first_rows(self) -> IntArray | None:
+        """Return the first of the sequences with one token that have each one's row. Returns None if all differ."""
+        rows = self.rows[: self.num_decodes]
+        is_first = np.ones(rows.size, np.bool_)
+        is_first[1:] = rows[1:] != rows[:-1]
+        if is_first.all():
+            return None
+        first_rows: IntArray = np.flatnonzero(is_first).astype(np.int32)[np.cumsum(is_first) - 1]
+        return first_rows
+
+    @property
     def samples_all(self) -> bool:
         """Return whether every token of the step is sampled from, in order."""
         return self.sampled.size == self.rows.size == self.num_decodes
@@ -164,7 +177,7 @@ def gather_batch(
         own_chunks = list(spans)
         media = rows.media.image_tokens(own_chunks)
         rotary = rows.media.rotary_positions(layout.token_rows, layout.positions, own_chunks)
-        images = rows.media.spans(own_chunks, layout.num_decodes)
+        images = rows.media.spans(own_chunks, layout.num_decodes, rows.prompt_lens)
     token_ids, positions, sampled_index, attention = _gather_inputs(
         rows, layout, own, block_size, rotary, images
     )
@@ -173,7 +186,13 @@ def gather_batch(
         None if layout.samples_all else rows.lora_slots[layout.rows[sampled]],
         positions.device,
         None if own is None else rows.lora_slots[own.layout.token_rows],
+        _sent_slots(rows, (layout if own is None else own.layout).token_rows),
     )
+    state_runs = _state_runs(
+        rows, layout.row_ids, layout.row_starts, layout.row_lens, num_drafted, positions.device
+    )
+    if state_runs is not None and plan.save_tails.size:
+        state_runs = _cut(state_runs, rows, plan, layout.row_ids, layout.row_lens)
     return Batch(
         rows=layout.rows,
         lens=layout.seq_lens.astype(np.int64),
@@ -193,9 +212,7 @@ def gather_batch(
         row_starts=layout.row_starts,
         row_lens=layout.row_lens,
         pooled=_pooled_tokens(rows, plan, starts, sources),
-        state_runs=_state_runs(
-            rows, layout.row_ids, layout.row_starts, layout.row_lens, num_drafted, positions.device
-        ),
+        state_runs=state_runs,
         media=media,
     )
 
@@ -245,7 +262,12 @@ def _gather_decodes(
         row_ids=row_ids,
         row_starts=lens - 1,
         row_lens=counts,
-        lora=make_step_adapters(rows.lora_slots[token_rows], None, inputs.positions.device),
+        lora=make_step_adapters(
+            rows.lora_slots[token_rows],
+            None,
+            inputs.positions.device,
+            sent_slots=_sent_slots(rows, token_rows),
+        ),
         state_runs=_state_runs(rows, row_ids, lens - 1, counts, num_drafted, inputs.positions.device),
     )
 
@@ -280,6 +302,36 @@ def _state_runs(
         stores[0] if stores else None,
         calls=None if num_drafted is None else [],
     )
+
+
+def _cut(
+    runs: StateRuns, rows: DeviceRows, plan: StepPlan, row_ids: LongArray, row_lens: IntArray
+) -> StateRuns:
+    """Return the runs with cuts where the plan saves states before the ends of chunks.
+
+    Raises:
+        ValueError: a cut is not within a chunk; names the slot.
+    """
+    inside = plan.save_tails > 0
+    (sources, targets), tails = plan.state_saves[inside].T, plan.save_tails[inside]
+    slots = rows.tables.state_slots[row_ids]
+    order = np.argsort(slots, kind="stable")
+    index = order[np.minimum(np.searchsorted(slots, sources, sorter=order), slots.size - 1)]
+    is_wrong = (slots[index] != sources) | (row_lens[index] <= tails)
+    if is_wrong.any():
+        raise ValueError(f"the plan saves a state within no chunk, of slot {sources[is_wrong][0]}")
+    in_order = np.argsort(index)
+    index, targets, tails = index[in_order], targets[in_order], tails[in_order]
+    ends = np.cumsum(row_lens)[index]
+    tokens = np.repeat(ends - np.cumsum(tails), tails) + np.arange(tails.sum())
+    arrays = [
+        index.astype(np.int64),
+        (row_lens[index] - tails).astype(np.int32),
+        targets.astype(np.int64),
+        tokens,
+    ]
+    cut_runs, lens, slots_to, tail_tokens = to_device_together(arrays, runs.slots.device)
+    return runs.cut(cut_runs, lens, slots_to, tail_tokens, int(tails.max()))
 
 
 def _lay_out(rows: DeviceRows, plan: StepPlan, num_drafted: IntArray | None) -> _Layout | None:
@@ -334,6 +386,8 @@ def _gather_inputs(
     token_tables, token_positions = rows.tables.tables_of(own.token_rows), own.positions
     if num_groups > 1:
         token_positions = np.tile(token_positions, num_groups)
+    device = rows.device_tables.ids.device
+    first_rows = None if device.type == "cpu" else own.first_rows
     arrays: list[npt.NDArray[Any]] = [
         layout.token_rows,
         layout.positions,
@@ -343,13 +397,14 @@ def _gather_inputs(
         seq_lens,
         _first_columns(rows, own, block_size),
         *([] if own_part is None else [own_part.tokens]),
+        *([] if first_rows is None else [first_rows]),
         *([] if layout.samples_all else [layout.ends[layout.sampled] - 1]),
     ]
-    device = rows.device_tables.ids.device
     token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *others = (
         to_device_together(arrays, device)
     )
     own_tokens = None if own_part is None else others.pop(0)
+    device_first_rows = None if first_rows is None else others.pop(0)
     width = -(-int(seq_lens.max(initial=1)) // block_size)
     attention = AttentionInputs(
         num_decodes=num_decodes,
@@ -357,6 +412,7 @@ def _gather_inputs(
         block_tables=rows.device_tables.read(table_index, width, first_columns),
         query_start=chunk_starts,
         seq_lens=device_lens,
+        first_rows=device_first_rows,
         chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
         decode_lens=seq_lens[:num_decodes],
         own_tokens=None if own_tokens is None else OwnTokens(own_tokens, own_tokens),
@@ -408,6 +464,18 @@ def _own_part(rows: DeviceRows, layout: _Layout) -> _OwnPart | None:
         positions=layout.positions[is_own_token],
     )
     return _OwnPart(own, np.flatnonzero(is_own_token))
+
+
+def _sent_slots(rows: DeviceRows, token_rows: LongArray) -> IntArray | None:
+    """Return the adapters' slots of the tokens that this rank sends to their experts; None if none travel.
+
+    Args:
+        token_rows: of the tokens between layers.
+    """
+    if rows.sender is None:
+        return None
+    own = own_indices(*rows.sender, token_rows.size)
+    return rows.lora_slots[token_rows[own.start : own.stop]]
 
 
 def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongArray:

@@ -52,6 +52,8 @@ class DeviceRows:
         row_tables: of a CPU, for models with one cache group without a window; None for others.
         partition: the blocks on this rank, which attends for the rows that have them; None if it has all. Set when
             the KV cache is allocated.
+        sender: number of this rank among those that have the same tokens between layers, and how many these are, if
+            each sends an even part of the tokens to their experts; None if tokens do not travel.
 
     Args:
         shard: this rank's part of the vocabulary.
@@ -87,7 +89,10 @@ class DeviceRows:
             block_tables = self.device_tables.ids
             self.row_tables = RowTables(self.token_ids, self.lens, block_tables, config.cache.block_size)
         self.partition: KvPartition | None = None
-        self.media = MediaRows(config.model.vision, num_rows)
+        self.sender: tuple[int, int] | None = None
+        self.media = MediaRows(
+            config.model.vision, num_rows, sees_whole_prompt=config.model.sees_whole_prompt
+        )
         self.sampling = SamplingTable(num_rows, config.model.vocab_size)
         self.pooling: list[PoolingParams | None] = [None] * num_rows
         self.pools = np.zeros(num_rows, dtype=np.bool_)

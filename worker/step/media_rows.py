@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -55,12 +56,15 @@ class StepMedia:
 class MediaRows:
     """Images of rows; most rows have none.
 
+    Args:
+        sees_whole_prompt: as in ModelConfig.
+
     Attributes:
         shifts: [R] int32, the difference of a generated token's rotary position and its place in the sequence.
     """
 
-    def __init__(self, vision: VisionSpec | None, num_rows: int) -> None:
-        self._vision = vision
+    def __init__(self, vision: VisionSpec | None, num_rows: int, *, sees_whole_prompt: bool = False) -> None:
+        self._vision, self._sees_whole_prompt = vision, sees_whole_prompt
         self._rows: dict[int, _RowImages] = {}
         self.shifts: IntArray = np.zeros(num_rows, np.int32)
 
@@ -95,7 +99,9 @@ class MediaRows:
         self.shifts[rows] = 0
 
     def has_any(self, rows: LongArray) -> bool:
-        """Return whether some of the rows have images."""
+        """Return whether some of the rows have images, or prompts that attend to all of their tokens."""
+        if self._sees_whole_prompt:
+            return True
         return bool(self._rows) and not self._rows.keys().isdisjoint(rows.tolist())
 
     def rotary_positions(
@@ -135,12 +141,17 @@ class MediaRows:
                     pieces.append(Piece(media_id, first, end))
         return StepMedia(np.concatenate(index), tuple(pieces)) if pieces else None
 
-    def spans(self, chunks: list[tuple[int, int, int, int]], num_decodes: int) -> ImageSpans:
-        """Return the images of a step's chunks whose tokens attend to each other.
+    def spans(
+        self, chunks: list[tuple[int, int, int, int]], num_decodes: int, prompt_lens: IntArray
+    ) -> ImageSpans:
+        """Return the images, or the whole prompts, of a step's chunks whose tokens attend to each other.
 
         Args:
             num_decodes: sequences of the step before those of the chunks.
+            prompt_lens: [R], of the rows' prompts.
         """
+        if self._sees_whole_prompt:
+            return ImageSpans(tuple(_prompt_spans(chunks, num_decodes, prompt_lens)))
         if self._vision is None or self._vision.attends_within == "none":
             return NO_SPANS
         found = []
@@ -152,3 +163,13 @@ class MediaRows:
                         tokens = slice(source + first - start, source + end - start)
                         found.append(ImageSpan(index, tokens, first, int(run[-1]) + 1))
         return ImageSpans(tuple(found), self._vision.attends_within == "windows")
+
+
+def _prompt_spans(
+    chunks: list[tuple[int, int, int, int]], num_decodes: int, prompt_lens: IntArray
+) -> Iterator[ImageSpan]:
+    """Yield the tokens of prompts in a step's chunks; the arguments are those of MediaRows.spans."""
+    for index, (row, start, length, source) in enumerate(chunks, num_decodes):
+        end = int(prompt_lens[row])
+        if start < end:
+            yield ImageSpan(index, slice(source, source + min(length, end - start)), start, end)

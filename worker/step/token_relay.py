@@ -11,10 +11,12 @@ its next step. So its verdict goes to every stage, each of which waits for it be
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +32,12 @@ from .device_rows import DeviceRows
 _REJECTED = -1
 
 
+# Lets the states of a step's rows be those after the samples that count, [N] bool.
+Store = Callable[[npt.NDArray[np.bool_]], None]
+# Records a step whose tokens the rows have. Gets which rows have had their sequence ever since, [R] bool.
+Record = Callable[[npt.NDArray[np.bool_]], None]
+
+
 class TokenRelay(Protocol):
     """One rank's part in bringing sampled tokens to the first stage."""
 
@@ -41,11 +49,15 @@ class TokenRelay(Protocol):
         """Write every token that the plan's step computes to its row; wait for it if it has not come."""
         ...
 
-    def expect(self, rows: RowArray, positions: RowArray, *, has_drafts: bool) -> None:
+    def expect(
+        self, rows: RowArray, positions: RowArray, store: Store | None, record: Record | None = None
+    ) -> None:
         """Count the tokens of a step of which another stage samples them, or await which of them count.
 
         Args:
             rows, positions: [N], of the step's samples; with drafts a row has several.
+            store: of a step with drafts, called when it is known which samples count; None without drafts.
+            record: called when the rows have the tokens, also if the step samples none; None for nothing to call.
         """
         ...
 
@@ -71,7 +83,9 @@ class NoRelay:
     def complete(self, plan: StepPlan) -> None:
         pass
 
-    def expect(self, rows: RowArray, positions: RowArray, *, has_drafts: bool) -> None:
+    def expect(
+        self, rows: RowArray, positions: RowArray, store: Store | None, record: Record | None = None
+    ) -> None:
         raise AssertionError("the rank samples the tokens itself")
 
     def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
@@ -102,15 +116,17 @@ class _Awaited:
 
     Attributes:
         rows, positions: [N].
-        counts: [N] bool, the row has had its sequence ever since.
-        has_drafts: the arrival tells which of the samples count.
+        is_live: [R] bool, rows that have had their sequence ever since.
+        arrival: of the tokens; None if the step samples none.
+        store, record: as for `expect`: with drafts the arrival tells which of the samples count.
     """
 
     rows: RowArray
     positions: RowArray
-    counts: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    arrival: TokenArrival
-    has_drafts: bool
+    is_live: npt.NDArray[np.bool_]
+    arrival: TokenArrival | None
+    store: Store | None
+    record: Record | None
 
 
 class EarlyRelay(NoRelay):
@@ -132,51 +148,65 @@ class EarlyRelay(NoRelay):
         if plan.command is not None:
             self._take(len(self._awaited))
         if plan.released_rows.size:
+            if self._rows.has_states:
+                # A released slot may be a snapshot from now on, or another row's.
+                self._take(self._num_needed(plan.released_rows, with_drafts=True))
             for step in self._awaited:
-                step.counts &= ~np.isin(step.rows, plan.released_rows)
+                step.is_live[plan.released_rows] = False
 
     def complete(self, plan: StepPlan) -> None:
         too_many = len(self._awaited) - self._max_steps
         self._take(max(too_many, self._num_needed(decoding_rows(self._rows, plan))))
 
-    def expect(self, rows: RowArray, positions: RowArray, *, has_drafts: bool) -> None:
-        if has_drafts:
+    def expect(
+        self, rows: RowArray, positions: RowArray, store: Store | None, record: Record | None = None
+    ) -> None:
+        if store is not None:
             self._rows.decoding[rows] = True  # also those whose first token this is
         else:
             self._rows.count_sampled(rows, positions)
-        if rows.size and (has_drafts or self._reads_tokens):
+        arrival = None
+        if rows.size and (store is not None or self._reads_tokens):
             arrival = self._link.receive_tokens(rows.size)
-            counts = np.ones(rows.size, np.bool_)
-            self._awaited.append(_Awaited(rows.copy(), positions.copy(), counts, arrival, has_drafts))
+        if arrival is not None or record is not None:
+            is_live = np.ones(self._rows.lens.size, np.bool_)
+            self._awaited.append(_Awaited(rows.copy(), positions.copy(), is_live, arrival, store, record))
 
     def clear(self) -> None:
         self._awaited.clear()
 
-    def _num_needed(self, rows: RowArray | IntArray) -> int:
-        """Return how many of the steps, from the oldest on, have tokens of any of `rows`."""
-        needed = (
-            number
-            for number in range(len(self._awaited), 0, -1)
-            if np.isin(self._awaited[number - 1].rows, rows).any()
-        )
-        return next(needed, 0)
+    def _num_needed(self, rows: RowArray | IntArray, *, with_drafts: bool = False) -> int:
+        """Return how many of the steps, from the oldest on, have tokens of any of `rows`, or drafted ones."""
+        for number in range(len(self._awaited), 0, -1):
+            step = self._awaited[number - 1]
+            if not (with_drafts and step.store is None) and np.isin(step.rows, rows).any():
+                return number
+        return 0
 
     def _take(self, num_steps: int) -> None:
         for _ in range(num_steps):
             step = self._awaited.popleft()
-            token_ids = step.arrival.wait()
-            kept = step.counts
-            if step.has_drafts:
-                kept = kept & (token_ids.cpu().numpy() != _REJECTED)
-            if not kept.any():
-                continue
-            rows, positions = step.rows[kept], step.positions[kept]
-            if not kept.all():
-                index = to_device_once(np.flatnonzero(kept), token_ids.device)
-                token_ids = token_ids.index_select(0, index)
-            self._rows.write(rows, positions, token_ids)
-            if step.has_drafts:
-                self._rows.count_sampled(rows, positions)
+            if step.arrival is not None:
+                self._write(step, step.arrival.wait())
+            if step.record is not None:
+                step.record(step.is_live)
+
+    def _write(self, step: _Awaited, token_ids: Tensor) -> None:
+        """Write the tokens that count to their rows."""
+        kept = step.is_live[step.rows]
+        if step.store is not None:
+            is_accepted = token_ids.cpu().numpy() != _REJECTED
+            step.store(is_accepted)
+            kept = kept & is_accepted
+        if not kept.any():
+            return
+        rows, positions = step.rows[kept], step.positions[kept]
+        if not kept.all():
+            index = to_device_once(np.flatnonzero(kept), token_ids.device)
+            token_ids = token_ids.index_select(0, index)
+        self._rows.write(rows, positions, token_ids)
+        if step.store is not None:
+            self._rows.count_sampled(rows, positions)
 
 
 def make_relay(stage: Stage, rows: DeviceRows, link: StageLink, max_steps: int) -> TokenRelay:

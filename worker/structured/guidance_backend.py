@@ -17,7 +17,7 @@ from .lark_tags import WHITESPACE, lark_of_tag, with_python_classes
 from .vocabulary import Vocabulary
 
 # Limits of one step: about 15 ms each. A mask that needs more allows only the end of the output.
-_LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 
 
 class _Scratch:
@@ -91,7 +91,7 @@ class GuidanceGrammar:
         self, tokenizer: llguidance.LLTokenizer, grammar: str, stop_ids: frozenset[int], scratch: _Scratch
     ) -> None:
         self._stop_ids, self._scratch = stop_ids, scratch
-        self._first = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+        self._first = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if self._first.is_error():
             raise UnsupportedConstraint(_shown(self._first.get_error()))
 

@@ -99,7 +99,7 @@ def _read_tokenizer(folder: Path) -> tuple[Any, frozenset[str]]:
         ConfigError: it cannot be read.
     """
     try:
-        if (found := _read_without_transformers(folder)) is not None:
+        if (found := read_without_transformers(folder)) is not None:
             return found
         whole = import_transformers().AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
@@ -109,7 +109,7 @@ def _read_tokenizer(folder: Path) -> tuple[Any, frozenset[str]]:
         raise ConfigError(f"{folder}: the tokenizer cannot be read: {first_line(error)}") from error
 
 
-def _read_without_transformers(folder: Path) -> tuple[Any, frozenset[str]] | None:
+def read_without_transformers(folder: Path) -> tuple[Any, frozenset[str]] | None:
     """Return the same. Returns None if transformers must convert the files or add tokens to them.
 
     The import of transformers takes 1 s, and 5 s on a busy machine, which is as long as a rank may be late: the first

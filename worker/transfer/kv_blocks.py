@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...proto.block_tables import IntArray
 from ...proto.cache_groups import CacheLayout
-from ...proto.kv_layout import KvLayout
+from ...proto.kv_layout import KvLayout, StateLayout
 from ...proto.kv_transfer import KvOrders, KvReport
 from ..attention import LayerCache
 from ..memory.cache_engine import CacheEngine
@@ -47,7 +47,7 @@ class _Layer:
 
 
 class KvBlocks:
-    """The blocks of one rank, by cache group; those of a draft model's layers are the last group of the layout."""
+    """The blocks and states of one rank, by group of `KvLayout.transferred_groups`; slot s of states is number -s."""
 
     def __init__(
         self, cache: CacheEngine, groups: CacheLayout, layout: KvLayout, device: torch.device
@@ -58,10 +58,10 @@ class KvBlocks:
         self._is_written: torch.cuda.Event | None = None
         self._memory: OwnMemory | None = None
         rank, size = layout.rank, layout.tensor_parallel_size
-        layers = [*cache.layers, *cache.draft_layers]
-        self._word = next(
-            word for word in _WORDS if all(_head_bytes(each) % word.itemsize == 0 for each in layers)
-        )
+        lengths = [_head_bytes(each) for each in (*cache.layers, *cache.draft_layers)]
+        states = [tensor for layer in cache.states for tensor in layer]
+        lengths += [each.unit_bytes for each in layout.states]
+        self._word = next(word for word in _WORDS if all(length % word.itemsize == 0 for length in lengths))
         self._groups = [
             [
                 _Layer(
@@ -82,6 +82,48 @@ class KvBlocks:
                     for each, shape in zip(cache.draft_layers, shapes, strict=True)
                 ]
             )
+
+        self._state_group = len(self._groups) if states else -1
+        if states:
+            self._groups.append(
+                [
+                    section
+                    for tensor, own in zip(states, layout.states, strict=True)
+                    for section in self._sections(tensor, own)
+                ]
+            )
+
+    def _sections(self, tensor: Tensor, own: StateLayout) -> Iterator[_Layer]:
+        """Yield the sections of a state's tensor: all of them are views [N, rows, units of a row, words of a unit].
+
+        A section begins behind those before it, so that the number of the row's first unit is less by their units.
+        """
+        rank, size = self.layout.rank, self.layout.tensor_parallel_size
+        shapes, num_before = own.transferred(size), 0
+        num_words = own.unit_bytes // self._word.itemsize
+        words = tensor.view(len(tensor), -1).view(torch.uint8).view(self._word)
+        units = words.view(len(tensor), shapes[0].num_parts, -1, num_words)
+        for shape in shapes:
+            heads = shape.heads_of(rank, size)
+            yield _Layer((units,), heads.start - num_before, 1, 0)
+            num_before += len(heads)
+
+    def place_in_pull(self, group: int) -> int:
+        """Return the number of a group in a pull: a draft model's layers are in the blocks of the first one."""
+        if group == self._state_group:
+            return self.num_groups
+        return group if group < self.num_groups else 0
+
+    def _numbers(self, group: int, block_ids: IntArray) -> IntArray:
+        """Return the rows of the tensors that blocks of a group, or states, are.
+
+        Raises:
+            ValueError: a block is named among states, or a state among blocks.
+        """
+        numbers = -block_ids if group == self._state_group else block_ids
+        if numbers.size and numbers.min() < 0:
+            raise ValueError(f"group {group} has no blocks {block_ids[numbers < 0].tolist()}")
+        return numbers
 
     def block_bytes(self, group: int, heads: Heads) -> int:
         """Return the bytes of some heads of a block."""
@@ -119,6 +161,7 @@ class KvBlocks:
             iter(each.reshape(-1, _NUM_FIELDS)[self._first_row(group) :])
             for each in (self._memory_places, places)
         )
+        sources, targets = self._numbers(group, sources), self._numbers(group, targets)
         found = list[tuple[Addresses, Addresses, Addresses]]()
         for layer, (first, count) in zip(self._groups[group], heads, strict=True):
             for part in layer.parts:
@@ -176,6 +219,7 @@ class KvBlocks:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Return the heads of each layer's part, the index of the blocks in it, and the place of their bytes."""
         start, whole = 0, torch.from_numpy(content).view(self._word)
+        block_ids = self._numbers(group, block_ids)
         indices: dict[tuple[int, int], Tensor] = {}
         for layer, (first, count) in zip(self._groups[group], heads, strict=True):
             if (layer.split, layer.place) not in indices:
@@ -239,7 +283,7 @@ def heads_to_read(own: KvLayout, other: KvLayout, group: int, taken: Sequence[se
         taken: of each layer, the heads that others are asked for; changed in place.
     """
     heads = []
-    for shape, others in zip(own.groups[group].layers, taken, strict=True):
+    for shape, others in zip(own.transferred_groups[group].layers, taken, strict=True):
         wanted = set(shape.heads_of(own.rank, own.tensor_parallel_size)) - others
         found = sorted(wanted & set(shape.heads_of(other.rank, other.tensor_parallel_size)))
         others.update(found)
@@ -259,6 +303,9 @@ class NoKvService:
     """Blocks that stay where they are."""
 
     def apply(self, orders: KvOrders | None) -> None:
+        pass
+
+    def apply_pulls(self, orders: KvOrders | None) -> None:
         pass
 
     def take_reports(self, *, is_idle: bool) -> tuple[KvReport, ...]:

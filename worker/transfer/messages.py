@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from ...proto.codec import FrameCodec, sent_if_set
+from ...proto.codec import FrameCodec
 from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
+from ...proto.later_fields import sent_if_set
 from ..memory.shared_segment import SegmentAddress
 from .kv_blocks import Heads
 from .process_memory import MemoryMap

@@ -160,7 +160,11 @@ class _Line:
             connect(self._socket, self.endpoint, keys)
 
     def send(self, message: WireMessage) -> None:
-        self._socket.send(wire.encode(message))
+        """Send a message. Raises KvReadError instead of waiting for a peer that takes none."""
+        try:
+            self._socket.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise KvReadError(KvFailure.UNREACHABLE, f"{self.endpoint} takes no messages") from None
 
     def receive(self, timeout_s: float) -> tuple[WireMessage, bytes | memoryview] | None:
         """Return the next message and the bytes that follow it; None if none arrives in time."""

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from queue import SimpleQueue
@@ -78,14 +79,19 @@ class KvService:
         self._closing = False
         self._transport = ZmqTransport(endpoint, keys, self, run)
         self._transport.register(blocks)
-        self._report(KvReportKind.SERVES, name=self._transport.describe(), weights=weights)
+        self._report(
+            KvReportKind.SERVES,
+            name=self._transport.describe(),
+            weights=weights,
+            num_bytes=blocks.layout.state_bytes,
+        )
         self._puller = threading.Thread(target=run, args=(self._pull_all,), name="kv-puller", daemon=True)
         self._puller.start()
 
     # The step thread
 
     def apply(self, orders: KvOrders | None) -> None:
-        """Carry out a plan's orders, before anything of the plan is written."""
+        """Begin and end a plan's leases, before anything of the plan is written."""
         if orders is None:
             return
         with self._changed:
@@ -97,6 +103,13 @@ class KvService:
             for grant in orders.grants:
                 self._leases[grant.generation] = frozenset(grant.block_ids.tolist())
             self._changed.notify_all()
+
+    def apply_pulls(self, orders: KvOrders | None) -> None:
+        """Begin and end a plan's pulls, after its moves: these save what the targets had."""
+        if orders is None:
+            return
+        if orders.pulls:
+            self._blocks.mark_written()
         for order in orders.pulls:
             pull = self._pulls[order.pull_id] = _OpenPull(order)
             self._orders.put(pull)
@@ -188,9 +201,11 @@ class KvService:
         self._has_news.set()
 
     def _release(self, endpoint: str, generation: int) -> None:
-        peer = self._transport.connect(endpoint)
-        peer.release(generation)
-        peer.close()
+        with (
+            closing(self._transport.connect(endpoint)) as peer,
+            suppress(KvReadError),
+        ):  # the lease ends by itself
+            peer.release(generation)
 
     def _report(self, kind: KvReportKind, number: int = 0, **values: object) -> None:
         self._reports.put(KvReport(self._rank, kind, number, **values))  # type: ignore[arg-type]
@@ -263,14 +278,15 @@ class _Reader:
     def _split(self) -> dict[str, list[_Chunk]]:
         """Return endpoint |-> what to read there: each of this rank's heads once."""
         own, endpoints, found = self._blocks.layout, self._pull.order.endpoints, dict[str, list[_Chunk]]()
-        taken = [[set[int]() for _ in group.layers] for group in own.groups]
+        groups = own.transferred_groups
+        taken = [[set[int]() for _ in group.layers] for group in groups]
         # Of equally many ranks the one with this rank's number has the same heads.
         ranks = sorted(range(len(endpoints)), key=lambda rank: rank != own.rank)
         for rank in ranks:
             peer = replace(own, rank=rank, tensor_parallel_size=len(endpoints))
             chunks = [
                 chunk
-                for group in range(len(own.groups))
+                for group in range(len(groups))
                 for chunk in self._chunks_of(group, heads_to_read(own, peer, group, taken[group]))
             ]
             if chunks:
@@ -278,10 +294,9 @@ class _Reader:
         return found
 
     def _chunks_of(self, group: int, heads: Heads) -> list[_Chunk]:
-        # The layers of a draft model are in the blocks of the first group.
-        lens, own = self._pull.order.group_lens.tolist(), group if group < self._blocks.num_groups else 0
+        lens, own = self._pull.order.group_lens.tolist(), self._blocks.place_in_pull(group)
         start, width = sum(lens[:own]), self._blocks.block_bytes(group, heads)
-        places = np.arange(start, start + lens[own], dtype=np.int32)
+        places = np.arange(start, start + sum(lens[own : own + 1]), dtype=np.int32)
         if not width or not places.size:
             return []
         step = max(1, READ_BYTES // width)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,8 +49,10 @@ from .sealed_stream import SealedStream
 
 # How long a server waits for a lease that its plan has yet to bring.
 GRANT_PATIENCE_S = 2.0
-# Segments of readers that a server keeps mapped.
+# Segments of readers that a server keeps mapped, and the time without a read after which one is not any more: its
+# reader may have died, and a mapping keeps the memory.
 MAX_MAPPED = 64
+MAPPED_S = 5.0
 # A stream whose reader takes no bytes for so long is closed.
 _SEND_TIMEOUT_S = 5.0
 # A stream without a request for so long is closed.
@@ -146,7 +150,8 @@ class ZmqTransport:
         self._keys, self._leases, self._run = keys, leases, run
         self._instance = secrets.token_hex(8)
         self._blocks: KvBlocks | None = None
-        self._segments: dict[str, ByteArray] = {}  # name |-> mapped memory of a reader
+        # name |-> mapped memory of a reader, and when it was last used; the latest last
+        self._segments: dict[str, tuple[ByteArray, float]] = {}
         self._context = zmq.Context()
         self._guard = None if keys is None else CurveGuard(self._context, keys)
         self._router = self._context.socket(zmq.ROUTER)
@@ -191,7 +196,12 @@ class ZmqTransport:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._stop.socket, zmq.POLLIN)
-        while self._stop.socket not in dict(poller.poll()):
+        while self._stop.socket not in (
+            ready := dict(poller.poll(round(1000 * MAPPED_S) if self._segments else None))
+        ):
+            self._unmap_unused()
+            if self._router not in ready:
+                continue
             peer, *frames = self._router.recv_multipart()
             try:
                 self._handle(peer, wire.decode(frames[-1] if frames else b""))
@@ -199,6 +209,8 @@ class ZmqTransport:
                 _log.warning("ignored a message of a rank that reads KV: %s", error)
             except zmq.ZMQError as error:
                 _log.warning("a rank that reads KV is gone: %s", error)
+            except Exception:  # other readers are served
+                _log.exception("a message of a rank that reads KV could not be answered")
 
     def _handle(self, peer: bytes, message: WireMessage) -> None:
         assert self._blocks is not None
@@ -262,7 +274,7 @@ class ZmqTransport:
             read.generation, read.block_ids, GRANT_PATIENCE_S
         )
         heads = unpack_heads(read.heads)
-        if not is_valid or not 0 <= read.group < len(blocks.layout.groups):
+        if not is_valid or not 0 <= read.group < len(blocks.layout.transferred_groups):
             return KvFailure.STALE
         num_bytes = len(read.block_ids) * blocks.block_bytes(read.group, heads)
         if num_bytes > MAX_FRAME_BYTES:
@@ -298,16 +310,27 @@ class ZmqTransport:
         """Return a reader's shared memory; None if it has none that this process can map."""
         if address is None or address.num_bytes < num_bytes:
             return None
-        if address.name not in self._segments:
+        known = self._segments.pop(address.name, None)
+        if known is None:
             try:
-                segment = SharedSegment.open(address)
-            except OSError:  # on another host, or of another user
+                with closing(SharedSegment.open(address)) as segment:
+                    content = np.frombuffer(segment.map(), np.uint8)
+            except OSError:  # on another host, of another user, or there is no memory
                 return None
             if len(self._segments) >= MAX_MAPPED:
                 del self._segments[next(iter(self._segments))]
-            self._segments[address.name] = np.frombuffer(segment.map(), np.uint8)
-            segment.close()
-        return self._segments[address.name]
+        else:
+            content = known[0]
+        self._segments[address.name] = content, time.monotonic()
+        return content
+
+    def _unmap_unused(self) -> None:
+        """Unmap the memory of readers that have not read for a while."""
+        used_since = time.monotonic() - MAPPED_S
+        for name, (_, used_at) in list(self._segments.items()):
+            if used_at >= used_since:
+                break
+            del self._segments[name]
 
     def _send(self, peer: bytes, message: WireMessage, content: ByteArray | None = None) -> None:
         frames: list[Any] = [peer, wire.encode(message)]

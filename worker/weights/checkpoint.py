@@ -24,6 +24,9 @@ SINGLE_FILE = "model.safetensors"
 # Stored in some checkpoints, but ignored: quire computes these constants.
 _COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".attn.bias", ".attn.masked_bias")
 
+# Ends of the names of matrices, plain or quantized.
+_MATRIX_SUFFIXES = ("weight", "qweight", "weight_packed")
+
 CPU = torch.device("cpu")
 # Threads that read to memory; they are started when there are large tensors.
 MAX_READERS = min(8, os.cpu_count() or 1)
@@ -106,6 +109,10 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         """Return whether a stored tensor or an alias has this name."""
         return name in self._file_of or name in self._aliases
+
+    def has_layer(self, name: str) -> bool:
+        """Return whether the matrix of a linear layer of this name is stored, plain or quantized."""
+        return any(self.has(f"{name}.{suffix}") for suffix in _MATRIX_SUFFIXES)
 
     def names(self) -> list[str]:
         """Return the names of all stored tensors."""

@@ -18,10 +18,12 @@ from ...kernels.quantized_linear import (
     Float8Tokens,
     QuantizedWeight,
     dequantize,
+    float8_groups_linear,
     float8_linear,
     has_quantized_kernel,
     quantize,
     quantized_linear,
+    supports_float8_groups,
     supports_float8_linear,
 )
 from ...proto.model.quantization import Quantization
@@ -99,6 +101,14 @@ class QuantizedLinearWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return quantized_linear(x, self.quantized, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8GroupsWeight(QuantizedLinearWeight):
+    """A float8 weight with a scale per 128 inputs; the activations are quantized to float8 in the same way."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return float8_groups_linear(x, self.quantized, bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +193,8 @@ def make_linear_weight(
     """
     if supports_float8_linear(weight):
         return Float8Weight(weight)
+    if supports_float8_groups(weight) and dtype.itemsize == 2:
+        return Float8GroupsWeight(weight)
     if has_quantized_kernel(weight):
         return QuantizedLinearWeight(weight)
     if weight.codes.dtype == torch.int8 and weight.is_per_output:

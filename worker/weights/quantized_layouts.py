@@ -9,7 +9,8 @@
   In NVFP4 and MXFP4, ``weight_packed`` [N, K / 2] uint8 has two float4 codes per byte; ``weight_scale`` is float8 and
   divided by ``weight_global_scale``, or uint8, powers of two (e8m0).
 - float8 (as published for DeepSeek-V3 and Qwen3): ``weight`` [N, K]; ``weight_scale_inv`` per block, or
-  ``weight_scale``; both are factors.
+  ``weight_scale``; both are factors, float32 or e8m0. A ``weight`` [N, K / 2] int8 has two float4 codes per byte,
+  and scales per group, as of the experts of DeepSeek-V4.
 - mxfp4 (Rouhani et al., *Microscaling Data Formats for Deep Learning*, 2023; as published for gpt-oss):
   ``weight_blocks`` [N, K / 32, 16] uint8, two float4 codes per byte; ``weight_scales`` [N, K / 32] uint8, powers of
   two (e8m0). Of a layer's experts they are stacked.
@@ -41,6 +42,8 @@ WORD_BITS = 32
 SIGN = 128
 # Dtypes of weights that are stored unpacked.
 CODE_TYPES = (torch.int8, FLOAT8)
+# Dtypes of scales that are powers of two (e8m0).
+POWER_TYPES = (torch.uint8, torch.float8_e8m0fnu)
 # Stored beside a weight for quantized activations; unused, since activations are more precise here.
 UNUSED = (
     "weight_shape",
@@ -136,7 +139,7 @@ def _of_layer(checkpoint: Checkpoint, part: WeightSlice, quantization: Quantizat
     )
     bits, group_len = WORD_BITS * num_words // num_inputs, quantization.group_len or num_inputs
     if -(-num_inputs // group_len) != num_groups:
-        group_len = -(-num_inputs // max(1, num_groups))
+        group_len = _even_group_len(part, num_groups)
     return replace(quantization, bits=bits if bits in (4, 8) else quantization.bits, group_len=group_len)
 
 
@@ -169,7 +172,7 @@ def _read_compressed(
     if not checkpoint.has(f"{part.name}.weight_packed"):
         return _read_codes(checkpoint, part, quantization, device)
     if checkpoint.dtype_of(f"{part.name}.weight_packed") == torch.uint8:
-        return _read_float4(checkpoint, part, "weight_packed", device)
+        return _read_float4(checkpoint, part, "weight_packed", "weight_scale", device)
     (num_outputs, num_inputs), shape = part.shape, checkpoint.shape_of(f"{part.name}.weight_packed")
     bits = WORD_BITS * shape[1] // num_inputs if len(shape) == 2 else 0
     if bits not in (4, 8):
@@ -195,14 +198,14 @@ def _read_compressed(
 
 
 def _read_float4(
-    checkpoint: Checkpoint, part: WeightSlice, codes_name: str, device: torch.device
+    checkpoint: Checkpoint, part: WeightSlice, codes_name: str, scales_name: str, device: torch.device
 ) -> QuantizedWeight:
-    """Read a slice in NVFP4 or MXFP4 whose codes have this name."""
-    (num_outputs, num_inputs), name = part.shape, f"{part.name}.weight_scale"
+    """Read a slice in NVFP4 or MXFP4 whose codes and scales have these names."""
+    (num_outputs, num_inputs), name = part.shape, f"{part.name}.{scales_name}"
     num_groups = max(1, checkpoint.shape_of(name)[-1])
     groups = _find_groups(part, num_groups, -(-num_inputs // num_groups))
     stored = checkpoint.read(name, (num_outputs, num_groups), part.outputs, groups.range)
-    if stored.dtype == torch.uint8:
+    if stored.dtype in POWER_TYPES:
         scales = _powers_of_two(stored)
     else:
         scales = _scale_all(checkpoint, part, stored.float())
@@ -230,7 +233,16 @@ def _read_modelopt(
 ) -> QuantizedWeight | None:
     name = f"{part.name}.weight"
     if checkpoint.has(name) and checkpoint.dtype_of(name) == torch.uint8:
-        return _read_float4(checkpoint, part, "weight", device)
+        return _read_float4(checkpoint, part, "weight", "weight_scale", device)
+    return _read_codes(checkpoint, part, quantization, device)
+
+
+def _read_float8(
+    checkpoint: Checkpoint, part: WeightSlice, quantization: Quantization, device: torch.device
+) -> QuantizedWeight | None:
+    name = f"{part.name}.weight"
+    if checkpoint.has(name) and checkpoint.dtype_of(name) == torch.int8:
+        return _read_float4(checkpoint, part, "weight", "weight_scale_inv", device)
     return _read_codes(checkpoint, part, quantization, device)
 
 
@@ -280,7 +292,7 @@ _READERS: dict[str, Reader] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed": _read_compressed,
-    "float8": _read_codes,
+    "float8": _read_float8,
     "mxfp4": _read_mxfp4,
     "modelopt": _read_modelopt,
 }
@@ -310,9 +322,10 @@ def _read_scales(
     of_blocks = len(shape) == 4  # modelopt's
     if of_blocks:
         shape = shape[0], shape[2]
-    block_outputs, group_len = 1, -(-num_inputs // max(1, shape[-1]))
     if block_shape is not None and shape[0] != num_outputs:
         block_outputs, group_len = block_shape
+    else:
+        block_outputs, group_len = 1, _even_group_len(part, shape[-1])
     stored = None
     if checkpoint.has(f"{part.name}.weight_g_idx"):
         stored = checkpoint.read(f"{part.name}.weight_g_idx", (num_inputs,), part.inputs)
@@ -327,7 +340,7 @@ def _read_scales(
         scales = checkpoint.read(name, expected, of_slice, (0, 1), groups.range)[:, 0, :, 0]
     else:
         scales = checkpoint.read(name, (num_blocks, groups.count), of_slice, groups.range)
-    if scales.dtype == torch.float8_e8m0fnu:
+    if scales.dtype in POWER_TYPES:
         scales = _powers_of_two(scales)
     rows = torch.arange(start, start + length) // block_outputs - first
     return scales[rows].t().contiguous(), groups
@@ -346,6 +359,20 @@ def _read_zeros(checkpoint: Checkpoint, part: WeightSlice, groups: _Groups, bits
     shape = num_outputs // per_word, groups.count
     words = _read_words(checkpoint, name, shape, _in_words(part, part.outputs, per_word), groups.range)
     return _unpack(words.t(), bits).to(torch.int16) - (1 << bits - 1)
+
+
+def _even_group_len(part: WeightSlice, num_groups: int) -> int:
+    """Return the inputs of each group of a layer, which only the number of its groups tells.
+
+    Raises:
+        ModelLoadError: the groups cannot be equally long; any guess would give wrong numbers.
+    """
+    num_inputs = part.shape[1]
+    if num_groups < 1 or num_inputs % num_groups:
+        raise ModelLoadError(
+            f"{part.name!r} has scales for {num_groups} groups, which do not divide its {num_inputs} inputs"
+        )
+    return num_inputs // num_groups
 
 
 def _find_groups(part: WeightSlice, num_groups: int, group_len: int, stored: Tensor | None = None) -> _Groups:

@@ -46,7 +46,7 @@ _WINDOW_ALIGNMENT = 2 << 20
 MAX_SPARSITY = 64
 # Linux's advice, from 5.14 on, to map the pages of a file at once: errors of the disk and the end of the file are
 # error numbers then, and no signals that end the process.
-_POPULATE_READ = 22
+POPULATE_READ = 22
 # Parts of a file that `SafetensorsFile.sample` reads.
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
 
@@ -258,7 +258,7 @@ class SafetensorsFile:
             )
             with suppress(OSError):  # a kernel without huge pages
                 mapped.madvise(mmap.MADV_HUGEPAGE)
-            mapped.madvise(_POPULATE_READ)
+            mapped.madvise(POPULATE_READ)
         except (OSError, ValueError, AttributeError) as error:
             if isinstance(error, OSError) and error.errno in (errno.EFAULT, errno.EIO):
                 raise

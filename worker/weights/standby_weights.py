@@ -28,6 +28,9 @@ _PATTERNS = ("*.safetensors", "*.json")
 _MAX_EXPANSION = 16
 _MIN_BYTES = 1 << 30
 
+# Copies that may fail before the files are read: each may wait for a peer that hangs.
+MAX_FAILED_COPIES = 2
+
 # Owner of the segments of the process that this one replaces.
 _REPLACED = "the rank that failed"
 
@@ -109,9 +112,16 @@ class StandbyWeights:
                 if address.name not in self._used and (reader := self._map(source, address, identity)):
                     self._used.add(address.name)
                     return reader
+        num_failed = 0
         for number, source in enumerate(self._sources):
             if not source.credentials:
                 continue
+            if num_failed == MAX_FAILED_COPIES:
+                _log.warning(
+                    "the weights of %s and later ones are not asked for: reading files", source.owner
+                )
+                break
+            num_failed += 1
             self._sources[number] = replace(source, credentials=source.credentials[1:])
             segment = self._copy(source, identity, folder)
             if segment is not None:

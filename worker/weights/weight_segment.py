@@ -26,6 +26,7 @@ PURPOSE = "weights"
 # A format, the table's start and its length.
 _HEADER = struct.Struct("<8sQQ")
 _FORMAT = b"quirew02"
+_TABLE_FIELDS = frozenset({"identity", "records", "checksums", "packing_s"})
 # Of torch's own allocations on a CPU.
 _ALIGNMENT = 64
 
@@ -172,15 +173,19 @@ class SegmentReader:
 
 
 def read_table(mapped: mmap.mmap) -> dict[str, Any]:
-    """Return the table of a complete segment.
+    """Return the table of a complete segment, with all its fields.
 
     Raises:
         ValueError: the segment has another format.
     """
+    if len(mapped) < _HEADER.size:
+        raise ValueError(f"the segment has {len(mapped)} bytes, must have at least {_HEADER.size}")
     format_name, start, num_bytes = _HEADER.unpack_from(mapped)
     if format_name != _FORMAT:
         raise ValueError(f"the segment has format {format_name!r}, must have {_FORMAT!r}")
-    table: dict[str, Any] = json.loads(mapped[start : start + num_bytes])
+    table = json.loads(mapped[start : start + num_bytes])
+    if not isinstance(table, dict) or not table.keys() >= _TABLE_FIELDS:
+        raise ValueError(f"the table of the segment must have {', '.join(sorted(_TABLE_FIELDS))}")
     return table
 
 

@@ -13,13 +13,13 @@ from torch.multiprocessing.spawn import spawn
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
+from quire.kernels import all_reduce_norm
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers, all_reduce_add_rms_norm
 from quire.proto.errors import ConfigError
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.symmetric_memory import open_symmetric_memory
 from quire.worker.comm.torch_distributed import TorchDistributed, create_store
 from quire.worker.models import load_context
-from quire.worker.models.llama import decoder, decoder_layer
 
 HOST = "127.0.0.1"
 MAX_TOKENS = 3
@@ -52,9 +52,10 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
         calls.append(len(x))
         return fused(x, *rest)
 
-    def peers_of(comm: Any, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Peers:
-        signals = torch.zeros(NUM_SIGNALS, dtype=torch.int32)
-        return Peers(0, [torch.zeros(2, MAX_TOKENS, hidden_size, dtype=dtype)], [signals])
+    class OneRank:
+        def open(self, comm: Any, hidden_size: int, dtype: torch.dtype, device: torch.device) -> Peers:
+            signals = torch.zeros(NUM_SIGNALS, dtype=torch.int32)
+            return Peers(0, [torch.zeros(2, MAX_TOKENS, hidden_size, dtype=dtype)], [signals])
 
     def generate() -> list[int]:
         (generated,) = make_engine(folder, 1, num_blocks=16).greedy([list(PROMPT)], 6)
@@ -62,13 +63,11 @@ def test_fused_all_reduce_gives_tokens_of_separate_ops(
         return tokens
 
     expected = generate()
-    monkeypatch.setattr(decoder_layer, "all_reduce_add_rms_norm", count)
-    monkeypatch.setattr(decoder, "open_symmetric_memory", peers_of)
-    monkeypatch.setattr(decoder, "choose_all_reduce", lambda peers, comm: None)
+    monkeypatch.setattr(all_reduce_norm, "all_reduce_add_rms_norm", count)
     make_context: Callable[..., None] = load_context.LoadContext.__init__
 
     def with_fused(self: Any, *arguments: Any, **options: Any) -> None:
-        make_context(self, *arguments, **(options | {"fused_all_reduce": True}))
+        make_context(self, *arguments, **(options | {"sums": OneRank()}))
 
     monkeypatch.setattr(load_context.LoadContext, "__init__", with_fused)
     assert generate() == expected
@@ -95,7 +94,7 @@ def test_fused_all_reduce_is_bit_identical_on_all_gpus() -> None:
 def be_rank(rank: int, size: int, port: int) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
-    comm = TorchDistributed(rank, size, HOST, port, device, 120)
+    comm = TorchDistributed.join(rank, size, HOST, port, device, 120)
     peers = open_symmetric_memory(comm, 96, torch.bfloat16, device)
     torch.manual_seed(0)
     parts = torch.randn(size, 40, 96, dtype=torch.bfloat16)

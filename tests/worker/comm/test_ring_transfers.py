@@ -31,7 +31,7 @@ def on_ranks(function: Callable[[int, RingTransfers], Any], size: int = 2) -> li
     store, port = create_store(HOST)
 
     def run(rank: int) -> Any:
-        group = TorchDistributed(rank, size, HOST, port, CPU, timeout_s=60)
+        group = TorchDistributed.join(rank, size, HOST, port, CPU, timeout_s=60)
         transfers = RingTransfers(group, [each for each in range(size) if each != rank], 60.0)
         try:
             return function(rank, transfers)
@@ -93,7 +93,7 @@ PEER = """
 import sys, torch
 from quire.worker.comm.ring_transfers import RingTransfers
 from quire.worker.comm.torch_distributed import TorchDistributed
-group = TorchDistributed(1, 2, "127.0.0.1", int(sys.argv[1]), torch.device("cpu"), timeout_s=240)
+group = TorchDistributed.join(1, 2, "127.0.0.1", int(sys.argv[1]), torch.device("cpu"), timeout_s=240)
 transfers = RingTransfers(group, [0], 240.0)
 transfers.send(torch.arange(3), 0, 0).wait()
 transfers.receive(torch.empty(1), 0, 0).wait()
@@ -104,7 +104,7 @@ def test_killed_sender_is_named() -> None:
     store, port = create_store(HOST)
     peer = subprocess.Popen([sys.executable, "-c", PEER, str(port)])
     try:
-        group = TorchDistributed(0, 2, HOST, port, CPU, timeout_s=240)
+        group = TorchDistributed.join(0, 2, HOST, port, CPU, timeout_s=240)
         transfers = RingTransfers(group, [1], 240.0)
         assert transfers.receive(torch.empty(3, dtype=torch.int64), 1, 0).wait().tolist() == [0, 1, 2]
         peer.send_signal(signal.SIGKILL)

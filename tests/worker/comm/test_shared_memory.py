@@ -134,7 +134,7 @@ def test_late_rank_is_named_after_deadline() -> None:
             assert given_up.wait(60)
             return
         assert isinstance(comm, SharedMemoryCommunicator)
-        comm._timeout_s = 0.3  # shortened only after joining
+        comm.timeout_s = 0.3  # shortened only after joining
         with pytest.raises(
             ConnectionError, match=r"all-gather of rank 0 .* rank 1 did not arrive within 0\.3 s"
         ):

@@ -31,7 +31,7 @@ from quire.worker.comm.torch_distributed import TorchDistributed
 from quire.worker.rank.runner import ModelRunner
 
 rank, config, port, num_blocks, frames = pickle.load(sys.stdin.buffer)
-runner = ModelRunner(config, TorchDistributed(rank, 2, "127.0.0.1", port, torch.device("cpu"), timeout_s=120))
+runner = ModelRunner(config, TorchDistributed.join(rank, 2, "127.0.0.1", port, torch.device("cpu"), timeout_s=120))
 runner.allocate_cache(num_blocks)
 results = [runner.execute(StepPlan.decode(frame)).encode() for frame in frames]
 runner.close()
@@ -79,7 +79,7 @@ def test_all_reduce_and_all_gather_over_gloo() -> None:
     results: dict[int, tuple[list[float], list[list[float]]]] = {}
 
     def on_rank(rank: int) -> None:
-        comm = TorchDistributed(rank, 3, HOST, port, torch.device("cpu"), timeout_s=60)
+        comm = TorchDistributed.join(rank, 3, HOST, port, torch.device("cpu"), timeout_s=60)
         summed = comm.all_reduce(torch.tensor([1.0, 10.0 * rank]))
         results[rank] = summed.tolist(), comm.all_gather(torch.tensor([float(rank), 7.0])).tolist()
         comm.barrier()
@@ -97,7 +97,7 @@ def test_join_times_out_without_other_rank() -> None:
     with pytest.raises(
         ConnectionError, match=r"joining at 127\.0\.0\.1:\d+ of rank 0 with the others of 2 failed"
     ):
-        TorchDistributed(0, 2, HOST, port, torch.device("cpu"), timeout_s=1)
+        TorchDistributed.join(0, 2, HOST, port, torch.device("cpu"), timeout_s=1)
     del store
 
 
@@ -106,12 +106,12 @@ def test_collective_fails_after_other_rank_left() -> None:
     left = threading.Event()
 
     def leave() -> None:
-        TorchDistributed(1, 2, HOST, port, torch.device("cpu"), timeout_s=60).close()
+        TorchDistributed.join(1, 2, HOST, port, torch.device("cpu"), timeout_s=60).close()
         left.set()
 
     leaver = threading.Thread(target=leave)
     leaver.start()
-    comm = TorchDistributed(0, 2, HOST, port, torch.device("cpu"), timeout_s=60)
+    comm = TorchDistributed.join(0, 2, HOST, port, torch.device("cpu"), timeout_s=60)
     assert left.wait(60)
     leaver.join()
     with pytest.raises(ConnectionError, match="all-reduce of rank 0 with the others of 2 failed"):
@@ -132,15 +132,11 @@ def test_ranks_meet_after_more_than_the_timeout_of_collectives(
     timeout_s = 60.0
 
     def join(rank: int) -> TorchDistributed:
-        return TorchDistributed(rank, 2, HOST, port, torch.device("cpu"), timeout_s=60)
+        return TorchDistributed.join(rank, 2, HOST, port, torch.device("cpu"), timeout_s=60)
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(join, range(2))
-        if device == "cuda":
-            for comm in (first, second):
-                comm._device, comm._group = torch.device("cuda", 0), FailingGroup()
-        waited = threading.Event()
-        wait = first.store.wait
+        waited, wait = threading.Event(), first.store.wait
 
         def count(*arguments: Any) -> None:
             try:
@@ -150,7 +146,8 @@ def test_ranks_meet_after_more_than_the_timeout_of_collectives(
                 raise
 
         if device == "cuda":
-            first.store = Waiting(first.store, count)
+            first = on_gpu(FailingGroup(), Waiting(first.store, count))
+            second = on_gpu(FailingGroup(), second.store, rank=1)
             other = threads.submit(first.meet, timeout_s)
             assert waited.wait(60)
             assert not other.done()
@@ -177,17 +174,17 @@ class Waiting:
 def test_meeting_ends_when_the_group_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread leaves it, as after the failure of a rank that will not come."""
     monkeypatch.setattr(torch_distributed, "MEETING_CHECK_S", 0.01)
-    comm = join_failing_group(torch.device("cuda", 0))
-    comm.store, comm._num_meetings = LonelyStore(comm), 0
+    store = LonelyStore()
+    comm = store.leaver = on_gpu(FailingGroup(), store)
     with pytest.raises(ConnectionError, match="rank 0 has left the group"):
         comm.meet(1800)
 
 
 class LonelyStore:
-    """A store at which one rank waits, until the group is left during its third wait."""
+    """A store at which one rank waits, until `leaver` leaves the group during its third wait."""
 
-    def __init__(self, comm: TorchDistributed) -> None:
-        self.num_waits, self._comm = 0, comm
+    num_waits = 0
+    leaver: TorchDistributed | None = None
 
     def add(self, key: str, amount: int) -> int:
         return amount
@@ -195,14 +192,13 @@ class LonelyStore:
     def wait(self, keys: list[str], timeout: Any) -> None:
         self.num_waits += 1
         assert self.num_waits <= 3
-        if self.num_waits == 3:
-            self._comm._group = None
+        if self.num_waits == 3 and self.leaver is not None:
+            self.leaver.close()
         raise dist.DistStoreError("wait timeout")
 
 
 def test_meeting_without_another_rank_names_its_deadline() -> None:
-    comm = join_failing_group(torch.device("cuda", 0))
-    comm.store, comm._num_meetings = LonelyStore(comm), 0
+    comm = on_gpu(FailingGroup(), LonelyStore())
     with pytest.raises(ConnectionError, match=r"meeting in 0\.5 s of rank 0 with the others of 2 failed"):
         comm.meet(0.5)
 
@@ -218,17 +214,17 @@ class FailingGroup:
         assert not options.asyncOp, "NCCL would use a stream of its own"
         raise RuntimeError("NCCL error: remote process exited\nand a trace")
 
+    def abort(self) -> None: ...
 
-def join_failing_group(device: torch.device) -> TorchDistributed:
-    comm = TorchDistributed.__new__(TorchDistributed)
-    comm.rank, comm.size = 0, 2
-    comm._device, comm._group = device, FailingGroup()
-    return comm
+
+def on_gpu(group: Any, store: Any = None, rank: int = 0) -> TorchDistributed:
+    """Return a communicator of one of two GPUs."""
+    return TorchDistributed(rank, 2, torch.device("cuda", 0), store, group)
 
 
 def test_collective_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    comm = join_failing_group(torch.device("cuda", 0))
+    comm = on_gpu(FailingGroup())
     with pytest.raises(ConnectionError, match="all-reduce of rank 0 with the others of 2 failed: NCCL error"):
         comm.all_reduce(torch.ones(4))
     with pytest.raises(ConnectionError, match="all-gather of rank 0 with the others of 2 failed: NCCL error"):
@@ -240,7 +236,7 @@ def test_collective_that_cannot_be_recorded_is_an_error_of_the_recording(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="NCCL error"):
-        join_failing_group(torch.device("cuda", 0)).all_reduce(torch.ones(4))
+        on_gpu(FailingGroup()).all_reduce(torch.ones(4))
 
 
 def test_group_is_left_while_kernels_wait_for_a_dead_rank(
@@ -257,8 +253,8 @@ def test_group_is_left_while_kernels_wait_for_a_dead_rank(
             self.num_aborts += 1
             released.wait(60)
 
-    comm = join_failing_group(torch.device("cuda", 0))
-    comm._group = group = StuckGroup()
+    group = StuckGroup()
+    comm = on_gpu(group)
     comm.close()
     comm.close()
     released.set()
@@ -282,8 +278,7 @@ def test_group_is_left_whose_abort_waits_for_graphs(
         assert aborting.wait(60)
         dropped.set()
 
-    comm = join_failing_group(torch.device("cuda", 0))
-    comm._group = RecordedGroup()
+    comm = on_gpu(RecordedGroup())
     comm.close(drop_recordings)
     assert dropped.is_set()
     dropped.clear()

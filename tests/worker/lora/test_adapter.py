@@ -94,6 +94,14 @@ def test_router_is_found_under_transformers_name(name: str, tmp_path: Path) -> N
     assert not any(others)
 
 
+def test_digest_is_of_the_content(tmp_path: Path) -> None:
+    tensors = matrices()
+    before = read_adapter(write(tmp_path, tensors), make_layers()).digest
+    name = next(iter(tensors))
+    tensors[name] = tensors[name] + 1.0
+    assert read_adapter(write(tmp_path, tensors), make_layers()).digest != before
+
+
 def test_ranks_read_their_parts(tmp_path: Path) -> None:
     tensors = matrices() | of_embedding()
     # PEFT stores the model's own embedding besides.

@@ -84,6 +84,8 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "deepseek_v3": ({}, [{"modules": (*MLP, "gate"), "seed": 4}]),
     "deepseek_v32": ({"index_topk": 7}, [{"modules": (*MLP, "gate", "o_proj"), "seed": 4}]),
     "mixtral": ({}, [{"modules": ("w1", "w2", "w3"), "seed": 4}]),
+    # With adapters of attention and of the indexer, whose modules have the same names.
+    "minimax_m3_vl_text": ({}, [{"modules": ("q_proj", "k_proj", "o_proj", "gate_up_proj"), "seed": 17}]),
     "gemma3_text": ({}, [{"modules": ATTENTION + MLP, "seed": 5}]),
     # With layers that keep a state.
     "lfm2": (STATE_KINDS["lfm2"], [{"modules": ("in_proj", "out_proj", "q_proj", "w1", "w2"), "seed": 10}]),
@@ -92,6 +94,15 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"modules": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), "seed": 11}],
     ),
     "bamba": (STATE_KINDS["bamba"], [{"modules": ("in_proj", "out_proj", "v_proj", *MLP), "seed": 12}]),
+    # With a residual of several streams.
+    "deepseek_v4": (
+        STATE_KINDS["deepseek_v4"] | {"checkpoint": {"save_original_format": False}},
+        [
+            {"modules": ("q_a_proj", "q_b_proj", "kv_proj", "o_b_proj", *MLP), "seed": 13},
+            {"modules": ("gate_up_proj", "down_proj"), "seed": 14},
+        ],
+    ),
+    "hy_v4": ({}, [{"modules": ("o_proj", *MLP), "seed": 16}]),
     # Served with the modules of transformers.
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
     "cohere2": ({"sliding_window": 11}, [{"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 7}]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,14 +25,22 @@ make_blocks, genuine = partial(random_blocks, BLOCK_BYTES), partial(read_genuine
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def store() -> Iterator[str]:
-    """Run an object store; yields its URL."""
+@contextmanager
+def object_store() -> Iterator[str]:
+    """Run an object store; yields its URL. All of this process have the same buckets."""
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     running.start()
     host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[str]:
+    with object_store() as url:
+        yield url
 
 
 @pytest.fixture
@@ -53,7 +62,7 @@ def client(store: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def open_bucket(max_bytes: int = 64 * MIB, place: str = "s3://kv-blocks/of/llama") -> KvDirectory:
-    directory = KvDirectory.open(place, max_bytes, LAYOUT, BLOCK_BYTES, KEY)
+    directory = KvDirectory.open(place, max_bytes, LAYOUT, [BLOCK_BYTES], KEY)
     directory.scan()
     return directory
 
@@ -114,15 +123,15 @@ def test_changed_or_deleted_objects_are_misses(client: Any) -> None:
 
 
 def test_store_that_is_gone_costs_misses(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another server of the same buckets, which ends."""
     blocks = make_blocks(3)
-    directory = open_bucket()
-    directory.write(list(blocks.items()))
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+    with object_store() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        directory = open_bucket()
+        directory.write(list(blocks.items()))
+        assert genuine(directory, list(blocks))
     with pytest.raises(ConfigError, match=r"KV cannot be kept in s3://kv-blocks/of/llama: .*127\.0\.0\.1"):
         open_bucket()
-    directory._store._client = boto3.client("s3")  # type: ignore[attr-defined]
     assert not genuine(directory, list(blocks))
     with pytest.raises(OSError, match="s3://kv-blocks"):
         directory.write(list(make_blocks(1, 1).items()))

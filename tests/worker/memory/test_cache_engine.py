@@ -171,9 +171,9 @@ def expected(before: Tensor) -> Tensor:
 
 
 def test_measure_swap_rate_is_positive(make_engine: Callable[[str], CacheEngine]) -> None:
-    assert make_engine("cpu").measure_swap_rate() > 0
+    assert make_engine("cpu").measure_swap_rates().blocks_per_s > 0
 
 
 def test_measure_swap_rate_is_zero_without_host_memory(config: EngineConfig) -> None:
     engine = CacheEngine(config, NUM_BLOCKS, 0, torch.bfloat16, torch.device("cpu"))
-    assert engine.measure_swap_rate() == 0.0
+    assert engine.measure_swap_rates() == (0.0, 0.0)

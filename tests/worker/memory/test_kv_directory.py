@@ -13,19 +13,22 @@ from pathlib import Path
 
 import kv_blocks
 import pytest
+import torch
 from kv_blocks import random_blocks, read_genuine
 
-from quire.worker.memory import kv_directory
+from quire.proto.stored_kv import split_keys
+from quire.worker.memory import kv_directory, stored_blocks
 from quire.worker.memory.block_files import NoRoom
-from quire.worker.memory.kv_directory import KvDirectory
+from quire.worker.memory.kv_directory import Changes, KvDirectory
+from quire.worker.memory.stored_blocks import HostMemory, StoredBlocks
 
-BLOCK_BYTES = 8192
+BLOCK_BYTES, STATE_BYTES = 8192, 3 << 20
 LAYOUT, KEY = b"l" * 16, b"k" * 32
 make_blocks, genuine = partial(random_blocks, BLOCK_BYTES), partial(read_genuine, BLOCK_BYTES)
 
 
 def open_directory(path: Path, max_bytes: int = 1 << 30, key: bytes = KEY) -> KvDirectory:
-    directory = KvDirectory.open(str(path), max_bytes, LAYOUT, BLOCK_BYTES, key)
+    directory = KvDirectory.open(str(path), max_bytes, LAYOUT, [BLOCK_BYTES, STATE_BYTES], key)
     directory.scan()
     return directory
 
@@ -42,6 +45,51 @@ def test_blocks_are_found_by_another_process(tmp_path: Path) -> None:
     blocks = make_blocks(9)
     open_directory(tmp_path).write(list(blocks.items()))
     assert genuine(open_directory(tmp_path), list(blocks)) == blocks
+
+
+def test_states_have_files_of_their_own_within_one_bound(tmp_path: Path) -> None:
+    bound, directory = 8 << 20, open_directory(tmp_path, 8 << 20)
+    blocks, states = make_blocks(9), random_blocks(STATE_BYTES, 3)
+    directory.write(list(blocks.items()))
+    for state in states.items():
+        directory.write([state])
+    assert len(files_of(tmp_path)) == 2, "the oldest files had to leave"
+    assert bytes_of(tmp_path) <= bound
+    again, newest = open_directory(tmp_path), list(states)[1:]
+    assert read_genuine(STATE_BYTES, again, newest) == {key: states[key] for key in newest}
+    assert not genuine(again, list(blocks))
+
+
+def test_all_blocks_of_a_file_that_is_gone_are_told(tmp_path: Path) -> None:
+    blocks = make_blocks(3)
+    directory = open_directory(tmp_path)
+    directory.write(list(blocks.items()))
+    (file,) = files_of(tmp_path)
+    file.unlink()
+    assert not genuine(directory, list(blocks)[:1])
+    assert set(directory.take_lost()) == set(blocks)
+    assert directory.take_lost() == []
+
+
+def test_block_that_moved_to_another_file_stays_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_blocks, "MAX_REPORTED_KEYS", 2)
+    directory = open_directory(tmp_path)
+    stored = StoredBlocks(
+        0, [directory, None], HostMemory([torch.zeros(1, 2, BLOCK_BYTES, dtype=torch.uint8)], [])
+    )
+    (tier,) = stored._tiers
+    keys = list(make_blocks(4))
+    stored.report_changes(1, tier, Changes(added=keys[-1:], removed=keys))
+    known = set(keys)
+    while known != {keys[-1]}:
+        reports = stored.take_reports(is_idle=True)
+        for report in reports:  # as the scheduler does
+            known -= set(split_keys(report.removed))
+            known |= set(split_keys(report.added))
+        assert reports or known == {keys[-1]}
+    stored.close()
 
 
 def test_another_key_finds_nothing(tmp_path: Path) -> None:

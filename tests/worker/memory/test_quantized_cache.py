@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from kernel_references import find_reference
+from safetensors.torch import load_file, save_file
+from stand_in_gpu import installed
 from transformers import AutoTokenizer
 
 from quire.proto.step import PromptScoring, RowSampling
@@ -58,3 +63,25 @@ def test_prompt_logprobs_are_within_tolerance(
     # The lower bound fails for a cache that is not quantized.
     assert 1e-4 < differences.mean() < mean
     assert differences.max() < largest
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for a GPU")
+def test_fixed_scales_are_those_of_the_checkpoint(
+    make_model: Any, make_engine: Any, planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under either of their names; a layer without any has 1."""
+    folder = shutil.copytree(make_model("llama", num_hidden_layers=3), tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.k_scale"] = torch.tensor(0.5)
+    weights["model.layers.0.self_attn.v_scale"] = torch.tensor([0.25])
+    weights["model.layers.2.self_attn.k_proj.k_scale"] = torch.tensor(0.125)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with installed(monkeypatch, stand_in=find_reference):
+        engine = make_engine(folder, device="cuda", kv_dtype="fp8_per_tensor", cuda_graphs=False)
+        engine.generate([planned([5, 17, 99, 3], 4, RowSampling(temperature=0.0))])
+        found = [
+            [scales[:, part][scales[:, part] > 0].unique().tolist() for part in range(2)]
+            for scales in (cache.scales.cpu() for cache in engine.runners[0].memory.kv.cache.layers)
+        ]
+        engine.close()
+    assert found == [[[0.5], [0.25]], [[1.0], [1.0]], [[0.125], [1.0]]]

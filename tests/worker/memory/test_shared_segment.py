@@ -39,6 +39,15 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], SegmentAddress]]:
             process.kill()
 
 
+def test_dropped_segment_is_closed() -> None:
+    segment = SharedSegment.create("test", 4096)
+    address = segment.address
+    SharedSegment.open(address).close()
+    del segment
+    with pytest.raises(OSError, match=r"No such file|has .* open, not the segment"):
+        SharedSegment.open(address)
+
+
 def test_opened_segment_outlives_its_process_and_its_address_does_not() -> None:
     with owner() as (process, address):
         segment = SharedSegment.open(address)

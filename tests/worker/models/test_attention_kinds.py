@@ -113,6 +113,17 @@ def draw_longcat_flash(rng: random.Random) -> dict[str, Any]:
     return fields | {"zero_expert_num": rng.randint(0, 4), "moe_topk": rng.randint(2, 4)}
 
 
+def draw_hy_v4(rng: random.Random) -> dict[str, Any]:
+    """Return overrides with any number of streams, and indexers that some layers share."""
+    fields = draw_mixture(rng) | {"hc_mult": rng.randint(1, 4), "hc_magnitude": rng.choice((1.0, 2.0))}
+    kinds = ["full", *(rng.choice(("full", "shared")) for _ in range(fields["num_hidden_layers"] - 1))]
+    fields |= {"indexer_types": kinds, "index_topk": rng.choice((1, 7, 16, 64))}
+    return fields | {
+        "index_head_dim": fields["qk_rope_head_dim"] + rng.choice((0, 8)),
+        "swiglu_limit": rng.choice((0.3, 7.0)),
+    }
+
+
 # Model type |-> function that draws overrides of its configuration.
 KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "mimo_v2_flash": draw_mimo_v2_flash,
@@ -122,6 +133,7 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "axk2": draw_axk2,
     "longcat_flash": draw_longcat_flash,
     "gemma4_unified_text": draw_gemma4_unified,
+    "hy_v4": draw_hy_v4,
 }
 
 
@@ -153,6 +165,7 @@ def test_random_attention_equals_transformers(
         ("mistral4", "int8", 2),
         ("axk2", "int8", 2),
         ("longcat_flash", "int8", 4),
+        ("hy_v4", "int8", 2),
         ("gemma4_unified_text", "packed-symmetric", 1),
     ],
 )

@@ -6,7 +6,7 @@ The models have blocks of several cache groups, latents, or layers of their own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,7 @@ class Ranks:
     num_scarce_blocks: int
 
     def driver(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> RankedDriver:
-        config = self.engine.config.with_num_blocks(num_blocks)
-        cache = replace(config.cache, num_host_kv_blocks=num_host_blocks)
-        return RankedDriver(replace(config, cache=cache), self.engine.step)
+        return RankedDriver.of(self.engine, num_blocks, num_host_blocks)
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +111,6 @@ def ranks(
     return Ranks(engine, reference, SCARCE_BLOCKS[kind])
 
 
-def add_all(driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
-    for handle, prompt in prompts.items():
-        generated = driver.outputs.get(handle, [])
-        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True, generated=generated)
-
-
 def numbered(prompts: list[list[int]]) -> dict[int, list[int]]:
     return dict(enumerate(prompts))
 
@@ -131,10 +123,10 @@ def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
         for index, (length, tail) in enumerate(zip((40, 32, 40), tails, strict=True))
     }
     driver = ranks.driver()
-    add_all(driver, {0: prefix})
+    driver.add_all({0: prefix}, MAX_TOKENS)
     driver.run(depth=2)
     assert driver.scheduler.blocks.num_hit_tokens == 0
-    add_all(driver, later)
+    driver.add_all(later, MAX_TOKENS)
     driver.finish({0: prefix, **later}, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.blocks.num_hit_tokens == 40 + 32 + 40
 
@@ -144,7 +136,7 @@ def test_preempted_sequences_keep_the_tokens(ranks: Ranks, num_host_blocks: int)
     driver = ranks.driver(ranks.num_scarce_blocks, num_host_blocks)
     driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
     prompts = numbered(prompts_of([17, 22, 9, 13], seed=3))
-    add_all(driver, prompts)
+    driver.add_all(prompts, MAX_TOKENS)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.stats.num_preemptions > 0
     assert (driver.scheduler.blocks.num_swapped_blocks > 0) == (num_host_blocks > 0)
@@ -154,7 +146,7 @@ def test_moved_sequences_keep_the_tokens(ranks: Ranks) -> None:
     """They continue on a replica that has nothing of them in its cache."""
     prompts = numbered(prompts_of([30, 5], seed=4))
     first, second = ranks.driver(), ranks.driver()
-    add_all(first, prompts)
+    first.add_all(prompts, MAX_TOKENS)
     while min(map(len, first.outputs.values())) < MAX_TOKENS // 2:
         first.step(depth=2)
     first.scheduler.drain(0.0, first.now)
@@ -162,7 +154,7 @@ def test_moved_sequences_keep_the_tokens(ranks: Ranks) -> None:
     first.empty_ranks()
     assert set(first.moved) == set(prompts)
     second.outputs = first.outputs
-    add_all(second, prompts)
+    second.add_all(prompts, MAX_TOKENS)
     second.finish(prompts, ranks.reference, MAX_TOKENS)
 
 
@@ -171,7 +163,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     """The content of their KV memory is lost, or what the scheduler does not list of it."""
     prompts = numbered(prompts_of([30, 5], seed=5))
     driver = ranks.driver()
-    add_all(driver, prompts)
+    driver.add_all(prompts, MAX_TOKENS)
     while min(map(len, driver.outputs.values())) < MAX_TOKENS // 2:
         driver.step(depth=2)
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)

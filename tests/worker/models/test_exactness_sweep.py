@@ -35,7 +35,7 @@ SHARDED = (
 )
 ONE_RANK = ("gpt2", "opt", "bloom", "falcon")
 # Served with transformers' modules: the number of ranks must divide the KV heads.
-WITH_A_PLAN = ("gpt_neox", "olmo", "gemma")
+WITH_A_PLAN = ("gpt_neox", "olmo")
 
 
 def draw_model(rng: random.Random) -> tuple[str, int, dict[str, Any]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -223,10 +222,9 @@ def test_unsupported_decoder_has_no_fused_decode_and_logs_why(
 
 
 def test_experts_that_are_multiplied_one_by_one_are_logged_once(
-    make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch
+    make_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch, log_of: Callable[[str], list[str]]
 ) -> None:
-    logged: list[str] = []
-    monkeypatch.setattr(decoder_module, "_log", SimpleNamespace(warning=logged.append))
+    logged = log_of(decoder_module.__name__)
     make_decoder("mixtral")
     assert logged == []
     monkeypatch.setattr(moe, "supports", lambda weights: False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
 
+from benchmarks.draft_lengths import fixed_lengths
+from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.model.registry import state_layers
 from quire.scheduler.kv.kv_tiers import KvTiers
@@ -28,12 +30,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # Blocks that are too few for four sequences at once, if there are several cache groups.
 SCARCE_BLOCKS = {"gemma3_text": 64, "gpt_oss": 44}
+DRAFTS = SpeculativeConfig("ngram", 4)
 STATE_SPLITS = [
-    ("qwen3_next", 2, 2),
-    ("kimi_linear", 3, 1),
-    pytest.param("mamba", 2, 1, marks=pytest.mark.slow),
-    pytest.param("lfm3", 2, 1, marks=pytest.mark.slow),
-    pytest.param("bamba", 2, 2, marks=pytest.mark.slow),
+    ("qwen3_next", 2, 2, None),
+    ("qwen3_next", 2, 2, DRAFTS),
+    ("kimi_linear", 3, 1, None),
+    ("bamba", 2, 1, DRAFTS),
+    pytest.param("mamba", 2, 1, DRAFTS, marks=pytest.mark.slow),
+    pytest.param("lfm2", 2, 1, DRAFTS, marks=pytest.mark.slow),
+    pytest.param("lfm3", 2, 1, None, marks=pytest.mark.slow),
+    pytest.param("bamba", 2, 2, None, marks=pytest.mark.slow),
 ]
 SPLITS = [
     ("llama", 2, 1),
@@ -56,9 +62,7 @@ class Ranks:
     reference: Reference
 
     def driver(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 0) -> RankedDriver:
-        config = self.engine.config.with_num_blocks(num_blocks)
-        cache = replace(config.cache, num_host_kv_blocks=num_host_blocks)
-        return RankedDriver(replace(config, cache=cache), self.engine.step)
+        return RankedDriver.of(self.engine, num_blocks, num_host_blocks)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +82,6 @@ def ranks(
     return Ranks(kind, engine, reference)
 
 
-def add_all(driver: RankedDriver, prompts: dict[int, list[int]]) -> None:
-    for handle, prompt in prompts.items():
-        generated = driver.outputs.get(handle, [])
-        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True, generated=generated)
-
-
 def numbered(prompts: list[list[int]]) -> dict[int, list[int]]:
     return dict(enumerate(prompts))
 
@@ -100,7 +98,7 @@ def test_stages_hold_their_layers_only(ranks: Ranks) -> None:
 def test_tokens_are_those_of_transformers(ranks: Ranks) -> None:
     driver = ranks.driver()
     prompts = numbered(prompts_of([30, 5, 17], seed=4))
-    add_all(driver, prompts)
+    driver.add_all(prompts, MAX_TOKENS)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
 
 
@@ -109,9 +107,9 @@ def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
     tails = prompts_of([9, 3], seed=2)
     later = {1 + index: prefix[:32] + tail for index, tail in enumerate(tails)}
     driver = ranks.driver()
-    add_all(driver, {0: prefix})
+    driver.add_all({0: prefix}, MAX_TOKENS)
     driver.run(depth=3)
-    add_all(driver, later)
+    driver.add_all(later, MAX_TOKENS)
     driver.finish({0: prefix, **later}, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.blocks.num_hit_tokens == 32 + 32
 
@@ -121,7 +119,7 @@ def test_preempted_sequences_keep_the_tokens(ranks: Ranks, num_host_blocks: int)
     driver = ranks.driver(SCARCE_BLOCKS.get(ranks.kind, 28), num_host_blocks)
     driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory
     prompts = numbered(prompts_of([17, 22, 9, 13], seed=3))
-    add_all(driver, prompts)
+    driver.add_all(prompts, MAX_TOKENS)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
     assert driver.scheduler.stats.num_preemptions > 0
     assert (driver.scheduler.blocks.num_swapped_blocks > 0) == (num_host_blocks > 0)
@@ -131,7 +129,7 @@ def test_preempted_sequences_keep_the_tokens(ranks: Ranks, num_host_blocks: int)
 def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     prompts = numbered(prompts_of([30, 5], seed=5))
     driver = ranks.driver()
-    add_all(driver, prompts)
+    driver.add_all(prompts, MAX_TOKENS)
     while min(map(len, driver.outputs.values())) < MAX_TOKENS // 2:
         driver.step(depth=3)
     driver.scheduler.interrupt(RankFailed(0, "killed", None), driver.now)
@@ -179,22 +177,25 @@ def test_logits_and_processors_are_those_of_one_rank(
     assert [e[0] for e in own_logprobs[0]] == pytest.approx([e[0] for e in logprobs[0]], abs=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "pp", "tp"), STATE_SPLITS)
+@pytest.mark.parametrize(("kind", "pp", "tp", "drafts"), STATE_SPLITS)
 def test_states_of_each_stage_keep_the_tokens(
-    kind: str, pp: int, tp: int, make_model: Any, make_engine: Any
+    kind: str, pp: int, tp: int, drafts: SpeculativeConfig | None, make_model: Any, make_engine: Any
 ) -> None:
     """After prefix hits, from snapshots, and after preemptions."""
     folder = make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind])
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "num_state_slots": 24}
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 12, "num_state_slots": 24, "speculative": drafts}
     engine, reference = make_engine(folder, tp, block_size=4, pp=pp, **settings), Reference(folder)
     layers = [runner.memory.kv.cache.states for runner in engine.runners[::tp]]
     assert sum(map(len, layers)) == len(state_layers(engine.config.model, tp))
     config = engine.config.with_num_blocks(44)
     driver = RankedDriver(config, engine.step)
     (prefix,), tails = prompts_of([29], seed=1), prompts_of([6, 3, 9], seed=2)
-    add_all(driver, {0: prefix})
-    driver.run(depth=pp + 1)
-    turn = prefix + driver.outputs[0]
-    prompts = {0: prefix, **{1 + index: turn[: 40 + index] + tail for index, tail in enumerate(tails)}}
-    add_all(driver, {handle: prompt for handle, prompt in prompts.items() if handle})
-    driver.finish(prompts, reference, MAX_TOKENS)
+    driver.add_all({0: prefix}, MAX_TOKENS)
+    with fixed_lengths(None if drafts is None else 3):
+        driver.run(depth=pp + 1)
+        turn = prefix + driver.outputs[0]
+        prompts = {0: prefix, **{1 + index: turn[: 40 + index] + tail for index, tail in enumerate(tails)}}
+        driver.add_all({handle: prompt for handle, prompt in prompts.items() if handle}, MAX_TOKENS)
+        driver.finish(prompts, reference, MAX_TOKENS)
+    assert driver.scheduler.blocks.num_hit_tokens > 0
+    assert (driver.scheduler.stats.num_drafts > 0) == (drafts is not None)

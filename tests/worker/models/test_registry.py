@@ -49,12 +49,12 @@ def with_architecture(architecture: str, model_type: str, model: Any, **settings
     ("architecture", "model_type", "words"),
     [
         ("T5ForConditionalGeneration", "t5", "encoder and a decoder"),
-        ("ZambaForCausalLM", "zamba", "recurrent state"),
+        ("RwkvForCausalLM", "rwkv", "recurrent state"),
         ("XGLMForCausalLM", "xglm", "does not go through transformers' attention interface"),
         ("DiffLlamaForCausalLM", "diffllama", "its layers attend twice"),
         ("BertForMaskedLM", "bert", "has no causal language model of that name"),
         ("NeverForCausalLM", "never", "has no causal language model of that name"),
-        ("HYV4ForCausalLM", "hy_v4", "multi-head latent attention has sinks"),
+        ("JetMoeForCausalLM", "jetmoe", "keys and values of other shapes"),
     ],
 )
 def test_unsupported_architecture_raises_with_reason(
@@ -63,8 +63,6 @@ def test_unsupported_architecture_raises_with_reason(
     settings: dict[str, Any] = {}
     if model_type == "t5":
         settings["is_encoder_decoder"] = True
-    if model_type == "hy_v4":
-        settings["kv_lora_rank"] = 512
     with pytest.raises(ConfigError, match=rf"architecture '{architecture}' is not supported: .*{words}"):
         check_supported(with_architecture(architecture, model_type, model, **settings), 1)
 

@@ -28,9 +28,11 @@ from quire.worker.models.weight_size import make_meta_model
         ("qwen3_moe", 2, (), "enable_expert_parallel"),
         ("deepseek_v3", 2, (), None),
         ("deepseek_v3", 2, (), "enable_dp_attention"),
+        ("deepseek_v3", 2, (), "all2all_backend"),
         ("lfm2", 2, (), None),
         ("qwen3_next", 1, (), None),
         ("bamba", 2, (), None),
+        ("zamba", 2, (), None),
         ("kimi_linear", 2, (), None),
     ],
 )
@@ -39,13 +41,22 @@ def test_slot_size_is_that_of_a_rank(
 ) -> None:
     folder, rank = make_model(kind, **STATE_KINDS.get(kind, {})), 8
     lora = LoraConfig(max_loras=2, max_lora_rank=rank, max_cpu_loras=2, lora_target_modules=",".join(targets))
-    engine = make_engine(folder, tp, num_blocks=8, lora=lora, **({} if option is None else {option: True}))
+    settings: dict[str, Any] = {} if option is None else {option: True}
+    if option == "all2all_backend":
+        settings = {option: "all_to_all", "enable_expert_parallel": True, "enable_dp_attention": True}
+    engine = make_engine(folder, tp, num_blocks=8, lora=lora, **settings)
     actual = max(runner.memory.loaded.adapters.layers.slot_bytes for runner in engine.runners)
     model = describe_files(EngineOptions(str(folder)))
     size = measure_slot(make_meta_model(model), model.hf["hidden_size"], rank, TargetModules(targets))
     num_experts = 0
-    if option == "enable_expert_parallel":
+    if "enable_expert_parallel" in settings:
         num_experts = check_expert_parallel(model, check_supported(model, 1)).count
     # The ranks of the parts are not counted, 4 bytes each.
-    is_dp = option == "enable_dp_attention"
-    assert size.rank_bytes(4, tp, num_experts, has_whole_attention=is_dp) == pytest.approx(actual, rel=0.02)
+    found = size.rank_bytes(
+        4,
+        tp,
+        num_experts,
+        attention_ranks=1 if "enable_dp_attention" in settings else None,
+        sends_tokens="all2all_backend" in settings,
+    )
+    assert found == pytest.approx(actual, rel=0.02)

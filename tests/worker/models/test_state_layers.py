@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from model_kinds import model_type_of
+from published_checkpoints import CHECKPOINTS, write_published
 from quantized_models import SCHEMES, Scheme, write_quantized
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
@@ -21,9 +22,12 @@ from quire.proto.model.state import state_bytes
 # float32 logits differ from those of transformers by up to 5e-5 of the largest one.
 TOLERANCE = 2e-4
 # Random weights make some models sensitive: transformers' float32 logits differ from its float64 ones by 5e-4.
-SENSITIVE = {"zamba2-two-blocks": 2e-3}
-# Groups that divide the 48 numbers of latents.
-_SCHEMES = SCHEMES | {"packed-groups-of-16": Scheme("packed", group_len=16)}
+SENSITIVE = {"zamba2-two-blocks": 2e-3, "zamba-eight-heads": 2e-3}
+# Groups that divide the 48 numbers of latents, and the 40 of DeepSeek-V4.
+_SCHEMES = SCHEMES | {
+    "packed-groups-of-16": Scheme("packed", group_len=16),
+    "packed-groups-of-8": Scheme("packed", group_len=8, symmetric=True),
+}
 LENGTHS, CHUNK_LENS, NUM_DECODES = [13, 30, 3, 41], [5, 7, 1, 41], 4
 
 
@@ -72,6 +76,10 @@ def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
         ("kimi_linear", "int8", 2),
         ("kimi_linear", "packed-groups-of-16", 1),
         ("minimax", "float8", 2),
+        ("deepseek_v4", "int8", 2),
+        ("deepseek_v4", "packed-groups-of-8", 1),
+        ("zaya", "int8", 2),
+        ("zaya", "packed-groups-of-8", 1),
     ],
 )
 def test_quantized_checkpoint_equals_its_dequantized_twin(
@@ -87,6 +95,20 @@ def test_quantized_checkpoint_equals_its_dequantized_twin(
         assert (own - theirs).abs().max() < TOLERANCE * theirs.abs().max()
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("name", ["deepseek_v4-fp8-fp4", "deepseek_v4-fp8"])
+def test_published_checkpoint_equals_its_dequantized_twin(
+    name: str, tp: int, make_model: Any, tmp_path: Path
+) -> None:
+    published = CHECKPOINTS[name]
+    source = make_model(published.kind, seed=3, **published.overrides)
+    quantized, twin = write_published(source, tmp_path, published)
+    prompts = prompts_of(LENGTHS, seed=1)
+    found = StateModel(quantized, tp).compute(prompts, CHUNK_LENS, NUM_DECODES)
+    for own, theirs in zip(found, StateModel(twin).compute(prompts, CHUNK_LENS, NUM_DECODES), strict=True):
+        assert (own - theirs).abs().max() < TOLERANCE * theirs.abs().max()
+
+
 @pytest.mark.parametrize(
     ("kind", "size", "words"),
     [
@@ -97,6 +119,7 @@ def test_quantized_checkpoint_equals_its_dequantized_twin(
         ("mamba2", 16, "16 does not divide the 8 heads of its Mamba layers"),
         ("kimi_linear", 16, "16 does not divide"),
         ("minimax-factors", 8, "8 does not divide"),
+        ("deepseek_v4", 8, "8 does not divide the 4 groups of its attention heads"),
     ],
 )
 def test_ranks_that_do_not_divide_a_layer_are_refused(
@@ -107,11 +130,37 @@ def test_ranks_that_do_not_divide_a_layer_are_refused(
         check_supported(model, size)
 
 
+def test_ranks_that_divide_groups_of_float4_experts_are_refused(make_model: Any) -> None:
+    model = describe_model(
+        make_model("deepseek_v4", seed=7, **STATE_KINDS["deepseek_v4"] | {"o_groups": 8}), "it"
+    )
+    check_supported(model, 8)
+    model.hf["quantization_config"] = {"quant_method": "fp8", "expert_dtype": "fp4"}
+    with pytest.raises(ConfigError, match="intermediate size of experts, 128, is too small for a tensor_par"):
+        check_supported(model, 8)
+
+
 def test_heads_that_cannot_share_groups_are_refused(make_model: Any) -> None:
     model = describe_model(make_model("bamba", seed=7, **STATE_KINDS["bamba"]), "bamba")
     model.hf["mamba_n_groups"] = 3
     with pytest.raises(ConfigError, match="the 8 heads of its Mamba layers cannot share 3 groups evenly"):
         check_supported(model, 1)
+
+
+def test_heads_of_mamba_that_ranks_neither_have_whole_nor_share_are_refused(make_model: Any) -> None:
+    fields = STATE_KINDS["zamba-one-head"] | {"n_mamba_heads": 6, "num_attention_heads": 4}
+    model = describe_model(make_model("zamba", seed=7, **fields), "zamba")
+    with pytest.raises(
+        ConfigError, match="4 neither divides the 6 heads of its Mamba layers, nor is a multiple"
+    ):
+        check_supported(model, 4)
+
+
+def test_each_head_of_mamba_has_a_state_of_its_own(make_model: Any) -> None:
+    model = describe_model(make_model("zamba", seed=7, **STATE_KINDS["zamba-four-heads"]), "zamba")
+    one, eight = state_layers(model, 1), state_layers(model, 8)
+    assert [tensor.shape for tensor in one[0]] == [(3, 128)] + 4 * [(7, 32)]
+    assert [tensor.shape for tensor in eight[0]] == [(3, 16), (7, 16)]  # two ranks share a head
 
 
 def test_state_of_a_sequence_is_divided_among_ranks(make_model: Any) -> None:
@@ -134,6 +183,10 @@ def test_only_layers_with_attention_cache_keys_and_values(make_model: Any) -> No
     assert describe("lfm3").kv_layers == ((4, 16),) * 2
     assert describe("lfm3").layer_windows == (0, 9)
     assert describe("mamba").kv_layers == NO_KV
+    # A vector per token in windows, and a page of entries.
+    compressed = describe("deepseek_v4")
+    assert compressed.layer_windows == (9, 9, 9, 0, 0)
+    assert compressed.kv_shapes(2) == [(1, 1, 24)] * 5
     latent = describe("kimi_linear")
     assert latent.num_kv_layers == 1
     assert latent.kv_shapes(2) == [(1, 1, 64)]

@@ -18,10 +18,10 @@ from quire.proto.config import EngineConfig
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.scheduler.service.worker_group import Rebuilt
 
-# Of each layer kind; two have windows too, one has latents, and two have no attention.
+# Of each layer kind; some have windows or latents too, and two have no attention.
 KINDS = ["lfm2", "qwen3_next", "bamba", "nemotron_h", "falcon_h1", "lfm3", "mamba", "mamba2", "jamba"]
-KINDS += ["kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma"]
-QUICK = ["lfm2", "qwen3_next", "lfm3", "kimi_linear", "mamba"]
+KINDS += ["kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "zamba", "deepseek_v4", "zaya"]
+QUICK = ["lfm2", "qwen3_next", "lfm3", "kimi_linear", "mamba", "zamba", "deepseek_v4", "zaya"]
 BLOCK_SIZE = 4
 
 
@@ -48,7 +48,7 @@ def drivers(references: Any, make_engine: Any) -> Callable[..., RankedDriver]:
         if (kind, tp) not in engines:
             engines[kind, tp] = make_engine(
                 references(kind)[0], tp, block_size=BLOCK_SIZE, max_num_seqs=4, num_state_slots=24,
-                num_host_state_slots=6,
+                num_host_state_slots=6, num_host_blocks=60,
             )  # fmt: skip
         engine = engines[kind, tp]
         for runner in engine.runners:  # what others have left in the slots has no effect
@@ -133,6 +133,22 @@ def test_preemptions_equal_transformers(
     add(driver, prompts, 14)
     driver.finish(prompts, reference, 14)
     assert driver.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize(("kind", "tp"), CASES)
+def test_preempted_states_come_back_from_host_memory(
+    kind: str, tp: int, references: Any, drivers: Callable[..., RankedDriver]
+) -> None:
+    _, reference = references(kind)
+    prompts = dict(enumerate(prompts_of([17, 9, 30, 5, 21, 26], seed=3)))
+    num_groups = len(drivers(kind, tp).config.cache_layout.groups)
+    driver = drivers(kind, tp, num_kv_blocks=1 + 14 * num_groups)
+    costs = driver.scheduler._state.costs
+    costs.swap_blocks_per_s = costs.swap_states_per_s = 1e9  # swap whenever there is host memory
+    add(driver, prompts, 14)
+    driver.finish(prompts, reference, 14)
+    assert sum(len(plan.state_swap_out) for plan in driver.plans) > 0
+    assert sum(len(plan.state_swap_in) for plan in driver.plans) > 0
 
 
 @pytest.mark.parametrize(("kind", "tp"), CASES)

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,9 @@ from quire.worker.step.media_rows import Piece, StepMedia
 # Width and height, one of them far from square.
 SIZES = ((32, 32), (80, 16), (20, 44), (9, 70))
 NUM_TOKENS = 6
-# Kinds of three layers and more, with grid positions, deep features, tokens that attend to each other, and states.
-STAGED_KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "pixtral")
+# Kinds of three layers and more, with grid positions, deep features, tokens that attend to each other, states, and
+# layers with two caches.
+STAGED_KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "gemma3", "qwen3_5", "pixtral", "muse_spark", "minimax_m3")
 # transformers would look for the image of a generated image token.
 SAMPLING: dict[str, Any] = {
     "max_tokens": NUM_TOKENS,
@@ -91,7 +93,9 @@ class Model:
         return replace(other, token_ids=tokens)
 
     def step_tokens(self, wanted: int) -> int:
-        """Return how many tokens a step may compute: `wanted`, or as many as the largest image if none may be cut."""
+        """Return how many tokens a step computes: `wanted`, or as many as the largest piece that may not be cut."""
+        if self._kind.sees_whole_prompt:
+            return max(wanted, *(len(prompt.token_ids) for prompt in self.prompts))
         vision = read_vision("it", self._kind.architecture, self.reference.model.config.to_dict())
         if vision is None or vision.cuts_images:
             return wanted
@@ -162,6 +166,30 @@ def test_ranks_share_a_model_that_reads_images(kind: str, model_of: Any, make_en
         run(model, make_engine(model.folder, tp, max_model_len=1024, num_blocks=256), model.prompts)
 
 
+@pytest.mark.parametrize("kind", VISION_KINDS)
+def test_ranks_share_the_layers_of_an_encoder(kind: str, model_of: Any, make_engine: Any) -> None:
+    """Or hold them whole, if they are told so, or if heads cannot be divided."""
+    model = model_of(kind)
+    run(
+        model,
+        make_engine(model.folder, 2, max_model_len=1024, num_blocks=256, mm_encoder_tp_mode="data"),
+        model.prompts,
+    )
+    for mode in ("weights", "data"):
+        engine = make_engine(model.folder, 2, max_model_len=1024, num_blocks=256, mm_encoder_tp_mode=mode)
+        encoders = [runner.memory.loaded.encoder for runner in engine.runners]
+        for tensors, expected in model.encoded():
+            on_ranks = {name: torch.from_numpy(each.copy()) for name, each in tensors.items()}
+            found = engine.on_all(partial(_encode_alone, on_ranks), encoders)
+            assert torch.equal(*found)
+            torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def _encode_alone(tensors: Any, encoder: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return encode_whole(encoder.encode(tensors))
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", STAGED_KINDS)
 def test_the_first_stage_encodes_for_all(kind: str, tp: int, model_of: Any, make_engine: Any) -> None:
@@ -173,6 +201,21 @@ def test_the_first_stage_encodes_for_all(kind: str, tp: int, model_of: Any, make
     run(model, engine, model.prompts, num_blocks=192)
     encoders = [runner.memory.loaded.encoder is not None for runner in engine.runners]
     assert encoders == [True] * tp + [False] * tp
+
+
+def test_ranks_attend_for_their_own_sequences_in_layers_that_share_latents(
+    model_of: Any, make_engine: Any
+) -> None:
+    model = model_of("mistral_large4")
+    engine = make_engine(
+        model.folder,
+        2,
+        max_model_len=1024,
+        num_blocks=256,
+        max_num_batched_tokens=32,
+        enable_dp_attention=True,
+    )
+    run(model, engine, model.prompts)
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
@@ -190,7 +233,7 @@ def test_chunks_may_end_within_an_image(kind: str, model_of: Any, make_engine: A
         for row, length in zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True):
             places[row] += length
             is_cut = is_cut or any(item.start < places[row] < item.end for item in rows[row].media)
-    assert is_cut == engine.config.model.vision.cuts_images
+    assert is_cut == (engine.config.model.vision.cuts_images and not VISION_KINDS[kind].sees_whole_prompt)
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
@@ -226,7 +269,8 @@ def test_preempted_prompts_and_small_caches_change_no_token(
         model.folder, max_model_len=1024, num_blocks=256, max_num_batched_tokens=most, block_size=4
     )
     row_bytes = engine.config.encoder_row_bytes
-    cache = replace(engine.config.cache, encoder_cache_memory=9 * row_bytes)
+    num_rows = 192 if VISION_KINDS[kind].sees_whole_prompt else 9
+    cache = replace(engine.config.cache, encoder_cache_memory=num_rows * row_bytes)
     longest = max(len(prompt.token_ids) for prompt in model.prompts) + (num_tokens := 24)
     least = next(n for n in count(2) if engine.config.with_num_blocks(n).max_servable_tokens >= longest)
     config = replace(engine.config, cache=cache)
@@ -234,7 +278,9 @@ def test_preempted_prompts_and_small_caches_change_no_token(
     prompts = [*model.prompts * 2, *model.prompts[:1] * 4]
     driver = run(model, engine, prompts, num_blocks=least + 4, num_tokens=num_tokens, config=config)
     assert driver.scheduler.stats.num_preemptions
-    assert driver.scheduler.media.cache.num_encoded > 6
+    # Those of a prompt that is computed at once are not needed again: another one that is equal shares its blocks.
+    fewest = 5 if VISION_KINDS[kind].sees_whole_prompt else 6
+    assert driver.scheduler.media.cache.num_encoded > fewest
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -245,7 +291,7 @@ def test_encoder_outputs_are_those_of_transformers(
     model = model_of(kind, seed)
     engine = make_engine(model.folder, max_model_len=1024, num_blocks=256)
     encoder = engine.runners[0].memory.loaded.encoder
-    num_parameters = model.reference.num_encoder_parameters(model.prompts[1])
+    num_parameters = model.reference.num_encoder_parameters(model.prompts[1], VISION_KINDS[kind].unreached)
     assert engine.config.model.vision.num_parameters == num_parameters
     for tensors, expected in model.encoded():
         with torch.inference_mode():
@@ -253,6 +299,24 @@ def test_encoder_outputs_are_those_of_transformers(
                 encoder.encode({name: torch.from_numpy(each.copy()) for name, each in tensors.items()})
             )
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tiles_of_many_patches_are_read_by_more_queries(model_of: Any, make_engine: Any) -> None:
+    """In DeepSeek-OCR 2, whose learned positions and distances are resampled to these tiles."""
+    model = model_of("deepseek_ocr2")
+    engine = make_engine(model.folder, max_model_len=1024, num_blocks=256)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(count, 3, side, side, generator=generator)
+        for name, count, side in (("pixel_values", 1, 204), ("pixel_values_local", 2, 60))
+    }
+    with torch.inference_mode():
+        (expected,) = model.reference.encode(
+            VisionPrompt([], (), {}, tensors | {"num_local_patches": torch.tensor([2])})
+        )
+        ours = encode_whole(engine.runners[0].memory.loaded.encoder.encode(tensors))
+    assert len(ours) == 2 * 144 + 256 + 1
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
@@ -290,7 +354,7 @@ def test_text_model_alone_is_served_without_the_encoder(kind: str, model_of: Any
     engine = make_engine(model.folder, max_model_len=1024, num_blocks=256, language_model_only=True)
     assert engine.runners[0].memory.loaded.encoder is None
     (generated,) = engine.greedy([model.prompts[0].token_ids], NUM_TOKENS)
-    model.reference.check_greedy(model.prompts[0], generated)
+    model.reference.check_greedy(model.prompts[0], generated, has_media_tokens=True)
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5", "mistral3"])

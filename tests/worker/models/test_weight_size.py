@@ -98,7 +98,9 @@ def loaded_bytes(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
     """`loaded_bytes(folder)`: of a model whose quantized layers keep their codes, as on a GPU."""
     monkeypatch.setattr("quire.worker.weights.linear_weight.has_quantized_kernel", lambda weight: True)
     # Nor does a GPU pad outputs, which are few in routers and heads of such small models.
-    for module in ("moe.expert_routing", "moe.moe", "mixers.indexer", "gemma.gemma4"):
+    for module in (
+        "moe.expert_routing", "moe.moe", "mixers.indexer", "mixers.compressed", "gemma.gemma4",
+    ):  # fmt: skip
         monkeypatch.setattr(f"quire.worker.models.{module}.pack", PackedWeight)
     monkeypatch.setattr(
         "quire.kernels.latent_attention.pack_heads", lambda weight: PackedHeads(weight, tuple(weight.shape))
@@ -207,9 +209,13 @@ def test_rank_that_sends_tokens_to_experts_has_whole_networks_besides(
     num_experts = config["n_routed_experts"]
     summed, sent = size.rank_bytes(2, num_experts), size.rank_bytes(2, num_experts, sends_tokens=True)
     assert sent - summed == pytest.approx(size.shared_expert_bytes / 2, abs=1)
-    summed = size.rank_bytes(2, num_experts, has_whole_attention=True)
-    sent = size.rank_bytes(2, num_experts, has_whole_attention=True, sends_tokens=True)
+    summed = size.rank_bytes(2, num_experts, attention_ranks=1)
+    sent = size.rank_bytes(2, num_experts, attention_ranks=1, sends_tokens=True)
     assert sent - summed == pytest.approx((size.shared_expert_bytes + size.dense_bytes) / 2, abs=1)
+    alone, in_pairs = (
+        size.rank_bytes(4, num_experts, attention_ranks=each, sends_tokens=True) for each in (1, 2)
+    )
+    assert alone - in_pairs == pytest.approx((size.attention_bytes + size.dense_bytes) / 2, abs=1)
 
 
 def test_rank_with_whole_attention_has_the_expansion_of_latents_dequantized(
@@ -223,5 +229,5 @@ def test_rank_with_whole_attention_has_the_expansion_of_latents_dequantized(
     dims = config["qk_nope_head_dim"] + config["v_head_dim"]
     expansion = 2 * config["num_hidden_layers"] * heads * dims * latents
     assert expansion < size.attention_bytes < 2.1 * expansion  # the rest is in float8
-    shared, whole = size.rank_bytes(2), size.rank_bytes(2, has_whole_attention=True)
+    shared, whole = size.rank_bytes(2), size.rank_bytes(2, attention_ranks=1)
     assert whole - shared == pytest.approx(size.attention_bytes / 2, abs=1)

@@ -20,7 +20,7 @@ from fakes import small_config
 from tape import TapeBackend
 
 from quire.cluster.offline import in_process
-from quire.proto.config import EngineConfig
+from quire.proto.config import EngineConfig, SwapRates
 from quire.proto.errors import RankFailed
 from quire.proto.model.parallel_split import ParallelSplit
 from quire.proto.step import StepPlan, StepResult, decode_reply
@@ -54,9 +54,9 @@ class Runner:
         self._record("profile")
         return 7
 
-    def allocate_cache(self, num_blocks: int) -> float:
+    def allocate_cache(self, num_blocks: int) -> SwapRates:
         self._record("allocate")
-        return 0.0
+        return SwapRates()
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         self._record("launch")
@@ -231,8 +231,7 @@ def test_group_is_aborted_while_its_graphs_are_dropped(
     backend.record = record_in_group  # type: ignore[method-assign]
     engine = make_engine(make_model("llama"), 1, graph_backend=backend)
     (runner,) = engine.runners
-    comm = TorchDistributed.__new__(TorchDistributed)
-    comm.rank, comm.size, comm._device, comm._group = 0, 1, torch.device("cuda", 0), group
+    comm = TorchDistributed(0, 1, torch.device("cuda", 0), None, group)
     runner._pipeline = Pipeline.of_one_stage(comm)
     rank: Any = actor.WorkerActor(engine.config, 0)
     monkeypatch.setattr(replica_groups, "join_group", lambda *_: comm)

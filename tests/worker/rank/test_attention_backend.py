@@ -81,7 +81,7 @@ def test_auto_logs_why_a_library_is_not_used(
         (
             "llama",
             {"kv_dtype": "int8"},
-            "it does not read a KV cache in int8 with a scale per token and head",
+            "it does not read a KV cache in int8",
         ),
         ("deepseek_v3", {}, "the model has latents or states in place of keys and values"),
         ("llama", {"batch_invariant": True}, "its bits depend on the batch"),

@@ -267,7 +267,7 @@ def test_head_of_the_new_weights_drafts(
             EngineCommand(Action.UPDATE_WEIGHTS, path=str(folder), version=folder.name), CALLER
         )
         driver.run()
-        head = engine.runners[0].memory.loaded.tap.head._head
+        head = engine.runners[0].memory.loaded.head.head
         projections.append(head.embedding_norm.clone())
     assert projections[0].equal(projections[2])
     assert not projections[0].equal(projections[1])

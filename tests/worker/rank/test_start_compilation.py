@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,9 @@ from quire.worker.rank.start_compilation import (
 READ_REQUEST = "import json, pickle, sys; request = pickle.load(sys.stdin.buffer); "
 
 
-class Records(logging.Handler):
-    """Messages of the module's logger, by level."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[tuple[str, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append((record.levelname, record.getMessage()))
-
-
 @pytest.fixture
-def records(monkeypatch: pytest.MonkeyPatch) -> Records:
-    records = Records()
-    log = logging.Logger("start_compilation", logging.INFO)
-    log.addHandler(records)
-    monkeypatch.setattr(start_compilation, "_log", log)
-    return records
+def logged(log_of: Callable[[str], list[str]]) -> list[str]:
+    return log_of(start_compilation.__name__)
 
 
 @pytest.fixture
@@ -53,36 +38,33 @@ def request_of_engine(make_model: Any, engine_config: Any) -> CompileRequest:
 
 
 def test_process_gets_the_engine_and_its_report_is_logged(
-    request_of_engine: CompileRequest, records: Records, monkeypatch: pytest.MonkeyPatch
+    request_of_engine: CompileRequest, logged: list[str]
 ) -> None:
     text = "print(json.dumps(f'{request.capability} {request.config.cache.num_kv_blocks}'))"
-    monkeypatch.setattr(start_compilation, "_PROGRAM", READ_REQUEST + text)
-    compilation = StartCompilation(request_of_engine)
+    compilation = StartCompilation(request_of_engine, READ_REQUEST + text)
     compilation.wait()
     compilation.wait()
-    assert records.messages == [("INFO", f"90 {request_of_engine.config.cache.num_kv_blocks}")]
+    assert logged == [f"INFO: 90 {request_of_engine.config.cache.num_kv_blocks}"]
 
 
-def test_failed_process_is_a_warning(
-    request_of_engine: CompileRequest, records: Records, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(start_compilation, "_PROGRAM", "import os; os._exit(3)")
-    StartCompilation(request_of_engine).wait()
-    ((level, message),) = records.messages
-    assert level == "WARNING"
-    assert "ended with 3" in message
+def test_failed_process_is_a_warning(request_of_engine: CompileRequest, logged: list[str]) -> None:
+    StartCompilation(request_of_engine, "import os; os._exit(3)").wait()
+    (line,) = logged
+    assert line.startswith("WARNING")
+    assert "ended with 3" in line
 
 
 def test_late_process_is_killed_with_its_children(
-    request_of_engine: CompileRequest, records: Records, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request_of_engine: CompileRequest, logged: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    monkeypatch.setattr(start_compilation, "_PROGRAM", program)
     monkeypatch.setattr(start_compilation, "TIMEOUT_S", 0.0)
-    StartCompilation(request_of_engine).wait()  # tests/support/left_processes.py finds a child that is left
-    ((level, message),) = records.messages
-    assert level == "WARNING"
-    assert "were not compiled beside the start in 0 s" in message
+    StartCompilation(
+        request_of_engine, program
+    ).wait()  # tests/support/left_processes.py finds a child that is left
+    (line,) = logged
+    assert line.startswith("WARNING")
+    assert "were not compiled beside the start in 0 s" in line
 
 
 def test_stamp_names_the_engine_and_the_gpu(request_of_engine: CompileRequest) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 from chi_square import assert_chi_square
+from kernel_references import find_reference
 from torch import Tensor
 
+from quire.kernels import dispatch
 from quire.proto.step import RowSampling
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.comm.shard import Shard
@@ -228,3 +230,42 @@ def test_negative_and_large_seeds_differ() -> None:
     settings = [RowSampling(seed=seed) for seed in (-1, (1 << 63) - 1, -(1 << 63), 0)]
     tokens, _ = sample(logits, settings, [1] * 4)
     assert len(set(tokens.tolist())) > 1
+
+
+def test_rows_with_a_small_top_k_gather_no_logits_on_gpus(
+    thread_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their candidates suffice whatever the logits, so no host waits to learn whether they do."""
+    monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)
+    monkeypatch.setattr(dispatch, "_load", lambda module: _References(module))
+    gathered: list[int] = []
+    gather = Sampler._gather_logits
+
+    def count(self: Sampler, logits: Tensor, processors: Any, rows: Tensor) -> Tensor:
+        gathered.append(len(rows))
+        return gather(self, logits, processors, rows)
+
+    monkeypatch.setattr(Sampler, "_gather_logits", count)
+    logits = random_logits(6, 1001, seed=21)
+    settings = [
+        RowSampling(temperature=1.3, seed=1),
+        RowSampling(temperature=0.8, top_k=64, seed=2),
+        RowSampling(temperature=1.5, top_k=40, top_p=0.9, min_p=0.02, seed=3),
+        RowSampling(temperature=1.1, top_p=0.7, seed=4),
+        RowSampling(top_k=65, seed=5),
+        RowSampling(temperature=0.0),
+    ]
+    expected, _ = sample(logits, settings, [3] * 6)
+    for tokens, _ in sample_on_ranks(thread_group, 2, logits, settings, [3] * 6):
+        assert torch.equal(tokens, expected)
+    assert gathered == [2, 2]
+
+
+class _References:
+    """The references in place of a module of kernels."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return find_reference(self._module, name)

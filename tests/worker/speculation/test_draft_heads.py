@@ -25,6 +25,7 @@ from draft_heads import (
 )
 from ranked_driver import RankedDriver
 from reference import Reference
+from state_kinds import STATE_KINDS
 
 from benchmarks.draft_lengths import fixed_lengths
 from quire.cluster.config.engine_options import EngineOptions
@@ -34,6 +35,7 @@ from quire.kernels.native.library import is_available
 from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import LoraConfig, SpeculativeConfig
 from quire.proto.lora import LoraReference
+from quire.worker.models.vocab_parallel import VocabParallelHead
 from quire.worker.speculation import head_proposer
 from quire.worker.speculation.head_proposer import HeadProposer
 
@@ -60,6 +62,10 @@ APPENDED: dict[str, tuple[str, dict[str, Any]]] = {
     "mtp-sparse": ("deepseek_v32", {"index_topk": 7}),
     "mtp-sparse-shared": ("glm_moe_dsa", {"index_topk": 7}),
     "mtp-ernie": ("ernie4_5_moe", {"use_bias": False}),
+    "mtp-qwen3-next": ("qwen3_next", STATE_KINDS["qwen3_next"] | {"mlp_only_layers": []}),
+    "mtp-qwen3-5": ("qwen3_5_text", STATE_KINDS["qwen3_5_text"]),
+    "mtp-qwen3-5-moe": ("qwen3_5_moe_text", STATE_KINDS["qwen3_5_moe_text"]),
+    "mtp-bailing": ("bailing_hybrid", STATE_KINDS["bailing_hybrid"]),
 }
 
 
@@ -151,7 +157,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
     def make(
-        kind: str, tp: int, *, narrows: bool = False, enable_dp_attention: bool = False
+        kind: str, tp: int, *, pp: int = 1, narrows: bool = False, enable_dp_attention: bool = False
     ) -> tuple[Any, type[HeadReference], Path]:
         target, speculative, reference = make_head(kind)
         with pytest.MonkeyPatch.context() as patch:
@@ -166,6 +172,8 @@ def make_recording_engine(make_engine: Any, make_head: Any) -> Any:
                 max_num_seqs=8,
                 speculative=speculative,
                 enable_dp_attention=enable_dp_attention,
+                pp=pp,
+                num_state_slots=24 if APPENDED.get(kind, ("",))[0] in STATE_KINDS else None,
             )
         head = target if speculative.method == "mtp" else Path(speculative.draft.path)
         return engine, reference, head
@@ -229,6 +237,15 @@ def check_drafts(reference: HeadReference, near_tie: float = NEAR_TIE) -> int:
         ("mtp-sparse-shared", 2),
         ("mtp-ernie", 1),
         ("mtp-ernie", 2),
+        ("mtp-qwen3-next", 1),
+        ("mtp-qwen3-next", 2),
+        ("mtp-qwen3-5", 1),
+        ("mtp-qwen3-5", 2),
+        ("mtp-qwen3-5-moe", 1),
+        ("mtp-qwen3-5-moe", 2),
+        ("mtp-bailing", 1),
+        ("mtp-bailing", 2),
+        ("mtp-bailing dp", 2),
     ],
 )
 def test_drafts_equal_reference_and_outputs_those_without(
@@ -246,13 +263,95 @@ def test_drafts_equal_reference_and_outputs_those_without(
     assert check_drafts(reference_type(head, transformers_model(engine))) > 10
 
 
+@pytest.mark.parametrize(
+    ("kind", "pp", "tp"),
+    [
+        ("eagle3", 2, 1),
+        ("eagle3-own-vocabulary", 3, 1),
+        ("eagle3-speculators", 2, 2),
+        ("mtp", 2, 2),
+        ("mtp-qwen3-next", 2, 1),
+        pytest.param("mtp-sparse", 2, 1, marks=pytest.mark.slow),
+        pytest.param("mtp-latents dp", 2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_stages_draft_like_reference_and_keep_the_tokens(
+    make_recording_engine: Any, kind: str, pp: int, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after preemptions, where hidden states are dropped, and in a new group."""
+    kind, is_dp, _ = kind.partition(" dp")
+    engine, reference_type, head = make_recording_engine(kind, tp, pp=pp, enable_dp_attention=bool(is_dp))
+    plain = run(engine, NUM_BLOCKS, None, pp + 1)
+    learn(plain)
+    config = engine.config.speculative
+    drafted = run(engine, NUM_BLOCKS, config, pp + 1)
+    assert drafted.outputs == plain.outputs
+    stats = drafted.scheduler.stats
+    assert sum(stats.num_accepted) > 0.3 * stats.num_draft_tokens > 0
+    assert check_drafts(reference_type(head, transformers_model(engine))) > 10
+    if is_dp:  # the blocks of the ranks are numbered for all
+        return
+    monkeypatch.setattr(head_proposer, "MAX_PENDING_BYTES", 5000)  # some twenty tokens
+    preempted = run(engine, 30, config, pp + 1)
+    assert preempted.scheduler.stats.num_preemptions > 0
+    assert sum(preempted.scheduler.stats.num_accepted) > 0
+    assert preempted.outputs == plain.outputs
+    engine.forget_transfers()
+    engine.on_all(lambda runner: runner.reset(has_new_ranks=True), engine.runners)
+    assert run(engine, NUM_BLOCKS, config, pp + 1).outputs == plain.outputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_output"), [("eagle3", True), ("eagle3-own-vocabulary", False), ("mtp", True)]
+)
+def test_first_stage_alone_has_the_head(make_recording_engine: Any, kind: str, shares_output: bool) -> None:
+    """With the output layer of the model, if the head has none of its own."""
+    engine, _, _ = make_recording_engine(kind, 1, pp=3)
+    stages = [runner.memory for runner in engine.runners]
+    assert [own.loaded.head is not None for own in stages] == [True, False, False]
+    assert [len(own.kv.cache.draft_layers) for own in stages] == [1, 0, 0]
+    outputs = [isinstance(own.loaded.model.head, VocabParallelHead) for own in stages]
+    assert outputs == [shares_output, False, True]
+    reads = [own.loaded.tap.head is not None for own in stages]
+    assert reads == [True, kind != "mtp", True]
+
+
+def test_stages_pause_and_drop_hidden_states_together(
+    make_recording_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states are dropped also of the step in flight, whose sequence takes turns with the other one."""
+    engine, _, _ = make_recording_engine("eagle3", 1, pp=2)
+    head, keeps = engine.runners[0].memory.loaded.head, True
+    driver = drive_without_drafts(engine, lambda: keeps)
+    driver.add(1, PROMPTS[1], max_tokens=24, ignore_eos=True, temperature=0.0)
+    for _ in range(6):
+        driver.step(3)
+    assert head._pending.num_tokens > 0
+    keeps = False
+    for _ in range(4):
+        driver.step(3)
+    assert head._pending.num_tokens == 0
+    assert not any(runner.memory.loaded.tap.is_open for runner in engine.runners)
+    keeps = True
+    for _ in range(6):
+        driver.step(3)
+    assert 1 < head._pending.num_tokens <= 6
+    monkeypatch.setattr(head_proposer, "MAX_IDLE_STEPS", 1)
+    monkeypatch.setattr(head_proposer, "MAX_IDLE_TOKENS", 1)
+    driver.step(3)
+    assert not head.wants_features
+    assert head._pending.num_tokens == 0
+    driver.run(3)
+    driver.empty_ranks()
+
+
 @pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3-own-vocabulary", "mtp-mimo"])
 def test_drafts_of_one_call_equal_those_of_ops_one_by_one(
     make_recording_engine: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, _, _ = make_recording_engine(kind, 1)
-    head = engine.runners[0].memory.loaded.tap.head
+    head = engine.runners[0].memory.loaded.head
     assert head._fused is not None
     fused = run(engine, NUM_BLOCKS, engine.config.speculative)
     of_one_call = dict(Recorder.of_contexts)
@@ -277,8 +376,11 @@ def test_drafts_in_bfloat16_are_near_those_of_the_reference(make_recording_engin
     assert check_drafts(reference_type(head, transformers_model(engine)), NARROW_NEAR_TIE) > 10
 
 
-def test_preempted_moved_and_rebuilt_sequences_continue_with_same_tokens(make_recording_engine: Any) -> None:
-    engine, _, _ = make_recording_engine("eagle3", 1)
+@pytest.mark.parametrize(("kind", "tp"), [("eagle3", 1), ("mtp-qwen3-next", 2), ("mtp-bailing", 1)])
+def test_preempted_moved_and_rebuilt_sequences_continue_with_same_tokens(
+    make_recording_engine: Any, kind: str, tp: int
+) -> None:
+    engine, _, _ = make_recording_engine(kind, tp)
     plain = run(engine, NUM_BLOCKS, None)
     learn(plain)
     config = engine.config.speculative
@@ -322,7 +424,7 @@ def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
     plain = run(engine, NUM_BLOCKS, None)
     learn(plain)
     (runner,) = engine.runners
-    head = runner.memory.loaded.tap.head
+    head = runner.memory.loaded.head
     monkeypatch.setattr(type(head), "wants_features", False)
     idle = run(engine, NUM_BLOCKS, engine.config.speculative)
     assert idle.outputs == plain.outputs
@@ -336,7 +438,7 @@ def test_sequences_without_hidden_states_do_not_draft_and_later_ones_do(
 def drive_without_drafts(engine: Any, keeps_states: Callable[[], bool]) -> RankedDriver:
     """Return a driver with a sequence that never drafts, whose plans keep hidden states as told."""
     driver = RankedDriver(replace(engine.config.with_num_blocks(NUM_BLOCKS), speculative=None), engine.step)
-    driver.add(0, PROMPTS[0], max_tokens=12, ignore_eos=True, temperature=0.0)
+    driver.add(0, PROMPTS[0], max_tokens=24, ignore_eos=True, temperature=0.0)
     broadcast = driver.group.broadcast
     driver.group.broadcast = lambda plan: broadcast(  # type: ignore[method-assign]
         replace(plan, keeps_states=keeps_states())
@@ -348,7 +450,7 @@ def test_plans_without_hidden_states_keep_none(make_recording_engine: Any) -> No
     engine, _, _ = make_recording_engine("eagle3", 1)
     (runner,) = engine.runners
     keeps = True
-    driver, pending = drive_without_drafts(engine, lambda: keeps), runner.memory.loaded.tap.head._pending
+    driver, pending = drive_without_drafts(engine, lambda: keeps), runner.memory.loaded.head._pending
     driver.step(1)
     driver.step(1)
     assert pending.num_tokens > 0
@@ -381,7 +483,7 @@ def test_pause_keeps_hidden_states_of_few_tokens(
     engine, _, _ = make_recording_engine("eagle3", 1)
     monkeypatch.setattr(head_proposer, "MAX_IDLE_STEPS", 2)
     (runner,) = engine.runners
-    head = runner.memory.loaded.tap.head
+    head = runner.memory.loaded.head
     for most, is_kept in ((1000, True), (3, False)):
         monkeypatch.setattr(head_proposer, "MAX_IDLE_TOKENS", most)
         driver = RankedDriver(
@@ -409,9 +511,9 @@ def test_prefix_hit_drafts_like_reference(make_recording_engine: Any) -> None:
     assert check_drafts(reference_type(head, transformers_model(engine))) > 4
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize(("kind", "pp"), [("eagle3", 1), ("mtp", 1), ("mtp", 2)])
 def test_drafts_are_verified_with_the_adapter(
-    kind: str, make_head: Any, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
+    kind: str, pp: int, make_head: Any, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
 ) -> None:
     """The heads share the embedding and the LM head of the target, without the adapters of these."""
     target, speculative, _ = make_head(kind)
@@ -422,6 +524,7 @@ def test_drafts_are_verified_with_the_adapter(
         target,
         1,
         num_blocks=NUM_BLOCKS,
+        pp=pp,
         max_model_len=128,
         speculative=speculative,
         lora=LoraConfig(max_loras=1, max_lora_rank=8, max_cpu_loras=1),

@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from known_outputs import KnownOutputs
 from model_kinds import model_type_of
 from ranked_driver import RankedDriver
 from state_kinds import STATE_KINDS
 
-from quire.proto.block_tables import IntArray, RowArray
 from quire.proto.config import SpeculativeConfig
 from quire.proto.errors import RankFailed
 from quire.proto.step import NewSequence, RowSampling, StepPlan
 from quire.worker.rank import loaded_model
-from quire.worker.step.device_rows import DeviceRows
 
 NUM_SPECULATIVE_TOKENS = 4
-NUM_BLOCKS = 160  # enough for all sequences
-# One of each recurrence: short convolution, gated delta, Kimi delta, Mamba 1 and 2, lightning, RG-LRU.
+NUM_BLOCKS = 480  # enough for all sequences, with windows and compressors too
+# One of each recurrence: short convolution, gated delta, Kimi delta, Mamba 1 and 2, lightning, RG-LRU; and
+# compressors, whose entries of rejected tokens are overwritten, and convolutions before attention.
 STATES = ["lfm2", "qwen3_next", "kimi_linear", "mamba", "bamba", "minimax", "recurrent_gemma"]
+STATES += ["deepseek_v4", "zaya"]
 SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
 PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 7 * seed).tolist() for seed in range(6)]
 # One of each kind; the requests run together.
@@ -43,36 +44,6 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-class OracleProposer:
-    """Proposes the tokens of a known output; one in four is wrong.
-
-    Attributes:
-        known: prompt and output of all sequences.
-    """
-
-    known: list[list[int]]
-
-    def __init__(self, config: SpeculativeConfig, rows: DeviceRows) -> None:
-        self._rows = rows
-        self._rng = np.random.default_rng(0)  # the same on all ranks
-
-    def forget(self, rows: RowArray) -> None:
-        """Nothing is kept."""
-
-    def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
-        lens = self._rows.lens[rows]
-        texts = self._rows.read_tokens(rows, np.zeros_like(lens), lens)
-        drafts = [self._continue(text.tolist(), most) for text, most in zip(texts, max_lens, strict=True)]
-        lens = np.array([len(each) for each in drafts], np.int32)
-        self._rows.write_drafts(rows, lens, np.concatenate(drafts))
-        return lens
-
-    def _continue(self, text: list[int], most: int) -> IntArray:
-        whole = next((each for each in self.known if each[: len(text)] == text), [])
-        draft = np.array(whole[len(text) : len(text) + most], np.int32)
-        return np.where(self._rng.random(draft.size) < 0.25, 11, draft).astype(np.int32)
-
-
 @pytest.fixture(
     scope="module",
     params=[
@@ -80,11 +51,12 @@ class OracleProposer:
         (2, "deepseek_v3", "dp"), (4, "deepseek_v3", "dp"), (2, "glm_moe_dsa", "dp"),
         (1, "llama", "2 stages"), (2, "llama", "3 stages"),
         *((tp, kind) for kind in STATES for tp in (1, 2)),
+        (1, "qwen3_next", "2 stages"), (2, "kimi_linear", "3 stages"), (1, "bamba", "2 stages"),
     ],
     ids=str,
 )  # fmt: skip
 def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make_engine: Any) -> Any:
-    """An engine whose proposer is an OracleProposer.
+    """An engine whose proposer is an KnownOutputs.
 
     One of the models attends to tokens that its indexer chooses. "dp" is data-parallel attention.
     With pipeline stages the first one has the proposer.
@@ -92,7 +64,7 @@ def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make
     tp, kind, *more = request.param
     num_stages = next((int(each.split()[0]) for each in more if each.endswith("stages")), 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loaded_model, "NgramProposer", OracleProposer)
+        patch.setattr(loaded_model, "NgramProposer", KnownOutputs)
         return make_engine(
             make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind])
             if kind in STATES
@@ -154,7 +126,7 @@ def logprobs_of(driver: RankedDriver) -> dict[int, list[Any]]:
 @pytest.fixture
 def plain(engine: Any) -> RankedDriver:
     driver = run(engine, NUM_BLOCKS, None, 2)
-    OracleProposer.known = outputs_of(driver)
+    KnownOutputs.known = outputs_of(driver)
     return driver
 
 
@@ -177,7 +149,8 @@ def test_outputs_and_logprobs_equal_those_without_drafts(
 
 def test_preempted_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
     peak = plain.scheduler.stats.peak_used_blocks  # lower with windows
-    num_blocks = min(30, 3 * peak // 4) if engine.config.parallel.num_kv_partitions == 1 else 20
+    most = 15 * (1 + len(engine.config.cache_layout.groups))
+    num_blocks = min(most, 3 * peak // 4) if engine.config.parallel.num_kv_partitions == 1 else 20
     drafted = run(engine, num_blocks, SPECULATIVE, 2)
     assert drafted.scheduler.stats.num_preemptions > 0
     assert drafted.scheduler.stats.num_drafts > 0

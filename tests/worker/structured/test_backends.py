@@ -106,7 +106,7 @@ def test_mask_beyond_the_limits_fails_with_the_reason(
 ) -> None:
     compiled = library.compile(GrammarSpec("json", json.dumps(ONE_TEXT)), GUIDANCE)
     few = llguidance.LLParserLimits(verbose_errors=False, step_max_items=1)
-    monkeypatch.setattr(guidance_backend, "_LIMITS", few)
+    monkeypatch.setattr(guidance_backend, "LIMITS", few)
     matcher = library.load(compiled).new_matcher()
     matcher.accept(mask(matcher)[0])
     for _ in range(2):
@@ -134,7 +134,7 @@ def test_masks_filled_together_fail_if_one_is_beyond_the_limits(
     compiled = library.compile(GrammarSpec("json", json.dumps(ONE_TEXT)), GUIDANCE)
     fine = library.load(compiled).new_matcher()
     monkeypatch.setattr(
-        guidance_backend, "_LIMITS", llguidance.LLParserLimits(verbose_errors=False, step_max_items=1)
+        guidance_backend, "LIMITS", llguidance.LLParserLimits(verbose_errors=False, step_max_items=1)
     )
     failing = library.load(compiled).new_matcher()
     failing.accept(mask(failing)[0])

@@ -53,7 +53,7 @@ def test_vocabulary_is_that_of_transformers(
 ) -> None:
     folder = change(**SETTINGS[case])
     found = read(folder)
-    monkeypatch.setattr(vocabulary, "_read_without_transformers", lambda folder: None)
+    monkeypatch.setattr(vocabulary, "read_without_transformers", lambda folder: None)
     expected = read(folder)
     assert found.pieces == expected.pieces
     assert found.special_ids == expected.special_ids

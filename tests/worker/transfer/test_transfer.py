@@ -19,19 +19,20 @@ from fakes import small_config
 from quire.proto.block_tables import IntArray
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ProtocolError
-from quire.proto.kv_layout import layout_of
+from quire.proto.kv_layout import StateLayout, layout_of
 from quire.proto.kv_transfer import KvGrant, KvOrders, KvPull, KvReport, KvReportKind
+from quire.proto.model.state import StateSection
 from quire.proto.transport.network import CurveKeys
 from quire.worker.memory.cache_engine import CacheEngine
 from quire.worker.memory.checksum import checksum
 from quire.worker.transfer import peers, transport
-from quire.worker.transfer.kv_blocks import KvBlocks
+from quire.worker.transfer.kv_blocks import KvBlocks, heads_to_read
 from quire.worker.transfer.peers import Peer
 from quire.worker.transfer.process_memory import Addresses, MemoryMap, ProcessMemory
 from quire.worker.transfer.sealed_stream import SealedStream
 from quire.worker.transfer.service import KvService
 
-NUM_BLOCKS = 12
+NUM_BLOCKS, NUM_SLOTS = 12, 5
 SOURCES = np.array([3, 7, 5, 9], np.int32)
 TARGETS = np.array([1, 2, 4, 8], np.int32)
 CPU = torch.device("cpu")
@@ -56,14 +57,22 @@ def make_config(size: int, *, windows: tuple[int, ...] = (0, 0, 0), dtype: str =
 class Replica:
     """The caches of a replica's ranks, with content that names layer, part, head, block and token."""
 
-    def __init__(self, config: EngineConfig, *, is_empty: bool = False) -> None:
+    def __init__(self, config: EngineConfig, *, is_empty: bool = False, has_states: bool = False) -> None:
         self.config, self.size = config, config.parallel.tensor_parallel_size
+        self.states: tuple[StateLayout, ...] = ()
         self.caches = [CacheEngine(config, NUM_BLOCKS, 0, torch.float32, CPU) for _ in range(self.size)]
         if not is_empty:
             for rank, cache in enumerate(self.caches):
                 for layer, each in enumerate(cache.layers):
                     for tensor in (each.blocks, *([] if each.scales is None else [each.scales])):
                         tensor.copy_(self._content(tensor, layer, rank))
+
+        if has_states:
+            shapes = (3, 24 // self.size), (7,)
+            self.states = tuple(StateLayout(str(shape), shape, "float32") for shape in shapes)
+            for rank, cache in enumerate(self.caches):
+                fill = torch.zeros if is_empty else torch.rand
+                cache.states = [(fill(NUM_SLOTS, *shape) + rank * (not is_empty),) for shape in shapes]
 
     def _content(self, tensor: torch.Tensor, layer: int, rank: int) -> torch.Tensor:
         shape = (*tensor.shape[:2], tensor.shape[2] * self.size, *tensor.shape[3:])
@@ -73,7 +82,7 @@ class Replica:
     def services(self, stack: ExitStack, directory: Path, keys: CurveKeys | None = None) -> list[KvService]:
         found = []
         for rank, cache in enumerate(self.caches):
-            layout = layout_of(self.config, rank, "w")
+            layout = layout_of(self.config, rank, "w", states=self.states)
             blocks = KvBlocks(cache, self.config.cache_layout, layout, CPU)
             endpoint = f"ipc://{directory}/{id(self)}-{rank}.kv" if keys is None else "tcp://127.0.0.1:*"
             found.append(KvService(blocks, "w", endpoint, keys, lambda body: body()))
@@ -114,7 +123,7 @@ def travel(
         each.apply(GRANT)
     before()
     for each in reading:
-        each.apply(pull_of(endpoints, counts))
+        each.apply_pulls(pull_of(endpoints, counts))
     return [await_report(each, KvReportKind.PULLED) for each in reading]
 
 
@@ -204,6 +213,135 @@ def test_blocks_travel_encrypted_over_tcp(
     assert_arrived(source, target)
 
 
+def state_pull(endpoints: tuple[str, ...], source: int = -2) -> KvOrders:
+    """Order three blocks and the state in slot 3."""
+    sources, targets = np.append(SOURCES[:3], source), np.append(TARGETS[:3], -3)
+    counts = np.array([3, 1], np.int32)
+    order = KvPull(1, 1, endpoints, counts, sources.astype(np.int32), targets.astype(np.int32), 60.0)
+    return KvOrders(pulls=(order,))
+
+
+def read_states(
+    stack: ExitStack, directory: Path, sizes: tuple[int, int], keys: CurveKeys | None = None, slot: int = -2
+) -> tuple[Replica, Replica, list[KvReport]]:
+    """Lend three blocks and the state in slot 2, and read the blocks and the state in a slot."""
+    source = Replica(make_config(sizes[0]), has_states=True)
+    target = Replica(make_config(sizes[1]), has_states=True, is_empty=True)
+    return source, target, move_state(stack, source, target, directory, keys, slot)
+
+
+def move_state(
+    stack: ExitStack,
+    source: Replica,
+    target: Replica,
+    directory: Path,
+    keys: CurveKeys | None = None,
+    slot: int = -2,
+) -> list[KvReport]:
+    """Lend three blocks and the state in slot 2, and read them; return what the readers report."""
+    lending, reading = source.services(stack, directory, keys), target.services(stack, directory, keys)
+    serving = [await_report(each, KvReportKind.SERVES) for each in lending]
+    own_bytes = sum(each[0].numel() * 4 for (each,) in source.caches[0].states)
+    assert [each.num_bytes for each in serving] == [own_bytes] * source.size
+    for each in lending:
+        each.apply(KvOrders(grants=(KvGrant(1, np.append(SOURCES[:3], -2).astype(np.int32)),)))
+    for each in reading:
+        each.apply_pulls(state_pull(tuple(report.name for report in serving), slot))
+    return [await_report(each, KvReportKind.PULLED) for each in reading]
+
+
+@pytest.mark.parametrize("way", ["memory", "buffer", "stream", "frames"])
+def test_states_travel_beside_blocks(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    use(way, monkeypatch)
+    keys = CurveKeys.generate() if way in ("stream", "frames") else None
+    source, target, reports = read_states(stack, tmp_path, (2, 2), keys)
+    assert [report.failed.size for report in reports] == [0, 0]
+    for lender, reader in zip(source.caches, target.caches, strict=True):
+        for (theirs,), (own,) in zip(lender.states, reader.states, strict=True):
+            assert torch.equal(own[3], theirs[2])
+            assert not own[[0, 1, 2, 4]].any()
+        for theirs_of, own_of in zip(lender.layers, reader.layers, strict=True):
+            assert torch.equal(own_of.blocks[TARGETS[:3].tolist()], theirs_of.blocks[SOURCES[:3].tolist()])
+
+
+# Inputs of a convolution, [3, two sections of 2 heads of 4 and one of 8 heads of 6], and a matrix per head.
+SECTIONS = (StateSection(2, 4), StateSection(2, 4), StateSection(8, 6)), (StateSection(8, 15),)
+
+
+def states_of(rank: int, size: int) -> tuple[torch.Tensor, ...]:
+    """Return a rank's part of the same state: [3, elements of its heads], [its heads, 3, 5]."""
+    first, heads = rank * 8 // size, 8 // size
+    group = rank * 2 // size
+    groups = slice(group, group + max(1, 2 // size))
+    queries, keys = torch.arange(48.0).view(2, 3, 2, 4)
+    values, matrices = torch.arange(48.0, 192.0).view(3, 8, 6), torch.arange(120.0).view(8, 3, 5)
+    row = [queries[:, groups], keys[:, groups], values[:, first : first + heads]]
+    return torch.cat([each.flatten(1) for each in row], 1), matrices[first : first + heads]
+
+
+def replica_with_heads(size: int, *, is_empty: bool) -> Replica:
+    """Return a replica whose ranks have the state in slot 2."""
+    replica = Replica(make_config(size), is_empty=is_empty)
+    parts = states_of(0, size)
+    names_and_sections = zip(("conv", "recurrent"), parts, SECTIONS, strict=True)
+    replica.states = tuple(
+        StateLayout(name, tuple(part.shape), "float32", sections)
+        for name, part, sections in names_and_sections
+    )
+    for rank, cache in enumerate(replica.caches):
+        cache.states = [(torch.zeros(NUM_SLOTS, *part.shape),) for part in parts]
+        for (tensor,), part in zip(cache.states, states_of(rank, size), strict=True):
+            tensor[2] = 0 if is_empty else part
+    return replica
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 1), (1, 4), (4, 2), (8, 2)], ids=str)
+@pytest.mark.parametrize("way", ["memory", "buffer"])
+def test_ranks_of_any_sizes_exchange_heads_of_states(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], way: str
+) -> None:
+    """Sections of the convolution are slices of their own, and shared heads come from one rank."""
+    use(way, monkeypatch)
+    source, target = (replica_with_heads(size, is_empty=number > 0) for number, size in enumerate(sizes))
+    reports = move_state(stack, source, target, tmp_path)
+    assert [(report.name, report.failed.size) for report in reports] == [("", 0)] * sizes[1]
+    for rank, cache in enumerate(target.caches):
+        for (tensor,), part in zip(cache.states, states_of(rank, sizes[1]), strict=True):
+            assert torch.equal(tensor[3], part)
+            assert not tensor[[0, 1, 2, 4]].any()
+
+
+def test_states_are_not_read_by_ranks_of_another_size(stack: ExitStack, tmp_path: Path) -> None:
+    _, target, reports = read_states(stack, tmp_path, (2, 1))
+    assert reports[0].name.startswith("refused: ")
+    assert "tensor_parallel_size is 2, the other's 1" in reports[0].name
+    assert reports[0].failed.tolist() == [0, 1, 2, 3]
+    assert not any(own.any() for (own,) in target.caches[0].states)
+
+
+@pytest.mark.parametrize("way", ["memory", "buffer"])
+def test_slot_that_is_not_lent_is_not_read(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    use(way, monkeypatch)
+    _, _, reports = read_states(stack, tmp_path, (1, 1), slot=-1)
+    assert reports[0].name.startswith("stale: ")
+    assert 3 in reports[0].failed
+
+
+@pytest.mark.parametrize(("group", "number"), [(1, 2), (0, -2)])
+def test_blocks_and_states_are_not_mistaken_for_each_other(group: int, number: int) -> None:
+    replica = Replica(make_config(1), has_states=True)
+    layout = layout_of(replica.config, 0, "w", states=replica.states)
+    blocks = KvBlocks(replica.caches[0], replica.config.cache_layout, layout, CPU)
+    heads = heads_to_read(layout, layout, group, [set() for _ in layout.transferred_groups[group].layers])
+    content = np.empty(blocks.block_bytes(group, heads), np.uint8)
+    with pytest.raises(ValueError, match=f"group {group} has no blocks"):
+        blocks.gather(group, np.array([number], np.int32), heads, content)
+
+
 def test_rank_without_the_keys_reads_nothing(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,7 +351,7 @@ def test_rank_without_the_keys_reads_nothing(
     (reading,) = target.services(stack, tmp_path, CurveKeys.generate())
     endpoint = await_report(lending, KvReportKind.SERVES).name
     lending.apply(GRANT)
-    reading.apply(pull_of((endpoint,)))
+    reading.apply_pulls(pull_of((endpoint,)))
     report = await_report(reading, KvReportKind.PULLED)
     assert report.name.startswith("unreachable: tcp://127.0.0.1")
     assert report.failed.tolist() == [0, 1, 2, 3]
@@ -225,7 +363,7 @@ def test_blocks_of_an_ended_lease_are_not_read(stack: ExitStack, tmp_path: Path)
     endpoint = await_report(lending, KvReportKind.SERVES).name
     lending.apply(GRANT)
     lending.apply(KvOrders(revoked=np.array([1], np.int32)))
-    reading.apply(pull_of((endpoint,)))
+    reading.apply_pulls(pull_of((endpoint,)))
     report = await_report(reading, KvReportKind.PULLED)
     assert report.name.startswith("stale: ")
     assert report.failed.tolist() == [0, 1, 2, 3]
@@ -264,7 +402,7 @@ def test_lease_that_ends_during_the_read_gives_nothing(
     (reading,) = target.services(stack, tmp_path, keys)
     endpoint = await_report(lending[0], KvReportKind.SERVES).name
     lending[0].apply(GRANT)
-    reading.apply(pull_of((endpoint,)))
+    reading.apply_pulls(pull_of((endpoint,)))
     assert await_report(reading, KvReportKind.PULLED).name.startswith("stale: ")
 
 
@@ -312,7 +450,7 @@ def test_peer_that_has_ended_is_unreachable_and_one_that_hangs_is_given_up(
 
 def await_pull(reading: KvService, endpoint: str) -> str:
     """Pull the blocks, and return why they have not come."""
-    reading.apply(pull_of((endpoint,)))
+    reading.apply_pulls(pull_of((endpoint,)))
     return await_report(reading, KvReportKind.PULLED).name
 
 
@@ -324,8 +462,8 @@ def test_canceled_pull_ends_at_once_and_releases_the_lease(
     endpoint = await_report(lending, KvReportKind.SERVES).name
     lending.apply(GRANT)
     monkeypatch.setattr(transport.ZmqTransport, "_check", no_answer)
-    reading.apply(pull_of((endpoint,)))
-    reading.apply(KvOrders(ended=np.array([1], np.int32)))
+    reading.apply_pulls(pull_of((endpoint,)))
+    reading.apply_pulls(KvOrders(ended=np.array([1], np.int32)))
     assert await_report(reading, KvReportKind.PULLED).name.startswith("canceled: ")
     assert await_report(lending, KvReportKind.RELEASED).number == 1
 
@@ -335,7 +473,7 @@ def test_reads_renew_a_lease(stack: ExitStack, tmp_path: Path) -> None:
     (lending,), (reading,) = source.services(stack, tmp_path), target.services(stack, tmp_path)
     endpoint = await_report(lending, KvReportKind.SERVES).name
     lending.apply(GRANT)
-    reading.apply(pull_of((endpoint,)))
+    reading.apply_pulls(pull_of((endpoint,)))
     await_report(reading, KvReportKind.PULLED)
     assert await_report(lending, KvReportKind.RENEWED).number == 1
 
@@ -362,6 +500,45 @@ def test_foreign_messages_are_ignored(stack: ExitStack, tmp_path: Path) -> None:
     stack.callback(peer.close)
     peer._line._socket.send(b"nonsense")
     assert peer.hello(layout_of(target.config, 0, "w"), 60.0).weights_version == "w"
+
+
+def test_memory_of_a_reader_that_reads_no_more_is_unmapped(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use("buffer", monkeypatch)
+    monkeypatch.setattr(transport, "MAPPED_S", 0.02)
+    source, target = Replica(make_config(1)), Replica(make_config(1), is_empty=True)
+    assert not travel(stack, source, target, tmp_path)[0].failed.size
+    deadline = time.monotonic() + 60
+    while "quire-transfer" in Path("/proc/self/maps").read_text():
+        assert time.monotonic() < deadline, "the lender keeps the memory of a reader that is gone"
+        threading.Event().wait(0.01)
+
+
+def test_address_that_cannot_be_connected_is_unreachable(stack: ExitStack, tmp_path: Path) -> None:
+    (reading,) = Replica(make_config(1), is_empty=True).services(stack, tmp_path)
+    assert await_pull(reading, f"ipc://{'x' * 200}#i").startswith("unreachable: ipc://xxx")
+    reading.apply_pulls(KvOrders(ended=np.array([1], np.int32)))  # and the lease is not released
+    assert await_pull(reading, f"ipc://{'y' * 200}#i").startswith("unreachable: ipc://yyy")
+
+
+def test_message_that_cannot_be_answered_leaves_other_readers_theirs(
+    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = Replica(make_config(1)), Replica(make_config(1), is_empty=True)
+    (lending,), (reading,) = source.services(stack, tmp_path), target.services(stack, tmp_path)
+    endpoint = await_report(lending, KvReportKind.SERVES).name
+    lending.apply(GRANT)
+
+    def fail(*args: object) -> None:
+        raise IndexError("no such block")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(transport.ZmqTransport, "_check", fail)
+        broken.setattr(SILENCE_S, 0.2)
+        assert await_pull(reading, endpoint)
+    assert await_pull(reading, endpoint) == ""
+    assert_arrived(source, target)
 
 
 def test_memory_of_another_process_of_that_number_is_not_read() -> None:

@@ -59,36 +59,29 @@ def test_copy_has_the_weights_and_their_checksums(cache: NodeCache, tmp_path: Pa
     assert set((copy / CHECKSUMS).read_text().splitlines()) == digests
 
 
-def test_second_load_reads_the_copy_only(
-    cache: NodeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_load_reads_the_copy_only(cache: NodeCache, tmp_path: Path) -> None:
     source = model(tmp_path)
     copy = cache.copy_of(source)
     age(copy, 500)
-    monkeypatch.setattr(node_cache, "_copy_file", lambda *paths: pytest.fail("copied again"))
+    files = {path: path.stat().st_ino for path in copy.iterdir()}
     assert cache.copy_of(source) == copy
+    assert {path: path.stat().st_ino for path in copy.iterdir()} == files
     assert time.time() - (copy / CHECKSUMS).stat().st_mtime < 100
 
 
 def test_processes_that_load_at_once_copy_once(
-    cache: NodeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: NodeCache, tmp_path: Path, log_of: Callable[[str], list[str]]
 ) -> None:
-    source, copy_file = model(tmp_path), node_cache._copy_file
-    all_wait, copied = threading.Barrier(3), list[str]()
-
-    def counted(file: Path, target: Path) -> str:
-        copied.append(file.name)
-        return copy_file(file, target)
+    source, all_wait, logged = model(tmp_path), threading.Barrier(3), log_of(node_cache.__name__)
 
     def load() -> Path:
         all_wait.wait(60)
         return cache.copy_of(source)
 
-    monkeypatch.setattr(node_cache, "_copy_file", counted)
     with ThreadPoolExecutor(3) as processes:
         copies = {future.result(60) for future in [processes.submit(load) for _ in range(3)]}
     assert len(copies) == 1
-    assert sorted(copied) == sorted({**WEIGHTS, **INDEX})
+    assert ["once on this node" in line for line in logged] == [True, False], "copying, and copied"
 
 
 def test_changed_weights_are_copied_again(cache: NodeCache, tmp_path: Path) -> None:
@@ -155,12 +148,9 @@ def test_folder_that_cannot_be_made_costs_a_warning(tmp_path: Path, caplog: pyte
     assert "is read in place" in caplog.text
 
 
-def test_weights_on_the_same_disk_are_not_copied(
-    cache: NodeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_cache, "_device_of", lambda path: 1)
+def test_weights_on_the_same_disk_are_not_copied(tmp_path: Path) -> None:
     source = model(tmp_path)
-    assert cache.copy_of(source) == source
+    assert NodeCache(tmp_path / "beside").copy_of(source) == source
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "many", "nan", "inf"])

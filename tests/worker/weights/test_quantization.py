@@ -378,6 +378,26 @@ def test_block_scales_may_be_powers_of_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "part", [WeightSlice("x", (48, 128), 0, 16, 32), WeightSlice("x", (48, 128), 1, 64, 64)]
+)
+def test_experts_of_float8_checkpoints_may_be_float4(part: WeightSlice, tmp_path: Path) -> None:
+    """As those of DeepSeek-V4: the lower half of a byte is the first of two numbers."""
+    codes, exponents = torch.randint(0, 16, (48, 128)), torch.randint(-9, 9, (48, 4))
+    tensors = {
+        "x.weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8),
+        "x.weight_scale_inv": exponents.float().exp2().to(torch.float8_e8m0fnu),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = Quantization("float8", block_shape=(128, 128), has_float4_experts=True)
+    found = read_quantized(Checkpoint(tmp_path), part, quantization, CPU)
+    assert found is not None
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])[codes & 7]
+    expected = magnitudes * (1 - 2 * (codes >> 3)) * exponents.float().exp2().repeat_interleave(32, 1)
+    rows, columns = (slice(start, start + length) for start, length in (part.outputs, part.inputs))
+    assert torch.equal(dequantize(found), expected[rows, columns])
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"quant_method": "bitsandbytes"}, "method 'bitsandbytes' is not supported .*; supported: gptq, awq"),
@@ -388,6 +408,7 @@ def test_block_scales_may_be_powers_of_two(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "cannot be read: ValueError: group size 0"),
         ({"quant_method": "gptq"}, "quantization_config cannot be read: KeyError: 'bits'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 fmt 'e5m2' is not supported"),
+        ({"quant_method": "fp8", "expert_dtype": "fp6"}, "fp8 expert_dtype 'fp6' is not supported; supported: fp8"),
         ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "cannot be read: ValueError: block size 0 x 1"),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": {"format": "marlin-24"}}},
          "compressed-tensors format 'marlin-24' is not supported"),
@@ -473,3 +494,15 @@ def test_packed_zero_points_of_one_word_are_read(num_groups: int, tmp_path: Path
     found = read_quantized(Checkpoint(tmp_path), part, quantization, CPU)
     assert found is not None
     assert torch.equal(dequantize(found), -zeros.t().repeat_interleave(8, dim=1).float())
+
+
+def test_groups_that_do_not_divide_the_inputs_raise_model_load_error(tmp_path: Path) -> None:
+    """Their length is not stored: it was guessed, and all but the first group had wrong scales."""
+    tensors = {
+        "x.weight_packed": torch.zeros(8, 5, dtype=torch.int32),
+        "x.weight_scale": torch.ones(8, 3),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    part, quantization = WeightSlice("x", (8, 40), 0, 0, 8), Quantization("compressed", bits=4)
+    with pytest.raises(ModelLoadError, match="3 groups, which do not divide its 40 inputs"):
+        read_quantized(Checkpoint(tmp_path), part, quantization, CPU)

@@ -70,7 +70,7 @@ def test_scattered_runs_equal_torch_slice(
     """Out of windows of the file, which are mapped or, where that is not possible, read."""
     monkeypatch.setattr(safetensors_file, "WINDOW_BYTES", window_bytes)
     if not is_mapped:
-        monkeypatch.setattr(safetensors_file, "_POPULATE_READ", -1)
+        monkeypatch.setattr(safetensors_file, "POPULATE_READ", -1)
     save_file(tensors, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
     rng = random.Random(2)
@@ -95,7 +95,7 @@ def test_columns_are_read_by_few_calls(tmp_path: Path, monkeypatch: pytest.Monke
         return preadv(*arguments)
 
     monkeypatch.setattr(os, "preadv", count)
-    monkeypatch.setattr(safetensors_file, "_POPULATE_READ", -1)  # windows are read instead of mapped
+    monkeypatch.setattr(safetensors_file, "POPULATE_READ", -1)  # windows are read instead of mapped
     save_file({"x": torch.zeros(4000, 2048, dtype=torch.uint8)}, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
     file.read_into(torch.empty(4000, 256, dtype=torch.uint8), "x", [0, 256])

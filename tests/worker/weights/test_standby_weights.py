@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from weights_owner import digest_of, load_runner, logits_of, weights_owner
+from weights_owner import digest_of, load_runner, logits_of, record_reads, weights_owner
 
 from quire.kernels.native.library import is_available
 from quire.proto.config import EngineConfig
@@ -24,7 +23,6 @@ from quire.proto.step import StepPlan
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.shared_segment import SegmentAddress, SharedSegment
 from quire.worker.rank.runner import ModelRunner
-from quire.worker.weights.checkpoint import Checkpoint
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 
@@ -38,19 +36,6 @@ MakeConfig = Callable[..., EngineConfig]
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the garbage collection of each closed runner, of 0.4 s."""
     monkeypatch.setattr("quire.worker.rank.rank_memory.free_unused_memory", lambda device: None)
-
-
-def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record the names of the tensors that are read from now on."""
-    names: list[str] = []
-    read = Checkpoint._read
-
-    def record(self: Checkpoint, out: torch.Tensor, name: str, *arguments: object) -> None:
-        names.append(name)
-        read(self, out, name, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Checkpoint, "_read", record)
-    return names
 
 
 def mapped_kb(name: str, field: str) -> int:

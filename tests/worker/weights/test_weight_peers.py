@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
+import signal
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from weights_owner import Owner, digest_of, load_runner, logits_of, weights_owner
+from weights_owner import Owner, digest_of, load_runner, logits_of, record_reads, weights_owner
 
 from quire.kernels.native.library import is_available
 from quire.proto.config import EngineConfig
 from quire.worker.memory.shared_segment import SharedSegment
 from quire.worker.rank import weight_peers
 from quire.worker.rank.weight_peers import WeightServer, seconds_to_read
+from quire.worker.transfer.messages import StreamOffer
+from quire.worker.transfer.sealed_port import connect_stream
 from quire.worker.weights import standby_weights
-from quire.worker.weights.checkpoint import Checkpoint
+from quire.worker.weights.standby_weights import StandbyWeights
 from quire.worker.weights.weight_source import WeightSource
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
@@ -31,7 +37,7 @@ MakeConfig = Callable[..., EngineConfig]
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Copy a small model in many parts, and skip the garbage collection of each closed runner."""
-    monkeypatch.setattr(weight_peers, "_CHUNK_BYTES", 4 << 10)
+    monkeypatch.setattr(weight_peers, "CHUNK_BYTES", 4 << 10)
     monkeypatch.setattr(weight_peers, "SILENCE_S", 60.0)
     monkeypatch.setattr("quire.worker.rank.rank_memory.free_unused_memory", lambda device: None)
     caplog.set_level(logging.INFO)
@@ -52,14 +58,7 @@ def test_copied_weights_give_the_same_logits_without_reading_a_matrix(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with weights_owner(config) as owner:
-        names = list[str]()
-        read = Checkpoint._read
-
-        def record(self: Checkpoint, out: Any, name: str, *arguments: Any) -> None:
-            names.append(name)
-            read(self, out, name, *arguments)
-
-        monkeypatch.setattr(Checkpoint, "_read", record)
+        names = record_reads(monkeypatch)
         assert load_from(owner, config) == owner.digest
         assert not [name for name in names if "proj" in name]
         assert "weights of the owner, at" in caplog.text
@@ -70,7 +69,7 @@ def test_copy_outlives_the_process_and_can_be_mapped(config: EngineConfig) -> No
         owner.process.kill()
         owner.process.wait()
         assert digest_of(logits_of(second)) == owner.digest
-        assert second.weight_segments[0].num_bytes > 20 * weight_peers._CHUNK_BYTES
+        assert second.weight_segments[0].num_bytes > 20 * weight_peers.CHUNK_BYTES
         with closing(load_runner(config, [WeightSource("second", second.weight_segments)])) as third:
             assert [each.name for each in third.weight_segments] == [
                 each.name for each in second.weight_segments
@@ -104,11 +103,68 @@ def test_process_that_is_killed_in_the_middle_means_reading_the_files(
 def test_copy_that_is_slower_than_the_files_is_given_up(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weight_peers, "_TRIAL_BYTES", 1)
+    monkeypatch.setattr(weight_peers, "TRIAL_BYTES", 1)
     monkeypatch.setattr(weight_peers, "seconds_to_read", lambda folder, num_ranks: -1e9)
     with weights_owner(config) as owner:
         assert load_from(owner, config) == owner.digest
     assert "the copy would take" in caplog.text
+
+
+def test_peer_that_sends_slowly_is_given_up(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = itertools.count(0.0, 10.0)  # each look at the clock takes ten
+    monkeypatch.setattr(weight_peers, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    monkeypatch.setattr(weight_peers, "seconds_to_read", lambda folder, num_ranks: 1.0)
+    with weights_owner(config) as owner:
+        assert load_from(owner, config) == owner.digest
+    assert "are not copied: TimeoutError: the owner has sent" in caplog.text
+
+
+def test_peer_that_hangs_is_given_up_and_named(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weight_peers, "SILENCE_S", 0.5)
+    with weights_owner(config) as owner:
+        owner.process.send_signal(signal.SIGSTOP)
+        assert load_from(owner, config) == owner.digest
+    assert "are not copied: TimeoutError: the owner has not sent" in caplog.text
+
+
+def test_few_peers_may_fail_before_the_files_are_read(
+    config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = list[str]()
+    sources = [WeightSource(f"peer {number}", (), "nowhere", 1, ((b"t", b"k"),)) for number in range(5)]
+    standby = StandbyWeights(sources, copy=lambda source, identity, folder: asked.append(source.owner))
+    with standby.store(Path(config.model.path), "settings"):
+        pass
+    standby.drop()
+    assert asked == ["peer 0", "peer 1"]
+    assert "peer 2 and later ones" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 64])
+def test_server_keeps_no_segment_that_it_cannot_use(content: bytes) -> None:
+    server = WeightServer("owner")
+    with closing(SharedSegment.create("weights", max(1, len(content)))) as segment:
+        segment.write(content, 0)
+        source = server.source([segment.address], "127.0.0.1")
+        ((token, key),) = source.credentials
+        stream = connect_stream("127.0.0.1", StreamOffer(source.port, token, key), 1 << 20)
+        assert stream is not None
+        with closing(stream):
+            stream.send(b"{}", 60.0)
+            answer = json.loads(bytes(stream.receive(60.0) or b""))
+        server.close()  # waits for its threads
+        links = [os.readlink(f"/proc/self/fd/{each}") for each in descriptors()]
+        assert "the segment has" in answer["problem"]
+        assert links.count(f"/memfd:{segment.name} (deleted)") == 1
+
+
+def descriptors() -> list[str]:
+    """Return the open files of this process, without the one that lists them."""
+    return [each for each in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{each}")]
 
 
 def test_weights_of_other_files_or_settings_are_not_copied(

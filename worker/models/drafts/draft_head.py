@@ -23,11 +23,10 @@ class DraftHead(Protocol):
     """One rank of a head. Pair p is token p + 1 and the hidden state of token p; it predicts token p + 2.
 
     Attributes:
-        aux_layers: layers of the target model whose inputs the head reads, as AuxStates.layers; none if it reads the
-            hidden states after the last norm.
+        hidden_size: E.
     """
 
-    aux_layers: frozenset[int]
+    hidden_size: int
 
     def combine(self, features: Tensor) -> Tensor:
         """Return the hidden states [T, E] of pairs from the target model's, [T, F]."""

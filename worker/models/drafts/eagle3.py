@@ -40,7 +40,7 @@ class Eagle3Head:
 
     def __init__(self, load: LoadContext, config: ModelConfig, target: Decoder) -> None:
         spec = read_spec(config, FAMILIES["LlamaForCausalLM"])
-        self.aux_layers = aux_layers(config, len(target.layers))
+        num_aux = len(aux_layers(config, target.num_layers))
         self.comm, self.vocab_size = load.comm, config.vocab_size
         self.norm_eps = spec.norm_eps
         self.is_normed_residual = bool(config.hf.get("norm_before_residual"))
@@ -48,7 +48,8 @@ class Eagle3Head:
         name = root + (
             "midlayer" if load.checkpoint.has(f"{root}midlayer.hidden_norm.weight") else "layers.0"
         )
-        size, num_features = spec.hidden_size, len(self.aux_layers) * target.hidden_size
+        size, num_features = spec.hidden_size, num_aux * target.hidden_size
+        self.hidden_size = size
         has_embedding = load.checkpoint.has(f"{root}embed_tokens.weight")
         if not has_embedding and size != target.hidden_size:
             raise ConfigError(

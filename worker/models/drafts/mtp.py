@@ -10,16 +10,20 @@ from torch import Tensor
 from ....kernels.draft_chain import DraftNetwork, HiddenInput
 from ....kernels.norm import rms_norm
 from ....proto.config import ModelConfig
+from ....proto.errors import ConfigError
+from ....proto.model.attention import AttentionSpec
 from ....proto.model.mla import MlaSpec
 from ....proto.model.mtp_layouts import mtp_layout
 from ....proto.model.read_spec import read_spec
 from ....proto.model.registry import FAMILIES
+from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
 from ...weights.weight_slice import WeightSlice
 from ..llama.decoder import Decoder
 from ..llama.decoder_layer import DecoderLayer
 from ..load_context import LoadContext
+from ..loader import name_tensors
 from ..mixers.head_steps import TEMPERATURE
 from ..vocab_parallel import NoHead
 
@@ -29,23 +33,25 @@ class MtpHead:
 
     The head shares the embedding, the output layer and the rotary tables of the target model. It is used again for
     each further drafted token. In most layouts the embedding of the token at position 0 counts as zeros, as in
-    training. With sparse attention the head has an indexer of its own.
+    training. With sparse attention the head has an indexer of its own. The head of a hybrid model has attention, so
+    that it keeps no state.
 
     Raises:
+        ConfigError: no layer of the model has attention.
         ModelLoadError: the weights cannot be read, or have other shapes.
     """
 
-    aux_layers: frozenset[int] = frozenset()
-
     def __init__(self, load: LoadContext, config: ModelConfig, target: Decoder) -> None:
-        index = len(target.layers)
+        index = target.num_layers
         spec = read_spec(replace(config, num_layers=index), FAMILIES[config.architecture])
+        name_tensors(load, spec, config)
         layout, size = mtp_layout(config), spec.hidden_size
 
         def named(name: str) -> str:
             return name.format(index=index)
 
         self.target = target
+        self.hidden_size = size
         self.norm_eps = spec.norm_eps
         self.is_hidden_first, self.feeds_normed = layout.hidden_first, layout.feeds_normed
         self.reads_first = layout.reads_first
@@ -54,10 +60,9 @@ class MtpHead:
             for name in (layout.embedding_norm, layout.hidden_norm, layout.final_norm)
         )
         self.projection = load.linear([WeightSlice(named(layout.projection), (size, 2 * size), 0, 0, size)])
-        layer = replace(spec.layers[-1], has_experts=spec.layers[-1].has_experts and not layout.is_dense)
-        if isinstance(layer.mixer, MlaSpec):
-            layer = replace(layer, mixer=replace(layer.mixer, has_indexer=layer.mixer.indexer is not None))
-        self.layer = DecoderLayer(load, spec, layer, named(layout.layer))
+        self.layer = DecoderLayer(
+            load, spec, _layer_spec(spec, is_dense=layout.is_dense), named(layout.layer)
+        )
 
     def combine(self, features: Tensor) -> Tensor:
         return features
@@ -122,3 +127,16 @@ class MtpHead:
                 is_hidden_first=self.is_hidden_first,
             ),
         )
+
+
+def _layer_spec(spec: DecoderSpec, *, is_dense: bool) -> LayerSpec:
+    """Return the head's layer: the model's last one with attention, and experts if the last of all has some."""
+    attending = [own for own in spec.layers if isinstance(own.mixer, AttentionSpec | MlaSpec)]
+    if not attending:
+        raise ConfigError(
+            "speculative_config: method 'mtp' is for models with attention, whose layer a head has"
+        )
+    layer = replace(attending[-1], has_experts=spec.layers[-1].has_experts and not is_dense)
+    if isinstance(layer.mixer, MlaSpec):
+        layer = replace(layer, mixer=replace(layer.mixer, has_indexer=layer.mixer.indexer is not None))
+    return layer

@@ -10,6 +10,7 @@ from ....proto.model.experts import Experts
 from ....proto.model.families.gemma import Gemma4
 from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
+from ...comm.expert_exchange import Dispatched
 from ..layers import PartialSum, Rotations
 from ..llama.decoder import Decoder
 from ..llama.decoder_layer import FeedForward
@@ -53,7 +54,7 @@ class ExpertsBesideDense(WithExperts):
         self, load: LoadContext, spec: DecoderSpec, dense: Mlp, before_dense: Tensor, name: str
     ) -> None:
         assert spec.experts is not None
-        self.comm, self._eps = load.comm, spec.norm_eps
+        self.comm, self._lora, self._eps = load.comm, load.lora, spec.norm_eps
         self._dense, self._before_dense = dense, before_dense
         self._after_dense, self._before_experts, self._after_experts = (
             load.norm(f"{name}.{own}", spec.hidden_size, spec.norms.offset)
@@ -70,7 +71,8 @@ class ExpertsBesideDense(WithExperts):
         """[T, E], before any norm -> [T, E]."""
         dense = self._dense.forward(rms_norm(x, self._before_dense, self._eps))
         assert isinstance(dense, Tensor)  # without peers no sum is deferred
-        part = self.experts.forward(rms_norm(x, self._before_experts, self._eps), *self._router.choose(x))
+        normed = rms_norm(x, self._before_experts, self._eps)
+        part = self.compute(Dispatched(normed, *self._router.choose(x), self._lora.step.token_slots))
         mixed = rms_norm(self.comm.all_reduce(part), self._after_experts, self._eps)
         return rms_norm(dense, self._after_dense, self._eps).add_(mixed)
 
@@ -122,7 +124,7 @@ class Gemma4Layer(GemmaLayer):
         inputs, _ = rotations.get(_LAYER_INPUTS, (None, None))
         return None if inputs is None else inputs[:, self.index]
 
-    def _end(self, x: Tensor | PartialSum, residual: Tensor, inputs: Tensor | None) -> Tensor:
+    def _end(self, x: Tensor | PartialSum | None, residual: Tensor, inputs: Tensor | None) -> Tensor:
         """Return the layer's output, still to be added to `residual`, which is updated in place."""
         assert isinstance(x, Tensor)  # a norm follows the feed-forward network
         if self._gate is not None and inputs is not None:

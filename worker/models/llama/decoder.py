@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -18,14 +19,14 @@ from ....proto.model.attention import AttentionSpec
 from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec, LayerSpec
 from ...attention import AttentionInputs, LayerCache
-from ...comm.all_reduce_choice import choose_all_reduce
-from ...comm.symmetric_memory import open_symmetric_memory
+from ...lora.layers import NO_LORA
 from ..aux_states import AuxStates
 from ..fused_decode import FusedDecode, log_op_by_op, plan_fused_decode
 from ..layers import PartialSum, RotaryTable, Rotations
 from ..load_context import LoadContext
 from ..media_embeddings import MediaEmbeddings
-from ..mixers.head_steps import TEMPERATURE, TemperatureTable
+from ..mixers.block_sparse import BlockSparseAttention
+from ..mixers.head_steps import LOGARITHM, TEMPERATURE, LogarithmTable, TemperatureTable
 from ..mixers.state_mixer import StateMixer
 from ..moe.expert_layout import other_experts
 from ..moe.moe import MixtureOfExperts, WithExperts
@@ -44,6 +45,10 @@ class Decoder:
     Args:
         num_positions: length of the rotary tables.
         has_head: the model generates; otherwise it has hidden states only.
+
+    Attributes:
+        num_layers: of the whole model.
+        head: of the last stage, and of the first one if a draft head shares it.
     """
 
     layer_class: type[DecoderLayer] = DecoderLayer
@@ -53,22 +58,26 @@ class Decoder:
         self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
     ) -> None:
         # The ranks meet here, so before any weights are read: they read at different speeds.
-        if load.fused_all_reduce:
-            peers = open_symmetric_memory(load.comm, spec.hidden_size, load.dtype, load.device)
-            choose_all_reduce(peers, load.comm)
+        if load.sums is not None:
+            peers = load.sums.open(load.comm, spec.hidden_size, load.dtype, load.device)
             load = replace(load, peers=peers)
         self.rotary = {key: RotaryTable(load, rope, num_positions) for key, rope in spec.ropes.items()}
         self.temperature: TemperatureTable | None = None
+        self.logarithms: LogarithmTable | None = None
         self.stage, self.link = load.stage, load.link
         self.owns_tokens = load.expert_exchange.owns_tokens
+        self._tells_states = load.attention.rank == 0  # of the ranks that have the same tokens
         own_layers = self.stage.part(spec.layers)
         mixers = [layer.mixer for layer in own_layers]
-        for own in mixers:
+        for own in [layer.mixer for layer in spec.layers]:
             temperature = own.temperature if isinstance(own, AttentionSpec | MlaSpec) else None
             if temperature is not None and self.temperature is None:
                 self.temperature = TemperatureTable(load, temperature, num_positions)
+        if any(isinstance(own, MlaSpec) and own.has_query_factors for own in mixers):
+            self.logarithms = LogarithmTable(load, num_positions)
+        holds_head = has_head and (self.stage.is_last or load.shares_output)
         # A head on another rank has a weight of its own.
-        shares_head = spec.tied_embeddings and has_head and self.stage.count == 1
+        shares_head = spec.tied_embeddings and holds_head and self.stage.is_first
         self.entry: VocabParallelEmbedding | PreviousStage = (
             VocabParallelEmbedding(
                 load,
@@ -76,12 +85,14 @@ class Decoder:
                 spec.vocab_size,
                 spec.hidden_size,
                 spec.embedding_scale,
+                norm_eps=spec.norm_eps if spec.normalizes_embeddings else None,
                 tied=shares_head,
             )
             if self.stage.is_first
             else PreviousStage(load, spec.hidden_size)
         )
         self.layers = self.make_layers(load, spec)
+        self.num_layers = len(spec.layers)
         self.cached_by = _cache_indices(own_layers)
         keeps_state = (layer.attention for layer in self.layers if isinstance(layer.attention, StateMixer))
         for number, state_mixer in enumerate(keeps_state):
@@ -89,18 +100,22 @@ class Decoder:
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = _reserved_bytes(mixers)
-        self.supports_graphs = not any(mlp.reads_back for mlp in self._mixtures())
+        # The host reads the lengths of sequences before blocks are chosen.
+        chooses_blocks = any(isinstance(layer.attention, BlockSparseAttention) for layer in self.layers)
+        self.supports_graphs = not (chooses_blocks or any(mlp.reads_back for mlp in self._mixtures()))
         self.supports_outputs = self.stage.is_last and self.layers[-1].supports_outputs
-        self.norm: Norm | None = read_norm(load, spec, spec.names.last_norm) if self.stage.is_last else None
+        self.norm: Norm | None = None
+        if self.stage.is_last:
+            self.norm = read_norm(load, spec, spec.norms, spec.names.last_norm)
         self.fused_decode = self._plan_fused_decode(load)
         if any(mlp.is_separate for mlp in self._mixtures()):
             _log.warning(
                 "experts are multiplied one by one, which is slower: no op takes their weights together"
             )
         self.head: VocabParallelHead | NoHead = NoHead(load, spec.vocab_size)
-        if has_head and self.stage.is_last:
+        if holds_head:
             self.head = VocabParallelHead(
-                load,
+                load if self.stage.is_last else replace(load, lora=NO_LORA),
                 "lm_head",
                 spec.hidden_size,
                 spec.vocab_size,
@@ -191,7 +206,7 @@ class Decoder:
         x: Tensor | PartialSum | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            kv_cache = kv_caches[self.cached_by[index]]
+            kv_cache = self._cache_of(index, kv_caches)
             if aux is not None and index in aux.layers:
                 aux.states.append(self._all_tokens(layer.input_of(x, hidden), inputs, num_tokens))
             if outputs is not None and index == last:
@@ -206,13 +221,21 @@ class Decoder:
         states = self._all_tokens(states, inputs, num_tokens)
         return states if self.stage.is_last else self._send(states)
 
+    def _cache_of(self, index: int, kv_caches: Sequence[LayerCache]) -> LayerCache:
+        """Return the cache of a layer, with that of its indexer behind it."""
+        place = self.cached_by[index]
+        if not isinstance(self.layers[index].attention, BlockSparseAttention):
+            return kv_caches[place]
+        return replace(kv_caches[place], index_keys=kv_caches[place + 1])
+
     def _all_tokens(self, states: Tensor, inputs: AttentionInputs, num_tokens: int) -> Tensor:
         """Return the states of all tokens, of which each may have one owner: [N, E] -> [T, E]."""
         if not self.owns_tokens:
             return states
         assert inputs.own_tokens is not None
         y = states.new_zeros(num_tokens + 1, states.shape[1])  # padding goes behind all tokens
-        y.index_copy_(0, inputs.own_tokens.places, states)
+        if self._tells_states:
+            y.index_copy_(0, inputs.own_tokens.places, states)
         return self.comm.all_reduce(y[:num_tokens])
 
     def _send(self, states: Tensor) -> Tensor:
@@ -228,7 +251,11 @@ class Decoder:
             positions: of the tokens that this rank attends for.
             hidden: the embedded tokens and images.
         """
-        return {} if self.temperature is None else {TEMPERATURE: (self.temperature.at(positions), None)}
+        tables: dict[str, TemperatureTable | LogarithmTable | None] = {
+            TEMPERATURE: self.temperature,
+            LOGARITHM: self.logarithms,
+        }
+        return {key: (table.at(positions), None) for key, table in tables.items() if table is not None}
 
     def logits(self, hidden: Tensor, adapted: LoraGroups | None = None) -> Tensor:
         """Return this rank's logits of [N, E] hidden states, [N, padded part of the vocabulary] float32."""
@@ -296,8 +323,12 @@ def _of_other_stages(load: LoadContext, spec: DecoderSpec) -> list[str]:
 
 def _cache_indices(layers: Sequence[LayerSpec]) -> list[int]:
     """Return the index of the cache that each layer reads; 0 for layers that read none."""
-    own = [index for index, layer in enumerate(layers) if layer.has_own_kv]
-    place = {index: number for number, index in enumerate(own)}
+    starts = accumulate((layer.num_cached for layer in layers), initial=0)
+    place = {
+        index: start
+        for index, (layer, start) in enumerate(zip(layers, starts, strict=False))
+        if layer.has_own_kv
+    }
     sources = (index if layer.kv_source is None else layer.kv_source for index, layer in enumerate(layers))
     return [place.get(source, 0) for source in sources]
 

@@ -9,18 +9,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ....kernels.all_reduce_norm import all_reduce_add_rms_norm
 from ....kernels.decode_layers import DenseLayer, LayerAdapters
 from ....kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from ....kernels.quantized_linear import Float8Tokens
 from ....proto.model.attention import AttentionSpec
+from ....proto.model.compressed import CompressedSpec, SharedKvSpec
 from ....proto.model.mla import MlaSpec
-from ....proto.model.spec import DecoderSpec, LayerSpec, ResidualFactors
+from ....proto.model.spec import DecoderSpec, LayerSpec, Norms, ResidualFactors
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
 from ..layers import ColumnParallelLinear, GatedNorm, LayerNorm, PartialSum, Rotations
 from ..load_context import LoadContext
 from ..mixers.attention import Attention
+from ..mixers.block_sparse import BlockSparseAttention
+from ..mixers.compressed import CompressedAttention, SharedKvAttention
 from ..mixers.mla import MlaAttention
 from ..mixers.state_mixers import make_state_mixer
 from ..mlp import Mlp, UngatedMlp
@@ -63,7 +65,7 @@ class DecoderLayer:
                 return GatedNorm.read(
                     load, f"{name}.{own_name}", spec.hidden_size, norms.gate_rank, spec.norm_eps
                 )
-            return None if own_name is None else read_norm(load, spec, f"{name}.{own_name}")
+            return None if own_name is None else read_norm(load, spec, norms, f"{name}.{own_name}")
 
         self.residual_factors = layer.residual_factors
         is_plain = (
@@ -97,14 +99,21 @@ class DecoderLayer:
         if isinstance(layer.mixer, MlaSpec):
             return MlaAttention(load, spec, layer.mixer, name)
         if isinstance(layer.mixer, AttentionSpec):
+            if layer.mixer.indexer is not None:
+                return BlockSparseAttention(load, spec, layer.mixer, name)
             return Attention(load, spec, layer.mixer, name)
+        if isinstance(layer.mixer, CompressedSpec):
+            return CompressedAttention(load, spec, layer.mixer, name)
+        if isinstance(layer.mixer, SharedKvSpec):
+            return SharedKvAttention(load, spec, layer.mixer, name)
         return make_state_mixer(load, spec, layer.mixer, name)
 
     def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
         """Return the feed-forward network of the layer `name`."""
         if layer.has_experts:
             assert spec.experts is not None
-            return MixtureOfExperts(load, spec.experts, spec.hidden_size, spec.activation, name)
+            experts = replace(spec.experts, limits=layer.expert_limits)
+            return MixtureOfExperts(load, experts, spec.hidden_size, spec.activation, name)
         assert layer.mlp is not None
         kind = Mlp if layer.mlp.names is None else UngatedMlp
         return kind(load.for_dense_networks(), spec, layer.mlp, f"{name}.{spec.names.mlp}")
@@ -116,7 +125,7 @@ class DecoderLayer:
         rotations: Rotations,
         kv_cache: LayerCache,
         inputs: AttentionInputs,
-    ) -> Tensor | PartialSum:
+    ) -> Tensor | PartialSum | None:
         """Compute the layer; each residual addition is fused with the norm that follows it.
 
         Args:
@@ -124,7 +133,7 @@ class DecoderLayer:
             residual: [T, E]; updated in place.
 
         Returns:
-            the layer's output, still to be added to `residual`, [T, E].
+            the layer's output, still to be added to `residual`, [T, E]; None if that has it.
         """
         if self.attention is None:
             return self._feed_forward(x, residual)
@@ -178,11 +187,11 @@ class DecoderLayer:
         rotations: Rotations,
         kv_cache: LayerCache,
         outputs: OutputTokens,
-    ) -> tuple[Tensor | PartialSum, Tensor]:
+    ) -> tuple[Tensor | PartialSum | None, Tensor]:
         """As `forward`, but only keys and values are computed for all tokens; requires `supports_outputs`.
 
         Returns:
-            the layer's output and the residual of these tokens, each [N, E].
+            the layer's output, None if the residual has it, and the residual of these tokens, each [N, E].
         """
         assert isinstance(self.attention, Attention)
         normed = self._add_and_quantize(self.attention.qkv, x, residual, self.before_attention)
@@ -248,7 +257,7 @@ class DecoderLayer:
         """Add x, if any, to the residual; return the residual, normalized if there is a norm."""
         if isinstance(x, PartialSum):
             if isinstance(norm, Tensor) and self.peers is not None:
-                return all_reduce_add_rms_norm(x.part, residual, norm, self.norm_eps, self.peers)
+                return self.peers.add_rms_norm(x.part, residual, norm, self.norm_eps)
             x = self.comm.all_reduce(x.part)
         if norm is None:
             return residual if x is None else residual.add_(x)
@@ -300,6 +309,7 @@ def make_dense_layer(
         or attention.variant.chunk > 0
         or attention.variant.sinks is not None
         or attention.output.bias is not None
+        or (mlp is not None and (mlp.limit > 0 or mlp.clamp is not None))
     )
     qkv, output = packed_weight(attention.qkv.weight), packed_weight(attention.output.weight)
     if has_more or qkv is None or output is None:
@@ -339,9 +349,9 @@ def _layer_adapters(attention: Attention, mlp: Mlp) -> LayerAdapters | None:
     return LayerAdapters(*factors) if any(factors) else None
 
 
-def read_norm(load: LoadContext, spec: DecoderSpec, name: str) -> Norm:
-    weight = load.norm(name, spec.hidden_size, spec.norms.offset)
-    if spec.norms.kind == "rms":
+def read_norm(load: LoadContext, spec: DecoderSpec, norms: Norms, name: str) -> Norm:
+    weight = load.norm(name, spec.hidden_size, norms.offset)
+    if norms.kind == "rms":
         return weight
-    bias = load.replicated(f"{name}.bias", spec.hidden_size) if spec.norms.kind == "layer" else None
+    bias = load.replicated(f"{name}.bias", spec.hidden_size) if norms.kind == "layer" else None
     return LayerNorm(weight, bias, spec.norm_eps)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ....kernels.attention_variant import AttentionVariant
 from ....kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
+from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
 from ....proto.model.attention import AttentionSpec
 from ....proto.model.spec import DecoderSpec
@@ -23,6 +26,7 @@ class Attention:
 
     Args:
         in_features: of the input; None for the hidden size.
+        shares_input: as for ColumnParallelLinear.
 
     Attributes:
         steps: change queries, keys and values before the fused op that writes these; most models have none.
@@ -35,6 +39,8 @@ class Attention:
         own: AttentionSpec,
         name: str,
         in_features: int | None = None,
+        *,
+        shares_input: bool = False,
     ) -> None:
         self.spec, self.rope = own, own.rope
         self.norm_eps = spec.norm_eps
@@ -49,10 +55,17 @@ class Attention:
             _qkv_projections(load, spec, own, name),
             in_features or spec.hidden_size,
             bias=own.qkv_bias,
+            shares_input=shares_input,
         )
+        # Of keys and values in the cache, on the device and for libraries.
+        self._kv_scales = load.kv_scales(name)
+        self._fixed_scales: Tensor | None = None
+        if self._kv_scales is not None:
+            self._fixed_scales = torch.tensor(self._kv_scales, dtype=torch.float32, device=load.device)
         num_heads = len(load.head_shard(own.num_heads, 1))
         # Numbers of the projection before the queries.
-        self._gate_len = {None: 0, "head": num_heads, "query": num_heads * own.head_dim}[own.gate]
+        query_len = num_heads * own.head_dim
+        self._gate_len = {None: 0, "head": num_heads, "query": query_len, "projection": query_len}[own.gate]
         self._num_kv_heads = len(load.head_shard(own.num_kv_heads, 1))
         output, value_dim = f"{name}.{own.output_name or spec.names.attention_output}", _value_dim(own)
         self.output = RowParallelLinear(
@@ -66,6 +79,11 @@ class Attention:
             )
         if kind == "rotated_unweighted" and own.rope is not None:
             self.q_norm = self.k_norm = load.empty(own.head_dim).fill_(1)
+        if kind == "unweighted":
+            self.q_norm = self.k_norm = load.empty(own.head_dim).fill_(1)
+        self._result_norm: Tensor | None = None
+        if own.normalizes_results:
+            self._result_norm = load.empty(_value_dim(own)).fill_(1)
         self._rotates_first = kind in ("rotated_head", "rotated_unweighted")
         self.steps = _head_steps(load, spec, own, name, kind)
 
@@ -94,6 +112,30 @@ class Attention:
     ) -> Tensor | PartialSum:
         """As `forward`, of what `qkv` returns."""
         inputs = inputs.of_group(kv_cache.group)
+        q, gate = self.write(projected, rotations, kv_cache, inputs)
+        if self._kv_scales is not None:
+            kv_cache = replace(kv_cache, fixed_scales=self._kv_scales)
+        if queries is not None:
+            q = q.index_select(0, queries)
+            gate = None if gate is None else gate.index_select(0, queries)
+        attended = paged_attention(q, kv_cache, inputs, self.spec.scale, self.variant)
+        if self.spec.value_dim is not None:
+            attended = attended[..., : self.spec.value_dim]
+        if self._result_norm is not None:
+            attended = rms_norm(attended, self._result_norm, self.norm_eps)
+        if gate is not None:
+            attended = attended * gate.sigmoid().view(*q.shape[:2], -1)
+        return self.output.forward_partial(attended.flatten(1))
+
+    def write(
+        self, projected: Tensor, rotations: Rotations, kv_cache: LayerCache, inputs: AttentionInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the keys and values of tokens to the cache; return the queries, [T, Hq, D], and the gates.
+
+        Args:
+            projected: what `qkv` returns.
+            inputs: of the cache's group.
+        """
         gate = None
         if self._gate_len:
             gate, projected = projected[:, : self._gate_len], projected[:, self._gate_len :].contiguous()
@@ -113,16 +155,9 @@ class Attention:
             self.k_norm,
             self.norm_eps,
             kv_cache.scales,
+            self._fixed_scales,
         )
-        if queries is not None:
-            q = q.index_select(0, queries)
-            gate = None if gate is None else gate.index_select(0, queries)
-        attended = paged_attention(q, kv_cache, inputs, self.spec.scale, self.variant)
-        if self.spec.value_dim is not None:
-            attended = attended[..., : self.spec.value_dim]
-        if gate is not None:
-            attended = attended * gate.sigmoid().view(*q.shape[:2], -1)
-        return self.output.forward_partial(attended.flatten(1))
+        return q, gate
 
     def _widen_values(self, projected: Tensor, value_dim: int) -> Tensor:
         """Return the projection with scaled values, which zeros make as long as keys."""
@@ -157,6 +192,8 @@ def _qkv_projections(load: LoadContext, spec: DecoderSpec, own: AttentionSpec, n
             orders[0] = Regrouping((own.head_dim, own.head_dim), (1, 0))
         elif own.gate == "head":
             gates = [Projection(f"{name}.g_proj", load.head_shard(own.num_heads, 1))]
+        elif own.gate == "projection":
+            gates = [Projection(f"{name}.gate_proj", shards[0])]
         return gates + [
             Projection(f"{name}.{part}_proj", shard, interleaving=order)
             for part, shard, order in zip(parts, shards, orders, strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
-from ....kernels.recurrence import causal_conv, linear_attention
+from ....kernels.recurrence import causal_conv
 from ....kernels.state_runs import StateRuns
 from ....proto.model.gated_delta import GatedDeltaSpec
 from ....proto.model.spec import DecoderSpec
@@ -27,7 +27,7 @@ class GatedDeltaNet(StateMixer):
     """
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: GatedDeltaSpec, name: str) -> None:
-        self.spec = own
+        self.spec, self._delta_rule = own, load.recurrence_backend.delta_rule
         keys, values = (
             load.head_shard(own.num_key_heads, own.key_dim),
             load.shard(own.num_heads * own.value_dim),
@@ -62,7 +62,7 @@ class GatedDeltaNet(StateMixer):
         own, num_heads = self.spec, self._heads
         projected, rates = self.qkv.forward(x), self.rates.forward(x).float()
         mixed = runs.compute(
-            causal_conv, projected[:, : self._conv_len], self.conv, None, states[0], silu=True
+            causal_conv, projected[:, : self._conv_len], self.conv, None, states=states[0], silu=True
         )
         num_keys = self._key_heads * own.key_dim
         qk = mixed[:, : 2 * num_keys].view(len(mixed), -1, own.key_dim)
@@ -72,7 +72,9 @@ class GatedDeltaNet(StateMixer):
         if own.beta_scale != 1.0:
             beta *= own.beta_scale
         decay = F.softplus(rates[:, num_heads:] + self.step_bias) * self.negative_a
-        attended = runs.compute(linear_attention, q, k, v, decay, beta, states[1], scale=own.key_dim**-0.5)
+        attended = runs.compute(
+            self._delta_rule, q, k, v, decay, beta, states=states[1], scale=own.key_dim**-0.5
+        )
         normed = rms_norm(attended, self.norm, own.norm_eps)
         gate = projected[:, self._conv_len :].view(len(mixed), num_heads, own.value_dim)
         return self.output.forward_partial((normed * F.silu(gate)).flatten(1))

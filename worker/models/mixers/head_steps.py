@@ -16,6 +16,8 @@ from ..load_context import LoadContext
 
 # Key of Rotations |-> factors of queries, [T, 1, 1].
 TEMPERATURE = "temperature"
+# Key of Rotations |-> logarithms of the numbers of tokens up to each, [T, 1, 1].
+LOGARITHM = "logarithm"
 
 
 class HeadStep(Protocol):
@@ -92,6 +94,36 @@ class Rotation:
         cos, sin = rotations[self.rope]
         if cos is not None and sin is not None:
             apply_rope(heads[:, : self.num_heads], cos, sin)
+
+
+class LearnedFactors:
+    """Factors of queries, ``slope * log(p + 1) + offset`` of each head (Nakanishi, *Scalable-Softmax*, 2025).
+
+    Args:
+        heads: of these queries, among those of all ranks.
+    """
+
+    def __init__(self, load: LoadContext, name: str, heads: Shard) -> None:
+        self._slope, self._offset = (
+            load.part(f"{name}.{own}", heads).float().unsqueeze(1) for own in ("scale", "bias")
+        )
+
+    def apply(self, q: Tensor, rotations: Rotations) -> None:
+        """Multiply queries in place, [T, H, D]."""
+        logarithms, _ = rotations[LOGARITHM]
+        assert logarithms is not None
+        q *= logarithms * self._slope + self._offset
+
+
+class LogarithmTable:
+    """The logarithm of the number of tokens up to each position, [P] float32."""
+
+    def __init__(self, load: LoadContext, num_positions: int) -> None:
+        self._table = torch.arange(1, num_positions + 1, dtype=torch.float32).log().to(load.device)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """[T] -> [T, 1, 1]."""
+        return self._table.index_select(0, positions).view(-1, 1, 1)
 
 
 class TemperatureTable:

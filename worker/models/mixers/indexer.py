@@ -19,11 +19,9 @@ from ....kernels.sparse_latent import (
 from ....proto.model.mla import MlaSpec
 from ...attention import TokenChoice
 from ...comm.shard import Shard
-from ..layers import ColumnParallelLinear, LayerNorm, Projection
+from ..layers import ColumnParallelLinear, LayerNorm, Projection, Rotations
 from ..load_context import LoadContext
-
-# Of the norm of keys, which configurations do not state.
-_EPS = 1e-6
+from .head_steps import LearnedFactors
 
 
 class Indexer:
@@ -31,17 +29,20 @@ class Indexer:
 
     def __init__(self, load: LoadContext, hidden_size: int, mla: MlaSpec, name: str) -> None:
         assert mla.indexer is not None
-        assert mla.query_rank is not None
         sizes = self._sizes = mla.indexer
+        self._input_norm: LayerNorm | None = None
+        self._factors: LearnedFactors | None = None
+        in_features = mla.query_rank
+        if sizes.reads_hidden:
+            in_features = hidden_size
+            self._input_norm = _layer_norm(load, f"{name}.q_input_norm", hidden_size, sizes.norm_eps)
+            self._factors = LearnedFactors(load, f"{name}.softmax_scaling", Shard(0, 1, sizes.num_heads))
+        assert in_features is not None
         queries = Projection(f"{name}.wq_b", Shard(0, 1, sizes.num_heads * sizes.head_dim))
-        self._queries = ColumnParallelLinear(load, [queries], mla.query_rank, bias=False)
+        self._queries = ColumnParallelLinear(load, [queries], in_features, bias=False)
         keys = Projection(f"{name}.wk", Shard(0, 1, sizes.head_dim))
         self._keys = ColumnParallelLinear(load, [keys], hidden_size, bias=False)
-        self._norm = LayerNorm(
-            load.norm(f"{name}.k_norm", sizes.head_dim),
-            load.replicated(f"{name}.k_norm.bias", sizes.head_dim),
-            _EPS,
-        )
+        self._norm = _layer_norm(load, f"{name}.k_norm", sizes.head_dim, sizes.norm_eps)
         shape = sizes.num_heads, hidden_size
         weights = torch.empty(shape, dtype=torch.float32, device=load.device)
         load.checkpoint.read_into(weights, f"{name}.weights_proj.weight", shape)
@@ -58,8 +59,8 @@ class Indexer:
         self,
         x: Tensor,
         q_latent: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        rotations: Rotations,
+        rope: str,
         keys: Tensor,
         block_tables: Tensor,
         rows: Tensor,
@@ -72,12 +73,18 @@ class Indexer:
         Args:
             x: [T, E].
             q_latent: [T, query_rank], normalized.
-            cos, sin: [T, R], as for kernels.rope.apply_rope.
+            rope: key of the layer's rotary embedding in `rotations`.
             keys: [N, 1, 1, B, I], the part of the cache with the keys.
             block_tables, rows, lens, scales: as for index_scores.
             num_selected: the first tokens, whose choice are slots; that of the others is a mask.
         """
-        q = self._queries.forward(q_latent).unflatten(1, (-1, self._sizes.head_dim))
+        read = q_latent if self._input_norm is None else self._input_norm.apply(x)
+        q = self._queries.forward(read).unflatten(1, (-1, self._sizes.head_dim))
+        if self._factors is not None:
+            self._factors.apply(q, rotations)
+        cos, sin = rotations[rope]
+        assert cos is not None
+        assert sin is not None
         self._rotate(q, cos, sin)
         weights = linear(x.float(), self._weights)
         block_size, top_k = keys.shape[3], self._sizes.top_k
@@ -100,7 +107,12 @@ class Indexer:
         )
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate the first R elements of each head in place, [T, Hi, I]."""
+        """Rotate the first or the last R elements of each head in place, [T, Hi, I]."""
+        if self._sizes.rotates_last:
+            last = x[..., -cos.shape[1] :].contiguous()
+            apply_rope(last, cos, sin)
+            x[..., -cos.shape[1] :] = last
+            return
         if self._sizes.interleaved:
             rotated = x[..., : cos.shape[1]]
             rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))
@@ -108,8 +120,15 @@ class Indexer:
 
 
 def index_keys(latents: Tensor, sizes: MlaSpec) -> Tensor:
-    """Return the part of a latent cache with the keys of indexers, [N, 1, 1, B, I]."""
-    return latents[..., sizes.attended_dim :]
+    """Return the part of a latent cache with the keys of a layer's indexer, [N, 1, 1, B, I]."""
+    assert sizes.indexer is not None
+    dim = sizes.indexer.head_dim
+    start = sizes.attended_dim + sizes.index_place * dim
+    return latents[..., start : start + dim]
+
+
+def _layer_norm(load: LoadContext, name: str, size: int, eps: float) -> LayerNorm:
+    return LayerNorm(load.norm(name, size), load.replicated(f"{name}.bias", size), eps)
 
 
 def _tiles(start: int, end: int, num_tile: int) -> list[slice]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....kernels.norm import rms_norm
 from ....kernels.quantized_linear import Float8Tokens
-from ....kernels.recurrence import causal_conv, linear_attention
+from ....kernels.recurrence import causal_conv
 from ....kernels.state_runs import StateRuns
 from ....proto.model.kimi_delta import KimiDeltaSpec
 from ....proto.model.spec import DecoderSpec
@@ -24,7 +24,7 @@ class KimiDeltaAttention(StateMixer):
     """Kimi delta attention; each rank computes its part of the heads."""
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: KimiDeltaSpec, name: str) -> None:
-        self.spec = own
+        self.spec, self._delta_rule = own, load.recurrence_backend.delta_rule
         size, heads = own.num_heads * own.head_dim, load.shard(own.num_heads)
         shard = load.shard(size)
         self._heads, self._inner_len = len(heads), len(shard)
@@ -77,7 +77,7 @@ class KimiDeltaAttention(StateMixer):
             decays, gates = (
                 layer.forward(part) for layer, part in zip(self.second, (decays, gates), strict=True)
             )
-        mixed = runs.compute(causal_conv, projected, self.conv, None, states[0], silu=True)
+        mixed = runs.compute(causal_conv, projected, self.conv, None, states=states[0], silu=True)
         qk = mixed[:, : 2 * inner_len].view(len(mixed), -1, own.head_dim)
         q, k = rms_norm(qk, self._l2_weight, L2_EPS / own.head_dim).chunk(2, dim=1)
         v = mixed[:, 2 * inner_len :].view(len(mixed), num_heads, own.head_dim)
@@ -87,6 +87,8 @@ class KimiDeltaAttention(StateMixer):
         else:
             decay = (steps * self.rate).sigmoid_().mul_(own.decay_bound)
         beta = rates.float().sigmoid()
-        attended = runs.compute(linear_attention, q, k, v, decay, beta, states[1], scale=own.head_dim**-0.5)
+        attended = runs.compute(
+            self._delta_rule, q, k, v, decay, beta, states=states[1], scale=own.head_dim**-0.5
+        )
         normed = rms_norm(attended, self.norm, own.norm_eps).flatten(1)
         return self.output.forward_partial(normed * gates.sigmoid())

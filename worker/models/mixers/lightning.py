@@ -49,5 +49,5 @@ class LightningAttention(StateMixer):
         projected = F.silu(self.qkv.forward(x)).view(-1, 3 * self._heads, self.spec.head_dim)
         q, k, v = projected.chunk(3, dim=1)
         decay = self.log_decay.expand(len(q), -1)
-        y = runs.compute(linear_attention, q, k, v, decay, None, states[0], delta=False).flatten(1)
+        y = runs.compute(linear_attention, q, k, v, decay, None, states=states[0], delta=False).flatten(1)
         return self.output.forward_partial(self.norm.apply(y) * self.gate.forward(x).sigmoid())

@@ -76,14 +76,16 @@ class Mamba2(StateMixer):
         if self.factors is not None:
             projected = projected * self.factors
         gate, mixed, steps = projected.split([self._inner_len, len(self.conv), self._heads], dim=1)
-        mixed = runs.compute(causal_conv, mixed, self.conv, self.conv_bias, states[0], silu=True)
+        mixed = runs.compute(causal_conv, mixed, self.conv, self.conv_bias, states=states[0], silu=True)
         inner, b, c = mixed.split([self._inner_len, self._group_len, self._group_len], dim=1)
         inner = inner.view(len(inner), self._heads, own.head_dim)
         b, c = (part.view(len(inner), -1, own.state_size) for part in (b, c))
         step = F.softplus(steps.float() + self.step_bias)
         if own.min_step or own.max_step is not None:
             step = step.clamp(own.min_step, own.max_step)
-        y = runs.compute(linear_attention, c, b, inner, step * self.negative_a, step, states[1], delta=False)
+        y = runs.compute(
+            linear_attention, c, b, inner, step * self.negative_a, step, states=states[1], delta=False
+        )
         out = y.addcmul_(inner, self.skip).flatten(1)
         gate = F.silu(gate)
         if self.norm is None:

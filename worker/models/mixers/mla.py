@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.decode_splits import DecodeSplits
-from ....kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
+from ....kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write, rotate_last
 from ....kernels.latent_attention import (
     EXPANDED_BYTES,
     ChunkBounds,
@@ -15,7 +17,9 @@ from ....kernels.latent_attention import (
     latent_prefill_attention,
 )
 from ....kernels.norm import rms_norm
+from ....kernels.paged_cache import write_kv
 from ....kernels.quantized_linear import Float8Tokens
+from ....kernels.shared_attention import gather_tokens, shared_attention
 from ....kernels.sparse_latent import SelectedTokens, slots_of, sparse_latent_attention
 from ....proto.model.mla import MlaSpec
 from ....proto.model.spec import DecoderSpec
@@ -24,19 +28,17 @@ from ...comm.shard import Shard
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, PartialSum, Projection, Rotations, RowParallelLinear
 from ..load_context import LoadContext
-from .head_steps import TEMPERATURE
+from .head_steps import TEMPERATURE, LearnedFactors
 from .indexer import Indexer, index_keys
-
-# Of the norms of latents, which configurations do not state.
-_EPS = 1e-6
+from .query_tiles import query_tiles
 
 
 class MlaAttention:
     """Self-attention over the paged cache of latents.
 
     All ranks have the same latents, and each computes its part of the heads. With data-parallel attention a rank has
-    the latents of its own sequences and computes all heads for them: the addend of each token is zero on all ranks
-    but one.
+    the latents of its own sequences alone, and computes all heads for them, or its part of these if several ranks
+    attend for the same sequences: the addend of each token is zero on all other ranks.
     """
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, sizes: MlaSpec, name: str) -> None:
@@ -50,8 +52,10 @@ class MlaAttention:
         hidden, heads = spec.hidden_size, sizes.num_heads
         self.hidden_size = hidden
         # A gate that is stored with the queries follows each head's.
-        queries = load.head_shard(heads, sizes.qk_dim + (sizes.v_head_dim if sizes.gate == "query" else 0))
-        latents = Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, sizes.attended_dim))
+        qk_dim = sizes.qk_dim - sizes.unstored_dim
+        queries = load.head_shard(heads, qk_dim + (sizes.v_head_dim if sizes.gate == "query" else 0))
+        self._num_latents = 0 if sizes.shares_latents else sizes.attended_dim - sizes.unstored_dim
+        latents = [Projection(f"{name}.kv_a_proj_with_mqa", Shard(0, 1, self._num_latents))]
         first = Projection(f"{name}.q_proj", queries)
         self.q_norm: Tensor | None = None
         self.q_up: ColumnParallelLinear | None = None
@@ -63,23 +67,38 @@ class MlaAttention:
                 load, [Projection(f"{name}.q_b_proj", queries)], rank, bias=False
             )
         # The queries, or their latents, then the latents of keys and values.
+        gates = {
+            "head": Projection(f"{name}.g_proj", load.head_shard(heads, 1)),
+            "value": Projection(f"{name}.gate_proj", load.head_shard(heads, sizes.v_head_dim)),
+        }.get(sizes.gate or "")
         self.qkv = ColumnParallelLinear(
-            load, [first, latents], hidden, bias=False, shares_input=sizes.has_indexer or sizes.gate == "head"
+            load,
+            [first, *([] if sizes.shares_latents else latents)],
+            hidden,
+            bias=False,
+            shares_input=sizes.has_indexer or gates is not None,
         )
         self.gate: ColumnParallelLinear | None = None
-        if sizes.gate == "head":
-            gates = Projection(f"{name}.g_proj", load.head_shard(heads, 1))
+        if gates is not None:
             self.gate = ColumnParallelLinear(load, [gates], hidden, bias=False, shares_input=True)
         self.indexer: Indexer | None = None
         if sizes.has_indexer:
             self.indexer = Indexer(load, spec.hidden_size, sizes, f"{name}.indexer")
-        self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank).mul_(sizes.latent_scale)
+        self.norm: Tensor | None = None
+        if not sizes.shares_latents:
+            self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank).mul_(sizes.latent_scale)
+        self._factors: LearnedFactors | None = None
+        if sizes.has_query_factors:
+            self._factors = LearnedFactors(load, f"{name}.softmax_scaling", load.head_shard(heads, 1))
         rows = load.head_shard(heads, sizes.qk_nope_head_dim + sizes.v_head_dim)
         part = WeightSlice(f"{name}.kv_b_proj", (rows.full_len, sizes.rank), 0, rows.start, len(rows))
         # [Hq, N + V, C]. Quantized checkpoints are dequantized: parts of it are multiplied from both sides.
         matrix = load.keep(f"matrix {part}", lambda: load.matrix(part))
         matrix = matrix.view(-1, sizes.qk_nope_head_dim + sizes.v_head_dim, sizes.rank)
         self.expansion = Expansion.of(matrix, sizes.qk_nope_head_dim)
+        self.sinks: Tensor | None = None
+        if sizes.has_sinks:
+            self.sinks = load.part(f"{name}.sinks", load.head_shard(heads, 1)).float()
         self.output = RowParallelLinear(load, f"{name}.o_proj", heads * sizes.v_head_dim, hidden, bias=False)
 
     def forward(
@@ -95,10 +114,10 @@ class MlaAttention:
         if own is None or (self._reads_own and num_tokens):  # x has the tokens to attend for alone
             return self.output.forward_partial(self._attend_all(x, rotations, kv_cache, inputs))
         # The results of padding go behind those of all tokens.
-        y = self.norm.new_zeros(num_tokens + 1, self.hidden_size)
+        y = self.expansion.matrix.new_zeros(num_tokens + 1, self.hidden_size)
         if len(own.index):
             attended = self._attend_all(_select(x, own.index), rotations, kv_cache, inputs)
-            y.index_copy_(0, own.places, self.output.forward(attended))
+            y.index_copy_(0, own.places, self.output.multiply(attended))
         y = y[:num_tokens]
         if self._reads_own:
             return y
@@ -113,50 +132,85 @@ class MlaAttention:
     ) -> Tensor:
         """[T, E] -> [T, Hq * V]"""
         sizes, projected = self._sizes, self.qkv.forward(x)
-        q_latent, latents = projected[:, : -sizes.attended_dim], projected[:, -sizes.attended_dim :]
+        num_queries = projected.shape[1] - self._num_latents
+        q_latent, latents = projected[:, :num_queries], projected[:, num_queries:]
         q = q_latent
         if self.q_up is not None and self.q_norm is not None:
-            stored, q_latent = q_latent, rms_norm(q_latent, self.q_norm, _EPS)
+            stored, q_latent = q_latent, rms_norm(q_latent, self.q_norm, sizes.norm_eps)
             q = self.q_up.forward(torch.cat((q_latent, stored), dim=1) if sizes.joins_latents else q_latent)
         gate: Tensor | None = None
         if sizes.gate == "query":
             heads = q.unflatten(1, (-1, sizes.qk_dim + sizes.v_head_dim))
             q, gate = heads[..., : sizes.qk_dim].contiguous(), heads[..., sizes.qk_dim :]
         else:
-            q = q.unflatten(1, (-1, sizes.qk_dim))
+            q = q.unflatten(1, (-1, sizes.qk_dim - sizes.unstored_dim))
+        if sizes.unstored_dim:
+            q = F.pad(q, (0, sizes.unstored_dim))
         if self.gate is not None:
-            gate = self.gate.forward(x).unsqueeze(-1)
+            gate = self.gate.forward(x).unflatten(1, (q.shape[1], -1))
         if sizes.temperature is not None:
             factors, _ = rotations[TEMPERATURE]
+            assert factors is not None
             q *= factors
-        cos, sin = rotations[self.rope]
-        assert cos is not None
-        assert sin is not None
-        keys: Tensor | None = None
-        if sizes.indexer is not None:
-            # A layer without an indexer has the place of a key too: the layers of a block have equal sizes.
-            keys = latents.new_zeros(len(latents), sizes.indexer.head_dim)
-        if self.indexer is not None:
-            assert isinstance(x, Tensor)  # the input is shared
-            keys = self.indexer.keys(x, cos, sin)
-        fused_latent_norm_rope_write(
-            q, latents, kv_cache.blocks, inputs.slot_mapping, cos, sin, self.norm, _EPS, sizes.interleaved,
-            kv_cache.scales, keys,
-        )  # fmt: skip
+        if self._factors is not None:
+            self._factors.apply(q, rotations)
+        self._rotate_and_write(x, q, latents, rotations, kv_cache, inputs)
         is_sparse = self._is_sparse(kv_cache, inputs)
         if is_sparse and self.indexer is not None:
             assert isinstance(x, Tensor)
             inputs.choices[:] = [
                 self.indexer.choose(
-                    x, q_latent, cos, sin, index_keys(kv_cache.blocks, sizes), inputs.block_tables,
-                    *inputs.tokens_as_sequences(len(q)), kv_cache.scales, self._num_absorbed(inputs, len(q)),
+                    x, q_latent, rotations, sizes.rope, index_keys(kv_cache.blocks, sizes), inputs.block_tables,
+                    *inputs.tokens_as_sequences(len(q)), kv_cache.scales,
+                    0 if sizes.has_sinks else self._num_absorbed(inputs, len(q)),
                 )
             ]  # fmt: skip
-        if is_sparse:
+        if self.sinks is not None:
+            chosen = inputs.choices[0].visible if is_sparse else None
+            attended = self._attend_with_sinks(q, kv_cache, inputs, self.sinks, chosen)
+        elif is_sparse:
             attended = self._attend_chosen(q, kv_cache, inputs, inputs.choices[0])
         else:
             attended = self._attend(q, kv_cache, inputs)
         return (attended if gate is None else attended * gate.sigmoid()).flatten(1)
+
+    def _rotate_and_write(
+        self,
+        x: Tensor | Float8Tokens,
+        q: Tensor,
+        latents: Tensor,
+        rotations: Rotations,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> None:
+        """Rotate the queries in place, and write what the layer caches of its tokens: latents, and indexers' keys."""
+        sizes, slots = self._sizes, inputs.slot_mapping
+        keys: Tensor | None = None
+        cos, sin = rotations[self.rope]
+        assert cos is not None
+        assert sin is not None
+        if self.indexer is not None:
+            assert isinstance(x, Tensor)  # the input is shared
+            keys = self.indexer.keys(x, cos, sin)
+        if self.norm is None:
+            rotate_last(q, cos, sin, sizes.interleaved)
+            if keys is not None:
+                write_kv(keys[:, None, None], index_keys(kv_cache.blocks, sizes), slots)
+            return
+        if sizes.indexer is not None:
+            # Keys of indexers have a place, too, if no layer, or a later one, writes them: the layers of a block have
+            # equal sizes.
+            width = sizes.num_index_keys * sizes.indexer.head_dim
+            if keys is None:
+                keys = latents.new_zeros(len(latents), width)
+            elif keys.shape[1] < width:
+                keys = F.pad(keys, (0, width - keys.shape[1]))
+        if sizes.unstored_dim:
+            latents = F.pad(latents, (0, sizes.unstored_dim))
+        fused_latent_norm_rope_write(
+            q, latents, kv_cache.blocks, slots, cos, sin, self.norm, sizes.norm_eps, sizes.interleaved,
+            kv_cache.scales, keys,
+        )  # fmt: skip
 
     def _is_sparse(self, kv_cache: LayerCache, inputs: AttentionInputs) -> bool:
         """Return whether a sequence may have more tokens than a query attends to; known without reading lengths."""
@@ -223,33 +277,54 @@ class MlaAttention:
         absorbed = self.expansion.absorb(q[..., :qk_nope_head_dim])
         return torch.cat((absorbed, q[..., qk_nope_head_dim:]), dim=-1)
 
+    def _attend_with_sinks(
+        self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs, sinks: Tensor, chosen: Tensor | None
+    ) -> Tensor:
+        """Return the absorbed attention of all of the step's tokens, with sinks, [T, Hq, V].
+
+        Args:
+            chosen: [T, L] bool, the tokens that each query attends to; None for all up to its own.
+        """
+        sums = q.new_empty(*q.shape[:2], self._sizes.rank)
+        absorbed, latents = self._absorb(q), self._latents(kv_cache)
+        for tile in query_tiles(inputs):
+            cached = torch.arange(tile.length, device=q.device)
+            positions = cached.expand(len(tile.sequences), -1)
+            keys = gather_tokens(latents, inputs.block_tables[tile.sequences], positions)
+            visible = cached <= tile.positions.unsqueeze(-1)
+            if chosen is not None:
+                own = chosen[tile.tokens, : tile.length]
+                visible = visible & own.unflatten(0, tile.positions.shape)
+            queries = absorbed[tile.tokens].unflatten(0, tile.positions.shape)
+            attended = shared_attention(queries, keys, visible, sinks, self._sizes.scale, self._sizes.rank)
+            sums[tile.tokens] = attended.flatten(0, 1)
+        return self.expansion.expand(sums)
+
     def _attend(self, q: Tensor, kv_cache: LayerCache, inputs: AttentionInputs) -> Tensor:
         """Return the attention of all of the step's tokens to all earlier ones, [T, Hq, V]."""
-        split = inputs.num_decodes
-        tables, lens = inputs.block_tables, inputs.seq_lens
-        parts: list[Tensor] = []
+        split, parts = inputs.num_decodes, list[Tensor]()
         if split > 0:
-            decodes = kv_cache, tables[:split], lens[:split], inputs.splits
-            parts.append(self._attend_absorbed(q[:split], *decodes))
+            latents = replace(kv_cache, blocks=self._latents(kv_cache))
+            sums = inputs.library.decode_latents(
+                self._absorb(q[:split]), latents, inputs, self._sizes.scale, self._sizes.rank
+            )
+            parts.append(self.expansion.expand(sums))
         if split < q.shape[0]:
             parts.append(self._attend_chunks(q[split:], kv_cache, inputs))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if (own := inputs.generated) is not None:
-            out[own.tokens] = self._attend_absorbed(q[own.tokens], kv_cache, tables[own.sequences], own.lens)
+            out[own.tokens] = self._attend_absorbed(
+                q[own.tokens], kv_cache, inputs.block_tables[own.sequences], own.lens
+            )
         return out
 
     def _attend_absorbed(
-        self,
-        q: Tensor,
-        kv_cache: LayerCache,
-        block_tables: Tensor,
-        seq_lens: Tensor,
-        splits: DecodeSplits | None = None,
+        self, q: Tensor, kv_cache: LayerCache, block_tables: Tensor, seq_lens: Tensor
     ) -> Tensor:
-        """Return the attention of one token per sequence, [S, Hq, V]."""
+        """Return the attention of single tokens of chunks, [S, Hq, V]."""
         sums = latent_decode_attention(
             self._absorb(q), self._latents(kv_cache), block_tables, seq_lens, self._sizes.scale, self._sizes.rank,
-            splits, kv_cache.scales,
+            None, kv_cache.scales,
         )  # fmt: skip
         return self.expansion.expand(sums)
 

@@ -56,7 +56,7 @@ class RgLru(StateMixer):
     def mix(self, x: Tensor | Float8Tokens, states: Sequence[Tensor], runs: StateRuns) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
         inner, gate = self.qkv.forward(x).chunk(2, dim=1)
-        inner = runs.compute(causal_conv, inner, self.conv, self.conv_bias, states[0], silu=False)
+        inner = runs.compute(causal_conv, inner, self.conv, self.conv_bias, states=states[0], silu=False)
         num_tokens, num_heads = len(inner), len(self.gate_weight)
         heads = inner.view(num_tokens, num_heads, -1).transpose(0, 1)
         gates = torch.baddbmm(self.gate_bias, heads, self.gate_weight).transpose(0, 1).sigmoid()
@@ -68,5 +68,5 @@ class RgLru(StateMixer):
         # The op multiplies its inputs by the rates.
         normalized = inner.float() * input_gate * room / rate
         ones = normalized.new_ones(num_tokens, 1)
-        mixed = runs.compute(selective_scan, normalized, rate, self.decay, ones, ones, states[1])
+        mixed = runs.compute(selective_scan, normalized, rate, self.decay, ones, ones, states=states[1])
         return self.output.forward_partial(mixed.to(inner.dtype) * self._activation(gate))

@@ -39,5 +39,5 @@ class ShortConv(StateMixer):
     def mix(self, x: Tensor | Float8Tokens, states: Sequence[Tensor], runs: StateRuns) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
         b, c, inner = self.qkv.forward(x).chunk(3, dim=1)
-        mixed = runs.compute(causal_conv, b * inner, self.weight, self.bias, states[0], silu=False)
+        mixed = runs.compute(causal_conv, b * inner, self.weight, self.bias, states=states[0], silu=False)
         return self.output.forward_partial(mixed.mul_(c))

@@ -13,6 +13,7 @@ from ....kernels.activation import GatedActivation
 from ....kernels.moe import sort_choices
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.linear_weight import LinearWeight
+from ..layers import ScaledNorm
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class ExpertLayers:
         first_expert: index of this rank's first one.
         gate_up_bias, down_bias: [X, 2 I] and [X, E], or None.
         scaled_inputs: as in Experts.
+        norm: of each expert's result; None for none.
     """
 
     gate_up: Sequence[LinearWeight]
@@ -46,6 +48,7 @@ class ExpertLayers:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     scaled_inputs: bool = False
+    norm: ScaledNorm | None = None
 
     def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
         """Return the sum of this rank's experts' results, [T, E]; reads the number of each's tokens on the host.
@@ -91,6 +94,8 @@ class ExpertLayers:
         down_bias = None if self.down_bias is None else self.down_bias[index]
         inner = self.activation(self.gate_up[index].multiply(x, gate_up_bias))
         out = self.down[index].multiply(inner, down_bias)
+        if self.norm is not None:
+            out = self.norm.apply(out)
         return out if self.scaled_inputs else out.mul_(factors)
 
 
@@ -106,9 +111,12 @@ class AdaptedExperts:
     adapters: ExpertAdapters
     layers: ExpertLayers
 
-    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
-        """As ExpertLayers; reads on the host which tokens have an adapter."""
-        slots = self.adapters.token_slots
+    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor, slots: Tensor | None = None) -> Tensor:
+        """As ExpertLayers; reads on the host which tokens have an adapter.
+
+        Args:
+            slots: [T] int32, of the tokens' LoRA adapters, see StepAdapters; None without any.
+        """
         if slots is None:
             return self.plain.forward(x, factors, expert_ids)
         has_adapter = slots >= 0
@@ -140,6 +148,8 @@ class AdaptedExperts:
         inner = layers.activation(gate_up)
         out = _multiply_each(layers.down, inner, counts, layers.down_bias)
         own.add_down(out, inner)
+        if layers.norm is not None:
+            out = layers.norm.apply(out)
         return torch.zeros_like(x).index_add_(0, tokens, out if layers.scaled_inputs else out.mul_(by_expert))
 
 

@@ -35,8 +35,6 @@ _CORRECTIONS = (
 )
 # Names of the network that every token passes.
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
-# Ends of the names of matrices, plain or quantized.
-_STORED = ("weight", "qweight", "weight_packed")
 _UP_PROJECTIONS = ("up_proj", "gate_up_proj")
 # Index of an expert in the name of a tensor of its own.
 _EXPERT_INDEX = re.compile(r"\.experts\.(\d+)\.")
@@ -77,20 +75,9 @@ def find_shared(checkpoint: Checkpoint, block: str) -> str:
     """Return the name of the network that every token passes; the usual one if there is none."""
     names = [f"{block}.{own}" for own in _SHARED]
     return next(
-        (
-            name
-            for name in names
-            if any(
-                checkpoint.has(f"{name}.{part}.{suffix}") for part in _UP_PROJECTIONS for suffix in _STORED
-            )
-        ),
+        (name for name in names if any(checkpoint.has_layer(f"{name}.{part}") for part in _UP_PROJECTIONS)),
         names[0],
     )
-
-
-def has_fused_projection(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether the gate and up projections of a network are stored as one."""
-    return any(checkpoint.has(f"{name}.gate_up_proj.{suffix}") for suffix in _STORED)
 
 
 def expert_slices(
@@ -155,7 +142,7 @@ def other_experts(load: LoadContext, experts: Experts) -> list[str]:
 
 def _find_matrices(checkpoint: Checkpoint, stack: str) -> tuple[str, str, str]:
     for matrices in _MATRICES:
-        if any(checkpoint.has(f"{stack}.0.{matrices[1]}.{suffix}") for suffix in _STORED):
+        if checkpoint.has_layer(f"{stack}.0.{matrices[1]}"):
             return matrices
     raise ModelLoadError(
         f"the checkpoint has no experts in {stack!r}, for example '{stack}.0.{_MATRICES[0][0]}.weight'"
@@ -167,7 +154,8 @@ def _alias_stack(
 ) -> None:
     """Name each expert's matrices of ``gate_up_proj``, [X, 2 I, E], and ``down_proj``, [X, E, I].
 
-    Transformers stores these; a family with `transposed` stacks has [X, E, 2 I] and [X, I, E].
+    Transformers stores these. Gate and up may be stacks of their own. A family with `transposed` stacks has
+    [X, E, 2 I] and [X, I, E].
     """
     for name in ("gate_up_proj", "down_proj"):
         # Of NVIDIA's Model Optimizer for Llama 4.
@@ -180,13 +168,14 @@ def _alias_stack(
     # Those of Qwen3-VL are published transposed, and not when transformers has saved them.
     transposed = experts.transposed or (stored[1:] == (inner, hidden_size) != (hidden_size, inner))
     matrices = [("down_proj", "down_proj", hidden_size, inner, 0)]
-    if experts.gated:
+    if checkpoint.has(f"{stack}.gate_up_proj"):
         matrices += [
             (own, "gate_up_proj", 2 * inner, hidden_size, start)
             for own, start in (("gate_proj", 0), ("up_proj", inner))
         ]
     else:
-        matrices.append(("up_proj", "up_proj", inner, hidden_size, 0))
+        parts = ("gate_proj", "up_proj") if experts.gated else ("up_proj",)
+        matrices += [(own, own, inner, hidden_size, 0) for own in parts]
     for index in own_experts:
         for name, source, num_rows, columns, start in matrices:
             length = hidden_size if name == "down_proj" else inner

@@ -14,12 +14,13 @@ from ....kernels.linear import linear, pack
 from ....kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from ....kernels.packed_experts import PackedExperts, supports
 from ....proto.model.experts import Experts
+from ...comm.expert_exchange import Dispatched
 from ...libraries.experts_backend import OWN_EXPERTS, ExpertsBackend, LibraryExperts
 from ...lora.expert_adapters import ExpertAdapters
 from ...weights.expert_weights import stack_experts
 from ...weights.linear_weight import LinearWeight, any_packed_weight, without_codes
 from ...weights.weight_slice import WeightSlice
-from ..layers import ColumnParallelLinear, Projection
+from ..layers import ColumnParallelLinear, Projection, ScaledNorm
 from ..load_context import LoadContext
 from .expert_layers import AdaptedExperts, ExpertLayers
 from .expert_layout import (
@@ -27,7 +28,6 @@ from .expert_layout import (
     find_block,
     find_correction,
     find_shared,
-    has_fused_projection,
     read_expert_biases,
 )
 from .expert_routing import ExpertRouter
@@ -41,6 +41,7 @@ class GroupedExperts:
     Attributes:
         adapters: None without adapters.
         library: computes the steps that suit it; None if there is no library, or it does not support the experts.
+        norm: of each expert's result; None for none.
     """
 
     gate_up: ExpertWeights
@@ -51,6 +52,7 @@ class GroupedExperts:
     scaled_inputs: bool = False
     adapters: ExpertAdapters | None = None
     library: LibraryExperts | None = None
+    norm: ScaledNorm | None = None
 
     def take_experts(self, places: Sequence[int], others: GroupedExperts) -> None:
         """Overwrite the experts of some places, in the memory that recorded steps read."""
@@ -61,28 +63,38 @@ class GroupedExperts:
                 if tensor is not None and taken is not None:
                     tensor[index] = taken
 
-    def forward(self, x: Tensor, factors: Tensor, expert_ids: Tensor) -> Tensor:
-        """As ExpertLayers, but the host reads nothing from the device."""
+    def forward(
+        self, x: Tensor, factors: Tensor, expert_ids: Tensor, adapter_slots: Tensor | None = None
+    ) -> Tensor:
+        """As ExpertLayers, but the host reads nothing from the device.
+
+        Args:
+            adapter_slots: [T] int32, of the tokens' LoRA adapters, see StepAdapters; None without any.
+        """
         own = range(self.first_expert, self.first_expert + len(self.down.codes))
         choices = sort_choices(expert_ids, self.num_experts, own)
         if self.library is not None and self.library.suits(expert_ids.numel()):
             return self.library.forward(x, choices, factors, self.activation)
         gate_up = scatter_linear(x, self.gate_up, choices)
         adapters = None
-        if self.adapters is not None and self.adapters.token_slots is not None:
-            adapters = self.adapters.of_choices(choices, self.adapters.token_slots)
+        if self.adapters is not None and adapter_slots is not None:
+            adapters = self.adapters.of_choices(choices, adapter_slots)
             adapters.scatter_gate_up(gate_up, x)
         if self.scaled_inputs:
             # The layer has no bias, so its results may be scaled instead of its inputs.
             gate_up *= factors.view(-1, 1).index_select(0, choices.order)
             factors = torch.ones_like(factors)
-        inner = self.activation(gate_up)
-        if adapters is None:
-            return gather_linear(inner, self.down, choices, factors.contiguous())
-        factors = factors.contiguous()
-        terms = gather_terms(inner, self.down, choices, factors)
-        adapters.add_terms(terms, inner, factors)
-        return terms.view(*factors.shape, -1).sum(dim=1)
+        inner, factors = self.activation(gate_up), factors.contiguous()
+        if adapters is None and self.norm is None:
+            return gather_linear(inner, self.down, choices, factors)
+        weights = factors if self.norm is None else torch.ones_like(factors)
+        terms = gather_terms(inner, self.down, choices, weights)
+        if adapters is not None:
+            adapters.add_terms(terms, inner, weights)
+        terms = terms.view(*factors.shape, -1)
+        if self.norm is None:
+            return terms.sum(dim=1)
+        return (self.norm.apply(terms) * factors.unsqueeze(-1)).sum(dim=1).to(x.dtype)
 
 
 def group_experts(
@@ -93,7 +105,7 @@ def group_experts(
     down = stack_experts(layers.down, layers.down_bias)
     if gate_up is None or down is None:
         return None
-    is_plain = adapters is None and not layers.scaled_inputs
+    is_plain = adapters is None and not layers.scaled_inputs and layers.norm is None
     return GroupedExperts(
         gate_up,
         down,
@@ -103,15 +115,20 @@ def group_experts(
         layers.scaled_inputs,
         adapters,
         backend.convert(gate_up, down) if is_plain else None,
+        layers.norm,
     )
 
 
 def packed_experts(layers: ExpertLayers, dtype: torch.dtype) -> PackedExperts | None:
     """Return the layers for a CPU. Returns None if not all weights are packed, or they differ in format.
 
+    Nor does it multiply experts whose activated gates have a limit, or whose results have a norm.
+
     Args:
         dtype: of the tokens.
     """
+    if layers.activation.limit or layers.norm is not None:
+        return None
     gate_up, down = (
         [packed for packed in map(any_packed_weight, weights) if packed is not None]
         for weights in (layers.gate_up, layers.down)
@@ -148,7 +165,7 @@ class SharedExperts:
         shard = load.shard(intermediate_size)
         parts_of_first = ("gate", "up") if experts.gated else ("up",)
         projections = [Projection(f"{name}.{part}_proj", shard) for part in parts_of_first]
-        if has_fused_projection(load.checkpoint, name):
+        if load.checkpoint.has_layer(f"{name}.gate_up_proj"):
             starts = 0, intermediate_size
             projections = [
                 Projection(f"{name}.gate_up_proj", shard, start, 2 * intermediate_size) for start in starts
@@ -159,14 +176,17 @@ class SharedExperts:
         self.down, self.lora = load.linear_layer(parts), load.adapters(parts)
         bias = load.replicated(f"{name}.down_proj.bias", hidden_size) if experts.shared_bias else None
         self.down_bias = bias if load.comm.rank == 0 else None  # the ranks' results are added up
-        self.gate = gate
+        self.gate, self._clamp = gate, experts.clamp if experts.clamps_shared else None
+        self._limit = experts.limits[1]
         self.token_gate: TokenGate | None = None
         if experts.shared_gate:
             self.token_gate = TokenGate(load, hidden_size, f"{name}_gate")
 
     def forward_partial(self, x: Tensor) -> Tensor:
         """[T, E] -> this rank's addend of the sum over the ranks, [T, E]."""
-        if self.gate in GATED_ACTIVATIONS:
+        if self._clamp is not None or self._limit:
+            inner = GatedActivation(self.gate, self._clamp, self._limit)(self.gate_up.forward(x))
+        elif self.gate in GATED_ACTIVATIONS:
             inner = self.gate_up.forward_gated(x, self.gate)
         else:
             inner = UNGATED_ACTIVATIONS[self.gate](self.gate_up.forward(x))
@@ -193,6 +213,12 @@ class WithExperts:
     """Feed-forward network with experts."""
 
     experts: ExpertLayers | GroupedExperts | PackedExperts | AdaptedExperts
+
+    def compute(self, tokens: Dispatched) -> Tensor:
+        """Return the sums of this rank's experts' results, [R, E]."""
+        if isinstance(self.experts, AdaptedExperts | GroupedExperts):
+            return self.experts.forward(*tokens)
+        return self.experts.forward(tokens.x, tokens.factors, tokens.slot_ids)
 
     @property
     def reads_back(self) -> bool:
@@ -234,8 +260,9 @@ class MixtureOfExperts(WithExperts):
                 for own, shape in (("fc1", sizes), ("fc2", sizes[::-1]))
             )
             self.latents = first, last
+        self.lora = load.lora
         self.router = ExpertRouter(
-            load, experts, hidden_size, router, find_correction(load.checkpoint, block)
+            load.for_whole_networks(), experts, hidden_size, router, find_correction(load.checkpoint, block)
         )
         self.experts = read_experts(load, experts, experts.latent_size or hidden_size, gate, block)
         self.replicas: Replicas | OneReplica = OneReplica()
@@ -279,11 +306,14 @@ class MixtureOfExperts(WithExperts):
     def forward(self, x: Tensor) -> Tensor:
         """[T, E] -> [T, E]."""
         own = self.exchange.select(x)
-        inner = own if self.latents is None else self.latents[0].multiply(own)
+        inner = self.expert_inputs(own)
         factors, expert_ids = self.router.choose(own)
-        flight = self.exchange.dispatch(inner, factors, self.replicas.choose(expert_ids))
+        adapters = self.lora.step.sent_slots if self.exchange.is_whole else self.lora.step.token_slots
+        flight = self.exchange.dispatch(
+            Dispatched(inner, factors, self.replicas.choose(expert_ids), adapters)
+        )
         shared = None if self.shared is None else self.shared.forward_partial(own)  # while tokens travel
-        part = flight.combine(self.experts.forward(*flight.wait()))
+        part = flight.combine(self.compute(flight.wait()))
         if self.latents is not None:
             part = self.latents[1].multiply(part)  # linear, so the ranks' results may be added up after it
         if self._first_zero is not None:
@@ -291,6 +321,10 @@ class MixtureOfExperts(WithExperts):
         if shared is not None:
             part += shared
         return self.exchange.gather(part, len(x))
+
+    def expert_inputs(self, x: Tensor) -> Tensor:
+        """Return what the experts read of each token: [T, E] -> [T, Experts.latent_size], or [T, E]."""
+        return x if self.latents is None else self.latents[0].multiply(x)
 
 
 def read_experts(
@@ -328,14 +362,18 @@ def read_expert_layers(
     biases: tuple[Tensor | None, Tensor | None] = None, None
     if experts.interleaved:
         biases = read_expert_biases(load, experts, hidden_size, block, own_experts)
+    norm: ScaledNorm | None = None
+    if experts.result_eps:
+        norm = ScaledNorm.read(load, f"{block}.experts.post_expert_norm", hidden_size, experts.result_eps)
     # Experts with adapters are multiplied one by one, by ops that would dequantize each in every step.
     keep_codes = not load.lora.num_slots
     return ExpertLayers(
         [load.linear(expert.gate_up, keep_codes=keep_codes) for expert in slices],
         [load.linear(expert.down, keep_codes=keep_codes) for expert in slices],
-        GatedActivation(gate, experts.clamp),
+        GatedActivation(gate, experts.clamp, experts.limits[0]),
         experts.num_scored + load.num_redundant_experts,
         load.own_slots(experts.count).start,
         *biases,
         scaled_inputs=experts.scaled_inputs,
+        norm=norm,
     )

@@ -14,17 +14,31 @@ from ....proto.vision import VisionSpec
 from ...comm.communicator import SingleRank
 from ...lora.layers import NO_LORA
 from ..load_context import LoadContext
+from .deepseek_ocr2 import DeepseekOcr2Encoder
 from .gemma4 import Gemma4Encoder
 from .glm4v import Glm4vEncoder
+from .grid_vit import KIMI_K25, PADDLE_OCR, GridVitEncoder
+from .minimax_m3 import MiniMaxM3Encoder
+from .muse_spark import MuseSparkEncoder
 from .parts import Encoding
-from .pixtral import PixtralEncoder
+from .pixtral import MISTRAL_LARGE_4, PixtralEncoder
 from .qwen2_5_vl import Qwen2_5VLEncoder
 from .qwen3_vl import Qwen3VLEncoder
-from .vit import MlpProjector, PooledProjector, Projector, ShuffledProjector, TiledProjector, VitEncoder
+from .step3p7 import Step3p7Encoder
+from .vit import (
+    AdaptedProjector,
+    LinearProjector,
+    MlpProjector,
+    PooledProjector,
+    Projector,
+    ShuffledProjector,
+    TiledProjector,
+    VitEncoder,
+)
 
 
 class Encoder(Protocol):
-    """Encoder of images, which every rank holds whole. It computes each image alone.
+    """Encoder of images; the ranks share each layer, or each of them holds it whole. It computes each image alone.
 
     So its output does not depend on what else is in a step, and is the same on each rank.
     """
@@ -63,18 +77,35 @@ _KINDS = {
     "qwen3_vl": _Kind(Qwen3VLEncoder, ("visual.",)),
     "glm4v": _Kind(Glm4vEncoder, ("visual.",)),
     "pixtral": _Kind(PixtralEncoder, ("vision_tower.", "multi_modal_projector.")),
+    "mistral_large4": _Kind(
+        partial(PixtralEncoder, names=MISTRAL_LARGE_4),
+        ("vision_encoder.", "pre_mm_projector_norm.", "patch_merger.", "vision_language_adapter."),
+    ),
+    "minimax_m3": _Kind(MiniMaxM3Encoder, ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp.")),
     "gemma3": _vit(PooledProjector),
+    "paligemma": _vit(LinearProjector),
     "llava": _vit(MlpProjector),
     "llava_next": _vit(TiledProjector),
     "idefics3": _vit(ShuffledProjector, ("vision_model.", "connector.")),
+    "llama4": _vit(AdaptedProjector, ("vision_model.", "multi_modal_projector.")),
     "gemma4": _Kind(Gemma4Encoder, ("vision_tower.", "embed_vision.")),
+    "paddleocr_vl": _Kind(partial(GridVitEncoder, form=PADDLE_OCR), ("visual.", "mlp_AR.")),
+    "deepseek_ocr2": _Kind(
+        DeepseekOcr2Encoder, ("sam_model.", "qwen2_model.", "projector.", "view_seperator")
+    ),
+    "step3p7": _Kind(Step3p7Encoder, ("vision_model.", "vit_large_projector.")),
+    "muse_spark": _Kind(MuseSparkEncoder, ("vision_tower.", "vision_adapter.", "vision_projection.")),
+    "kimi_k25": _Kind(partial(GridVitEncoder, form=KIMI_K25), ("vision_tower.", "mm_projector.")),
 }
 # Text before the modules of an encoder, in published checkpoints and in those of transformers 5.
 _ROOTS = ("", "model.")
 
 
-def load_encoder(load: LoadContext, vision: VisionSpec) -> Encoder:
+def load_encoder(load: LoadContext, vision: VisionSpec, tp_mode: str = "weights") -> Encoder:
     """Read an encoder from the checkpoint of its model.
+
+    Args:
+        tp_mode: see ImageOptions.mm_encoder_tp_mode.
 
     Raises:
         ModelLoadError: its weights cannot be read.
@@ -89,7 +120,8 @@ def load_encoder(load: LoadContext, vision: VisionSpec) -> Encoder:
     quantization = load.quantization
     if quantization is not None and quantization.is_online:
         quantization = None
-    own = replace(load, comm=SingleRank(), peers=None, lora=NO_LORA, quantization=quantization)
+    comm = load.comm if tp_mode == "weights" else SingleRank()
+    own = replace(load, comm=comm, peers=None, lora=NO_LORA, quantization=quantization)
     return kind.make(own, vision, found[0])
 
 

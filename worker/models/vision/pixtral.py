@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,16 +32,51 @@ _LAYER = LayerForm(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of a checkpoint's modules.
+
+    Attributes:
+        norm, merger, inner, output: of the projector.
+    """
+
+    tower: str = "vision_tower"
+    norm: str = "multi_modal_projector.norm"
+    merger: str = "multi_modal_projector.patch_merger.merging_layer"
+    inner: str = "multi_modal_projector.linear_1"
+    output: str = "multi_modal_projector.linear_2"
+    layer: LayerForm = _LAYER
+
+
+_HUGGING_FACE = Names()
+# Those of Mistral's own format.
+MISTRAL_LARGE_4 = Names(
+    "vision_encoder",
+    "pre_mm_projector_norm",
+    "patch_merger.merging_layer",
+    "vision_language_adapter.w_in",
+    "vision_language_adapter.w_out",
+    replace(
+        _LAYER,
+        qkv=("attention.wq", "attention.wk", "attention.wv"),
+        output="attention.wo",
+        up=("feed_forward.w1", "feed_forward.w3"),
+        down="feed_forward.w2",
+        interleaved=True,
+    ),
+)
+
+
 class PixtralEncoder:
     """The encoder with the projector; see `Encoder`."""
 
-    def __init__(self, load: LoadContext, spec: VisionSpec, root: str) -> None:
+    def __init__(self, load: LoadContext, spec: VisionSpec, root: str, names: Names = _HUGGING_FACE) -> None:
         hf: Mapping[str, Any] = spec.hf
-        tower, projector = f"{root}vision_tower", f"{root}multi_modal_projector"
+        tower = f"{root}{names.tower}"
         size, self._patch_size = int(hf["hidden_size"]), int(hf["patch_size"])
         self._merge_size = spec.merge_size
         num_heads = int(hf["num_attention_heads"])
-        head_dim, form = size // num_heads, replace(_LAYER, activation=hf["hidden_act"])
+        head_dim, form = size // num_heads, replace(names.layer, activation=hf["hidden_act"])
         theta = float(hf["rope_parameters"]["rope_theta"])
         frequencies = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         self._row_frequencies, self._column_frequencies = frequencies[0::2], frequencies[1::2]
@@ -61,14 +96,13 @@ class PixtralEncoder:
         ]
         self._merge: ColumnParallelLinear | None = None
         if hf["has_merger"]:
-            self._last_norm = load.norm(f"{projector}.norm", size)
+            self._last_norm = load.norm(f"{root}{names.norm}", size)
             self._eps, merged = float(hf["projector_norm_eps"]), size * self._merge_size**2
-            merger = f"{projector}.patch_merger.merging_layer"
-            self._merge = read_linear(load, [merger], merged, size, bias=False)
+            self._merge = read_linear(load, [f"{root}{names.merger}"], merged, size, bias=False)
         bias = bool(hf["projector_bias"])
-        self._inner = read_linear(load, [f"{projector}.linear_1"], size, spec.embedding_size, bias=bias)
+        self._inner = read_linear(load, [f"{root}{names.inner}"], size, spec.embedding_size, bias=bias)
         self._output = read_linear(
-            load, [f"{projector}.linear_2"], spec.embedding_size, spec.embedding_size, bias=bias
+            load, [f"{root}{names.output}"], spec.embedding_size, spec.embedding_size, bias=bias
         )
         self._activation = ACTIVATIONS[hf["projector_hidden_act"]]
 

@@ -13,7 +13,16 @@ from torch import Tensor
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..load_context import LoadContext
-from .parts import EncoderLayer, Encoding, LayerForm, encode_layers, grid_angles, read_linear, rotate
+from .parts import (
+    EncoderLayer,
+    Encoding,
+    LayerForm,
+    encode_layers,
+    grid_angles,
+    read_linear,
+    rotate,
+    window_order,
+)
 
 _NORM_EPS = 1e-6
 _THETA = 10000.0
@@ -58,7 +67,7 @@ class Qwen2_5VLEncoder:
         """Return the embeddings of an image, [rows, E]; its frames are attended to one by one."""
         patches = tensors["pixel_values"].to(self._patches.dtype)
         frames, rows, columns = tensors["image_grid_thw"].flatten().tolist()
-        order, windows = _window_order(
+        order, windows = window_order(
             frames, rows // self._merge_size, columns // self._merge_size, self._window
         )
         order = order.to(patches.device)
@@ -77,31 +86,3 @@ class Qwen2_5VLEncoder:
         x = rms_norm(x, self._norm, _NORM_EPS).view(len(order), -1)
         x = self._output.forward(F.gelu(self._inner.forward(x)))
         return torch.empty_like(x).index_copy_(0, order, x)
-
-
-def _window_order(frames: int, rows: int, columns: int, side: int) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Return an order of an image's embeddings in which those of a window follow each other.
-
-    Windows of equal numbers of embeddings follow each other too, frame by frame, so that they are attended together.
-
-    Returns:
-        [frames * rows * columns] int64, and (number, length) of equal windows in this order.
-    """
-    places = torch.arange(frames * rows * columns).view(frames, rows, columns)
-    windows = [
-        places[frame, top : top + side, left : left + side].flatten()
-        for frame in range(frames)
-        for top in range(0, rows, side)
-        for left in range(0, columns, side)
-    ]
-    lens: list[tuple[int, int]] = []
-    ordered: list[Tensor] = []
-    for frame in range(frames):
-        own = windows[frame * len(windows) // frames : (frame + 1) * len(windows) // frames]
-        for window in sorted(own, key=len):
-            if lens and lens[-1][1] == len(window):
-                lens[-1] = (lens[-1][0] + 1, len(window))
-            else:
-                lens.append((1, len(window)))
-            ordered.append(window)
-    return torch.cat(ordered), lens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +23,11 @@ from .parts import (
     Encoding,
     LayerForm,
     encode_layers,
+    grid_angles,
     read_layer_norm,
     read_linear,
     read_norm,
+    rotate_pairs,
 )
 
 
@@ -39,6 +42,8 @@ class VitForm:
         layers: module of the layers.
         layer: its `eps`, `norm` and `activation` are those of the configuration.
         class_token: tensor of the token before the patches; empty for none.
+        class_last: the token is behind the patches.
+        rotates: neighbors in a query or key are rotated, half of them by column, the others by row, from 1.
         first_norm, last_norm: norms before and after the layers; empty for none.
     """
 
@@ -51,6 +56,8 @@ class VitForm:
     class_token: str = ""
     first_norm: str = ""
     last_norm: str = ""
+    class_last: bool = False
+    rotates: bool = False
 
 
 _SIGLIP_LAYER = LayerForm(
@@ -94,11 +101,32 @@ INTERN_VIT = VitForm(
     class_token="embeddings.cls_token",
     last_norm="layernorm",
 )
+LLAMA_4 = VitForm(
+    ("vision_model",),
+    "patch_embedding.linear",
+    "positional_embedding_vlm",
+    "model.layers",
+    LayerForm(
+        ("input_layernorm", "post_attention_layernorm"),
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "self_attn.o_proj",
+        ("mlp.fc1",),
+        "mlp.fc2",
+        eps=1e-5,
+    ),
+    patch_bias=False,
+    class_token="class_embedding",
+    first_norm="layernorm_pre",
+    last_norm="layernorm_post",
+    class_last=True,
+    rotates=True,
+)
 # Model type of the encoder |-> its form.
 _FORMS = {
     "siglip_vision_model": SIGLIP,
     "clip_vision_model": CLIP,
     "internvl_vision": INTERN_VIT,
+    "llama4_vision_model": LLAMA_4,
     "idefics3_vision": replace(SIGLIP, roots=("vision_model",)),
     "smolvlm_vision": replace(SIGLIP, roots=("vision_model",)),
 }
@@ -144,12 +172,13 @@ class _Tower:
         )
         size, self._patch_size = int(hf["hidden_size"]), _length(hf["patch_size"])
         shape = size, int(hf.get("num_channels", 3)), self._patch_size, self._patch_size
-        self._patches = load.replicated(f"{tower}.{form.patches}.weight", *shape)
+        patches = f"{tower}.{form.patches}.weight"
+        self._patches = load.replicated(patches, *load.checkpoint.shape_of(patches)).view(shape)
         self._patch_bias = load.replicated(f"{tower}.{form.patches}.bias", size) if form.patch_bias else None
         self._side = _length(hf["image_size"]) // self._patch_size
         num_places = self._side**2 + bool(form.class_token)
         self._places = _read_table(load, f"{tower}.{form.positions}", num_places, size)
-        self._class_token = None
+        self._class_token, self._class_last = None, form.class_last
         if form.class_token:
             self._class_token = _read_table(load, f"{tower}.{form.class_token}", 1, size)
         layer = replace(
@@ -176,6 +205,16 @@ class _Tower:
         self._first_norm = (
             read_norm(load, f"{tower}.{form.first_norm}", size, plain) if form.first_norm else None
         )
+        self._angles: Tensor | None = None
+        if form.rotates:
+            head_dim, theta = (
+                size // int(hf["num_attention_heads"]),
+                float(hf["rope_parameters"]["rope_theta"]),
+            )
+            by_row, by_column = grid_angles(self._side, self._side, 1, head_dim, theta, first=1).chunk(
+                2, dim=1
+            )
+            self._angles = F.pad(torch.cat((by_column, by_row), dim=1), (0, 0, 0, 1))
         ends = form.last_norm and hf["has_last_norm"]
         self._last_norm = read_norm(load, f"{tower}.{form.last_norm}", size, plain) if ends else None
 
@@ -185,14 +224,19 @@ class _Tower:
         places = self._places if x.shape[2:] == (self._side, self._side) else self._find_places(*x.shape[2:])
         x = x.flatten(2).transpose(1, 2)
         if self._class_token is not None:
-            x = torch.cat((self._class_token.expand(len(x), 1, -1), x), dim=1)
+            token = self._class_token.expand(len(x), 1, -1)
+            x = torch.cat((x, token) if self._class_last else (token, x), dim=1)
         x = x + places
         num_tiles, num_tokens, _ = x.shape
         x = x.flatten(0, 1)
         if self._first_norm is not None:
             x = self._first_norm(x)
         runs = [(num_tiles, num_tokens)]
-        x = yield from encode_layers(self._layers, x, lambda index: runs)
+        rotation = None
+        if self._angles is not None:
+            angles = self._angles.to(x.device).repeat(num_tiles, 1)
+            rotation = partial(rotate_pairs, cos=angles.cos(), sin=angles.sin())
+        x = yield from encode_layers(self._layers, x, lambda index: runs, rotation)
         if self._last_norm is not None:
             x = self._last_norm(x)
         return x.view(num_tiles, num_tokens, -1)
@@ -246,6 +290,24 @@ class MlpProjector:
         if self._norm is not None:
             x = self._norm.apply(x)
         return self._output.forward(self._activation(self._inner.forward(x)))
+
+
+class AdaptedProjector:
+    """Squares of patches through two linear layers, with an activation behind each, and a matrix (Llama 4)."""
+
+    def __init__(self, load: LoadContext, spec: VisionSpec, root: str) -> None:
+        hf, self._side, adapter = spec.hf, spec.merge_size, f"{root}vision_model.vision_adapter.mlp"
+        merged, inner = int(hf["hidden_size"]) * self._side**2, int(hf["projector_input_dim"])
+        adapted = int(hf["projector_output_dim"])
+        self._inner = read_linear(load, [f"{adapter}.fc1"], merged, inner, bias=False)
+        self._outer = read_linear(load, [f"{adapter}.fc2"], inner, adapted, bias=False)
+        output = f"{root}multi_modal_projector.linear_1"
+        self._output = read_linear(load, [output], adapted, spec.embedding_size, bias=False)
+
+    def project(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See Projector.project."""
+        x = F.gelu(self._inner.forward(_merge_squares(x[:, :-1], self._side)))
+        return self._output.forward(F.gelu(self._outer.forward(x)))
 
 
 class TiledProjector(MlpProjector):
@@ -307,6 +369,18 @@ def _merge_squares(x: Tensor, side: int) -> Tensor:
     length, size = int(x.shape[1] ** 0.5) // side, x.shape[2]
     squares = x.reshape(-1, length, side, length, side, size).transpose(2, 3)
     return squares.reshape(-1, side * side * size)
+
+
+class LinearProjector:
+    """One linear layer (PaliGemma)."""
+
+    def __init__(self, load: LoadContext, spec: VisionSpec, root: str) -> None:
+        name = f"{root}multi_modal_projector.linear"
+        self._linear = read_linear(load, [name], int(spec.hf["hidden_size"]), spec.embedding_size)
+
+    def project(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See Projector.project."""
+        return self._linear.forward(x.flatten(0, 1))
 
 
 class PooledProjector:

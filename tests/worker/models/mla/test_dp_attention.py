@@ -29,8 +29,15 @@ BLOCK_SIZE, MAX_TOKENS = 4, 24
 # Blocks of each rank: enough for all sequences, and too few for two sequences at once.
 MANY, FEW = 120, 16
 KINDS = "deepseek_v3", "glm_moe_dsa"
-# Ranks of a stage, stages, and the kind of model.
-SPLITS = [(2, 1, "deepseek_v3"), (4, 1, "deepseek_v3"), (2, 1, "glm_moe_dsa"), (2, 2, "deepseek_v3")]
+# Ranks of a stage, the groups of them that attend together, stages, and the kind of model.
+SPLITS = [
+    (2, 2, 1, "deepseek_v3"),
+    (4, 4, 1, "deepseek_v3"),
+    (4, 2, 1, "deepseek_v3"),
+    (2, 2, 1, "glm_moe_dsa"),
+    (4, 2, 1, "glm_moe_dsa"),
+    (2, 2, 2, "deepseek_v3"),
+]
 
 Models = dict[str, tuple[Path, Reference]]
 
@@ -40,6 +47,7 @@ class Ranks:
     """Engines with many and with few blocks, and the model in transformers."""
 
     tp: int
+    groups: int
     make: Callable[[int], Any]
     reference: Reference
 
@@ -61,7 +69,7 @@ def models(make_model: Callable[..., Path]) -> Models:
 
 @pytest.fixture(scope="module", params=SPLITS, ids=str)
 def ranks(request: pytest.FixtureRequest, models: Models, make_engine: Any) -> Ranks:
-    tp, pp, kind = request.param
+    tp, groups, pp, kind = request.param
     folder, reference = models[kind]
     engines: dict[int, Any] = {}
 
@@ -70,10 +78,11 @@ def ranks(request: pytest.FixtureRequest, models: Models, make_engine: Any) -> R
             engines[num_blocks] = make_engine(
                 folder, tp, pp=pp, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_seqs=6,
                 max_num_batched_tokens=24, num_host_blocks=MANY, enable_dp_attention=True, max_model_len=60,
+                dp_attention_size=groups,
             )  # fmt: skip
         return engines[num_blocks]
 
-    return Ranks(tp, make, reference)
+    return Ranks(tp, groups, make, reference)
 
 
 def add_all(driver: RankedDriver, prompts: dict[int, list[int]], **settings: Any) -> None:
@@ -102,25 +111,25 @@ def test_sequences_are_divided_among_the_ranks(ranks: Ranks) -> None:
     add_all(driver, {handle: prompt for handle, prompt in prompts.items() if handle})
     while len(driver.scheduler._state.running) < len(prompts):
         driver.step(depth=2)
-    assert partitions_in_use(driver) == set(range(ranks.tp))
+    assert partitions_in_use(driver) == set(range(ranks.groups))
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "groups"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("kind", ["kimi_linear", "bailing_hybrid"])
 def test_states_stay_with_all_ranks(
-    kind: str, tp: int, make_model: Callable[..., Path], make_engine: Any
+    kind: str, tp: int, groups: int, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
     """The ranks divide the sequences' latents, and the heads of the layers with states; a hit needs both."""
     folder = make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind])
     engine = make_engine(
         folder, tp, num_blocks=FEW, block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24,
-        enable_dp_attention=True, max_model_len=60, num_state_slots=12,
+        enable_dp_attention=True, max_model_len=60, num_state_slots=12, dp_attention_size=groups,
     )  # fmt: skip
     driver = RankedDriver(engine.config.with_num_blocks(FEW), engine.step)
     prompts = numbered(prompts_of([30, 9, 17, 5, 26], seed=3))
     add_all(driver, prompts)
-    while len(partitions_in_use(driver)) < tp:
+    while len(partitions_in_use(driver)) < groups:
         driver.step(depth=2)
     driver.run(depth=2)
     assert driver.scheduler.stats.num_preemptions > 0
@@ -168,7 +177,7 @@ def test_preempted_sequences_change_ranks(ranks: Ranks) -> None:
     partitions: dict[int, set[int]] = {}
     for new in (new for plan in driver.plans for new in plan.new):
         partitions.setdefault(new.seq_id, set()).add(int(new.block_ids.max()) // FEW)
-    assert set[int]().union(*partitions.values()) == set(range(ranks.tp))
+    assert set[int]().union(*partitions.values()) == set(range(ranks.groups))
     assert any(len(used) > 1 for used in partitions.values())
 
 
@@ -198,7 +207,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
     for rank, runner in enumerate(engine.runners):
         for layer in runner.memory.kv.cache.layers:
             for block in range(MANY):
-                if not any(rank % ranks.tp * MANY + block in cache for cache in caches):
+                if not any(engine.split.place_of(rank).attention * MANY + block in cache for cache in caches):
                     layer.blocks[block].fill_(torch.nan)
     driver.scheduler.resume(driver.scheduler.epoch + 1, kept, has_new_ranks=not kept)
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
@@ -206,7 +215,7 @@ def test_failed_ranks_keep_the_tokens(ranks: Ranks, kept: KvTiers) -> None:
 
 
 def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> None:
-    """Each rank has written no more blocks than its sequences have."""
+    """Each group has written no more blocks than its sequences have."""
     prompts = numbered(prompts_of([30, 17], seed=6))
     driver, engine = ranks.driver()
     engine.lose_blocks()
@@ -214,15 +223,15 @@ def test_ranks_hold_the_latents_of_their_own_sequences_only(ranks: Ranks) -> Non
     driver.finish(prompts, ranks.reference, MAX_TOKENS)
     num_written = [
         int((~runner.memory.kv.cache.layers[0].blocks[1:].isnan().flatten(1).all(dim=1)).sum())
-        for runner in engine.runners[-ranks.tp :]  # of the last stage
+        for runner in engine.runners[-ranks.tp :: ranks.tp // ranks.groups]  # of the last stage
     ]
     num_blocks = [-(-(len(prompt) + MAX_TOKENS - 1) // BLOCK_SIZE) for prompt in prompts.values()]
-    assert sorted(num_written, reverse=True) == sorted(num_blocks, reverse=True) + [0] * (ranks.tp - 2)
+    assert sorted(num_written, reverse=True) == sorted(num_blocks, reverse=True) + [0] * (ranks.groups - 2)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("tp", "groups"), [(2, 2), (4, 4), (4, 2)])
 def test_adapters_change_the_sequences_of_each_rank(
-    models: Models, make_engine: Any, tmp_path: Path, tp: int
+    models: Models, make_engine: Any, tmp_path: Path, tp: int, groups: int
 ) -> None:
     folder, reference = models["deepseek_v3"]
     latents = "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"
@@ -237,6 +246,7 @@ def test_adapters_change_the_sequences_of_each_rank(
     engine = make_engine(
         folder, tp, num_blocks=FEW, block_size=BLOCK_SIZE, max_num_seqs=6, max_num_batched_tokens=24,
         enable_dp_attention=True, max_model_len=60, lora=LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2),
+        dp_attention_size=groups,
     )  # fmt: skip
     driver = RankedDriver(engine.config.with_num_blocks(FEW), engine.step)
     prompts = prompts_of([17, 22, 9, 13, 20, 8], seed=3)

@@ -11,11 +11,15 @@ from typing import Any
 import fake_deep_ep
 import pytest
 import torch
+from adapters import MLP, merge, write_adapter
+from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
 from quire.kernels.activation import GatedActivation
 from quire.kernels.moe import ExpertWeights
+from quire.proto.config import LoraConfig
 from quire.proto.errors import ConfigError
+from quire.proto.lora import LoraReference
 from quire.worker.models.moe.moe import GroupedExperts
 from quire.worker.rank.expert_balancer import ExpertBalancer
 
@@ -35,11 +39,14 @@ def check(engine: Any, reference: Reference, seed: int = 1) -> None:
         reference.check_greedy(prompt, generated)
 
 
-@pytest.mark.parametrize("is_dp", [True, False], ids=["own tokens", "slices"])
+@pytest.mark.parametrize(
+    ("tp", "groups"), [(2, 2), (2, None), (4, 2)], ids=["own tokens", "slices", "slices of own tokens"]
+)
 @pytest.mark.parametrize("backend", ["deepep_high_throughput", "deepep_low_latency"])
 def test_deepep_carries_the_tokens(
     backend: str,
-    is_dp: bool,
+    tp: int,
+    groups: int | None,
     latents: tuple[Path, Reference],
     make_engine: Any,
     monkeypatch: pytest.MonkeyPatch,
@@ -47,8 +54,8 @@ def test_deepep_carries_the_tokens(
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)
     folder, reference = latents
     engine = make_engine(
-        folder, 2, enable_expert_parallel=True, all2all_backend=backend, enable_dp_attention=is_dp,
-        max_num_batched_tokens=32,
+        folder, tp, enable_expert_parallel=True, all2all_backend=backend, max_num_batched_tokens=32,
+        enable_dp_attention=groups is not None, dp_attention_size=groups,
     )  # fmt: skip
     check(engine, reference)
     is_recordable = engine.runners[0].memory.loaded.model.supports_graphs
@@ -85,11 +92,61 @@ def test_ranks_of_each_stage_attend_for_their_own_sequences(
     check(engine, latents[1])
 
 
-@pytest.fixture(scope="module", params=[(2, True), (4, False)], ids=str)
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("backend", ["all_reduce", "all_to_all"])
+def test_pairs_of_ranks_share_the_attention_of_their_sequences(
+    backend: str, pp: int, latents: tuple[Path, Reference], make_engine: Any
+) -> None:
+    """Experts are on four ranks, the attention of a sequence on two; one sequence leaves a pair without tokens."""
+    engine = make_engine(
+        latents[0], 4, pp=pp, enable_expert_parallel=True, all2all_backend=backend, enable_dp_attention=True,
+        dp_attention_size=2,
+    )  # fmt: skip
+    check(engine, latents[1])
+    (prompt,) = prompts_of([1], seed=2)
+    latents[1].check_greedy(prompt, *engine.greedy([prompt], MAX_TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "groups"),
+    [("deepseek_v3", 2, 2), ("deepseek_v3", 4, 2), ("deepseek_v3", 2, None), ("qwen3_moe", 4, None)],
+)
+def test_adapters_travel_with_their_tokens(
+    kind: str, tp: int, groups: int | None, make_model: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    """Of routers, experts and shared experts; steps have tokens of two adapters and of none."""
+    folder = make_model(kind, seed=7)
+    paths = [
+        write_adapter(tmp_path / f"adapter{seed}", folder, modules, seed=seed)
+        for seed, modules in enumerate([("o_proj", *MLP, "gate", "gate_up_proj"), (*MLP, "gate_up_proj")])
+    ]
+    references = [
+        *(Reference(merge(tmp_path / f"merged{index}", folder, path)) for index, path in enumerate(paths)),
+        Reference(folder),
+    ]
+    engine = make_engine(
+        folder, tp, enable_expert_parallel=True, all2all_backend="all_to_all", max_num_batched_tokens=24,
+        enable_dp_attention=groups is not None, dp_attention_size=groups, block_size=4, num_blocks=120,
+        lora=LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2),
+    )  # fmt: skip
+    driver = RankedDriver(engine.config.with_num_blocks(120), engine.step)
+    prompts = prompts_of([17, 22, 9, 13, 20, 8], seed=3)
+    for handle, prompt in enumerate(prompts):
+        adapter = handle % 3
+        lora = LoraReference(str(adapter), str(paths[adapter])) if adapter < 2 else None
+        driver.add(handle, prompt, max_tokens=MAX_TOKENS, ignore_eos=True, lora=lora)
+    driver.run(depth=2)
+    for handle, prompt in enumerate(prompts):
+        references[handle % 3].check_greedy(prompt, driver.outputs[handle])
+    assert references[0].generate(prompts[0], 6) != references[2].generate(prompts[0], 6)
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (4, None), (4, 2)], ids=str)
 def moving(request: pytest.FixtureRequest, latents: tuple[Path, Reference], make_engine: Any) -> Any:
-    tp, is_dp = request.param
+    tp, groups = request.param
     return make_engine(
-        latents[0], tp, enable_expert_parallel=True, all2all_backend="all_to_all", enable_dp_attention=is_dp,
+        latents[0], tp, enable_expert_parallel=True, all2all_backend="all_to_all",
+        enable_dp_attention=groups is not None, dp_attention_size=groups,
         enable_eplb=True, num_redundant_experts=3, eplb_step_interval=5,
     )  # fmt: skip
 

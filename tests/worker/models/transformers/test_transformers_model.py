@@ -56,12 +56,9 @@ def test_published_checkpoint_of_base_model_gives_tokens_of_transformers(
 
 
 def test_model_logs_that_its_steps_run_op_by_op(
-    make_model: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+    make_model: Any, make_engine: Any, log_of: Callable[[str], list[str]]
 ) -> None:
-    logged: list[str] = []
-    monkeypatch.setattr(
-        fused_decode, "_log", SimpleNamespace(info=lambda text, *own: logged.append(text % own))
-    )
+    logged = log_of(fused_decode.__name__)
     make_engine(make_model("gpt2", seed=7))
     (message,) = logged
     assert message.endswith(": its layers are modules of transformers")
@@ -217,10 +214,9 @@ def test_unsupported_attention_call_raises(
     q, k, v = (torch.ones(1, count, 1, head_dim) for count in (2, num_kv_heads, num_kv_heads))
     arguments = {"attention_mask": None} | arguments
     own = SimpleNamespace(paged_step=step, layer_idx=0, **module)
-    with step.bind([LayerCache(torch.zeros(1, 2, 1, 16, 8))], inputs):
-        with pytest.raises(ConfigError, match=words):
-            ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](own, q, k, v, **arguments)
-        step._attended = [0]  # so that leaving `bind` does not raise
+    cache = LayerCache(torch.zeros(1, 2, 1, 16, 8))
+    with pytest.raises(ConfigError, match=words), step.bind([cache], inputs):
+        ALL_ATTENTION_FUNCTIONS[IMPLEMENTATION](own, q, k, v, **arguments)
 
 
 @pytest.mark.parametrize(("window", "seen"), [(0, "all"), (9, "9")])
@@ -228,12 +224,11 @@ def test_layer_that_attends_beyond_its_window_raises(inputs: AttentionInputs, wi
     """The cache has only the tokens of the window."""
     step, cache = PagedStep(1, (8,)), LayerCache(torch.zeros(1, 2, 1, 16, 8))
     q, kv = torch.ones(1, 2, 8), torch.ones(1, 1, 8)
+    words = f"layer 0 attends to {seen} tokens, but its configuration has a window of 8"
     with step.bind([cache], inputs):
-        words = f"layer 0 attends to {seen} tokens, but its configuration has a window of 8"
-        with pytest.raises(ConfigError, match=words):
-            step.attend(0, q, kv, kv, 1.0, AttentionVariant(window=window))
         step.attend(0, q, kv, kv, 1.0, AttentionVariant(window=8))
-        step._attended = [0]  # so that leaving `bind` does not raise
+    with pytest.raises(ConfigError, match=words), step.bind([cache], inputs):
+        step.attend(0, q, kv, kv, 1.0, AttentionVariant(window=window))
 
 
 def test_layer_that_attends_twice_raises(inputs: AttentionInputs) -> None:
