@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .splits import Split
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_QUANTIZED_KV = ("int8", "fp8_e4m3")
 # Length of the sequences that the table counts, beside the model's own context.
 _TYPICAL_LEN = 4096
 
@@ -41,6 +40,12 @@ _ExpertParallel = Annotated[
 _DpAttention = Annotated[
     bool,
     typer.Option(help="Of a model with latent attention, each GPU holds the KV of its own sequences."),
+]
+_DpSize = Annotated[
+    int | None,
+    typer.Option(
+        help="Groups of GPUs that hold the KV of their own sequences each. Default: each GPU.", min=2
+    ),
 ]
 _AllToAll = Annotated[
     str,
@@ -72,6 +77,7 @@ def fit(
     nodes: _Nodes = None,
     enable_expert_parallel: _ExpertParallel = False,
     enable_dp_attention: _DpAttention = False,
+    dp_attention_size: _DpSize = None,
     all2all_backend: _AllToAll = "all_reduce",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens per step.", min=1)] = 8192,
@@ -91,6 +97,7 @@ def fit(
     from rich.console import Console
 
     from ...proto.errors import ConfigError, ModelLoadError
+    from ...proto.kv_layout import QUANTIZED_KV
     from ..config.capacity import Workload
     from ..config.engine_options import EngineOptions
     from ..config.machine import gpu_bytes
@@ -108,14 +115,22 @@ def fit(
         )
     )
     dtype_bytes = _DTYPE_BYTES.get(described.dtype, 2)
-    kv_bytes = 1 if kv_cache_dtype in _QUANTIZED_KV else dtype_bytes
+    kv_bytes = 1 if kv_cache_dtype in QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
     slots = _Slots(max_loras, max_lora_rank, lora_target_modules)
     if nodes is not None:
         _show_splits(described, nodes, gpus, gpu, memory, workload)
         return
     weights, found = _capacities(
-        described, gpus, memory, workload, slots, enable_expert_parallel, enable_dp_attention, all2all_backend
+        described,
+        gpus,
+        memory,
+        workload,
+        slots,
+        enable_expert_parallel,
+        enable_dp_attention,
+        dp_attention_size,
+        all2all_backend,
     )
     console = Console()
     console.print(
@@ -159,6 +174,11 @@ def _show_splits(
     flags = [f"--tensor-parallel-size {best.tensor}"] if best.tensor > 1 else []
     flags += [f"--pipeline-parallel-size {best.pipeline}"] if best.pipeline > 1 else []
     flags += ["--enable-expert-parallel"] if best.whole_experts else []
+    if best.attention_groups > 1:
+        flags += ["--all2all-backend all_to_all --enable-dp-attention"]
+        flags += (
+            [f"--dp-attention-size {best.attention_groups}"] if best.attention_groups < best.tensor else []
+        )
     console.print(f"The fewest GPUs: {' '.join(flags) or 'one GPU'}. Step times are assumed, not measured.")
 
 
@@ -166,13 +186,16 @@ def _split_table(splits: "Sequence[Split]", title: str) -> "Table":
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
-    for name in ("stages", "tensor parallel", "experts", "weights per GPU", "KV tokens", "sequences", "step"):
+    for name in ("stages", "tensor parallel", "experts", "attention", "weights per GPU", "KV tokens"):
+        table.add_column(name, justify="right")
+    for name in ("sequences", "step"):
         table.add_column(name, justify="right")
     for each in splits:
         table.add_row(
             str(each.pipeline),
             f"{each.tensor}{' over nodes' if each.spans_nodes else ''}",
             "whole" if each.whole_experts else "",
+            f"{each.attention_groups} groups" if each.attention_groups > 1 else "",
             _size(each.capacity.weight_bytes),
             f"{each.capacity.num_kv_tokens:,}" if each.fits else "does not fit",
             f"{each.num_sequences:,}" if each.fits else "",
@@ -202,6 +225,7 @@ def _capacities(
     slots: _Slots,
     expert_parallel: bool,
     dp_attention: bool,
+    dp_attention_size: int | None,
     all2all_backend: str,
 ) -> "tuple[WeightSize, list[Capacity]]":
     """Return the size of the weights, and the capacity with each tensor-parallel size that the model allows.
@@ -226,19 +250,27 @@ def _capacities(
     num_experts = _num_experts(model) if expert_parallel else 0
     if dp_attention:
         check_dp_attention(model)
+        sizes = [size for size in sizes if size % (dp_attention_size or 1) == 0]
+    elif dp_attention_size is not None:
+        raise ConfigError(f"dp_attention_size is {dp_attention_size}, but enable_dp_attention is not set")
     module = make_meta_model(model)
     weights = measure_weights(model, module, workload.dtype_bytes)
     targets = TargetModules(tuple(slots.target_modules.split(",")) if slots.target_modules else ())
     slot = measure_slot(module, int(model.hf.get("hidden_size") or 0), slots.max_rank, targets)
     found = []
     for size in sizes:
+        num_partitions = (dp_attention_size or size) if dp_attention else 1
+        attention_ranks = size // num_partitions if dp_attention else None
         rank_bytes = weights.rank_bytes(
-            size, num_experts, has_whole_attention=dp_attention, sends_tokens=sends_tokens and size > 1
+            size, num_experts, attention_ranks=attention_ranks, sends_tokens=sends_tokens and size > 1
         )
         lora_bytes = slots.count * slot.rank_bytes(
-            workload.dtype_bytes, size, num_experts, has_whole_attention=dp_attention
+            workload.dtype_bytes,
+            size,
+            num_experts,
+            attention_ranks=attention_ranks,
+            sends_tokens=sends_tokens and size > 1,
         )
-        num_partitions = size if dp_attention else 1
         found.append(capacity(model, rank_bytes, gpu_bytes, size, workload, num_partitions, lora_bytes))
     return weights, found
 

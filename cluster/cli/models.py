@@ -31,7 +31,8 @@ def models() -> None:
         own = f"quire, as {' or '.join(text_models.values())}"
         table.add_row(architecture, own, "that divide its heads", reads)
     for architecture, own in ARCHITECTURE_ALIASES.items():
-        table.add_row(architecture, f"quire, as {own}", "that divide its heads", "text")
+        reads = "text and images" if own in VISION_READERS else "text"
+        table.add_row(architecture, f"quire, as {own}", "that divide its heads", reads)
     others = {name: own for name, own in list_architectures().items() if name not in FAMILIES}
     for architecture, listed in others.items():
         if not listed.refusal:

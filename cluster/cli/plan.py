@@ -14,12 +14,14 @@ from ..config.deployment import ScalingLimits
 from ..config.engine_options import EngineOptions
 from .exit_status import FAILED
 from .option_groups import with_options
-from .simulate import JsonFile, ModelPath, Speed, TracePath, read_trace, seconds
+from .simulate import JsonFile, KvRate, ModelPath, Speed, TracePath, read_trace, seconds
 
 if TYPE_CHECKING:
     from ..simulation.planner import Candidate
 
 _MOST_ROWS = 24
+# Longer problems stand below the table, so that it has 80 columns.
+_SHORT_PROBLEM = 11
 # Of the fleets that are tried, unless --max-replicas is given.
 _MAX_REPLICAS = 16
 
@@ -55,6 +57,7 @@ def plan(
         int, typer.Option(metavar="REQUESTS", help="Most requests of the trace.", min=1)
     ] = 2000,
     speed: Speed = 1.0,
+    kv_rate: KvRate = 20.0,
     json_file: JsonFile = None,
     svg_file: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="Draw cost against latency to FILE.")
@@ -63,7 +66,7 @@ def plan(
     """Find the cheapest GPUs, tensor-parallel size and replicas that serve a trace within latency targets.
 
     Each candidate is simulated as `quire simulate` does: fleets of a fixed size, with small and large chunks. The
-    cheapest one's block size and autoscaling limits are then varied.
+    cheapest one's block size, autoscaling limits and roles are then varied.
 
     Example: `quire plan azure.csv --model Qwen/Qwen3-8B --ttft-p99 1 --itl-p99 0.05`
     """
@@ -89,6 +92,7 @@ def plan(
             ScalingLimits(**({"max_replicas": _MAX_REPLICAS} | select_options(ScalingLimits, limits))),
             coefficients=_read_coefficients(coefficients or []),
             shares_prefixes=read.shares_prefixes,
+            kv_bytes_per_s=1e9 * kv_rate,
             on_candidate=lambda candidate: status.update(f"simulated {_name(candidate)}"),
         )
         best = planner.plan()
@@ -147,12 +151,13 @@ def _name(candidate: "Candidate") -> str:
 def _print(
     console: Any, tried: "Sequence[Candidate]", best: "Candidate | None", *, assumes_prices: bool
 ) -> None:
+    from rich.markup import escape
     from rich.table import Column, Table
 
     from ..simulation.planner import cheapest_first
 
     columns = "replicas x GPUs", "block", "chunk", "$/h", "p99 first", "p99 next"
-    table = Table(*(Column(name, no_wrap=True) for name in columns), "problem")
+    table, notes = Table(*(Column(name, no_wrap=True) for name in (*columns, "problem"))), dict[str, int]()
     for each in cheapest_first(tried)[:_MOST_ROWS]:
         is_known = each.run is not None
         latencies = ("", "")
@@ -160,17 +165,25 @@ def _print(
             summary = each.run.summary
             latencies = seconds(summary.ttft.quantile(0.99)), seconds(summary.itl.quantile(0.99))
         cost = f"{each.cost_per_hour:.2f}" if is_known else ""
-        table.add_row(_name(each), str(each.block_size), str(each.chunk), cost, *latencies, each.problem)
+        problem = each.problem
+        if len(problem) > _SHORT_PROBLEM:  # would wrap into many lines
+            problem = f"[{notes.setdefault(problem, len(notes) + 1)}]"
+        table.add_row(_name(each), str(each.block_size), str(each.chunk), cost, *latencies, escape(problem))
     console.print(table)
+    for problem, number in notes.items():
+        console.print(escape(f"[{number}] {problem}"), soft_wrap=True)
     if assumes_prices:
         console.print("Prices are assumed; --prices FILE replaces them.")
     if best is None:
         console.print("No candidate meets the targets.")
         return
+    fewest, most = best.limits.min_replicas, best.limits.max_replicas
+    replicas = f"--min-replicas {fewest} --max-replicas {most}"
+    if best.prefill is not None:
+        replicas = f"--decode-replicas {fewest} --prefill-replicas {best.prefill.num_replicas}"
     console.print(
         f"Best: --tensor-parallel-size {best.tensor_parallel_size} --block-size {best.block_size} "
-        f"--max-num-batched-tokens {best.chunk} --min-replicas {best.limits.min_replicas} --max-replicas "
-        f"{best.limits.max_replicas} on {best.gpu}, ${best.cost_per_hour:.2f} per hour",
+        f"--max-num-batched-tokens {best.chunk} {replicas} on {best.gpu}, ${best.cost_per_hour:.2f} per hour",
         soft_wrap=True,
     )
 

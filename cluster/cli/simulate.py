@@ -2,11 +2,13 @@
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...proto.errors import ConfigError
 from ...proto.options.option import select_options
 from ...proto.options.sections import CacheOptions, ParallelOptions, SchedulerOptions
 from ..config.deployment import ScalingLimits
@@ -50,16 +52,37 @@ PrefillReplicas = Annotated[
     int,
     typer.Option(
         metavar="REPLICAS",
-        help="Replicas that compute long prompts for the others, beside --min-replicas of these, which must be "
-        "--max-replicas.",
+        help="Replicas that compute long prompts for the others, which have the decode role.",
         min=0,
+    ),
+]
+MaxPrefillReplicas = Annotated[
+    int | None,
+    typer.Option(
+        metavar="REPLICAS", help="Most of them, by their own demand. Default: as many as the fewest.", min=1
+    ),
+]
+DecodeReplicas = Annotated[
+    int | None,
+    typer.Option(
+        metavar="REPLICAS",
+        help="The others, with --prefill-replicas and instead of --min-replicas and --max-replicas.",
+        min=1,
+    ),
+]
+MaxDecodeReplicas = Annotated[
+    int | None,
+    typer.Option(
+        metavar="REPLICAS",
+        help="Most of these, with --decode-replicas. Default: as many as the fewest.",
+        min=1,
     ),
 ]
 KvRate = Annotated[
     float,
     typer.Option(
         metavar="GB/S",
-        help="With --prefill-replicas: KV that a rank reads from another per second.",
+        help="With replicas that compute prompts apart: KV that a rank reads from another per second.",
         min=1e-3,
     ),
 ]
@@ -105,6 +128,9 @@ def simulate(
     requests: NumRequests = None,
     speed: Speed = 1.0,
     prefill_replicas: PrefillReplicas = 0,
+    max_prefill_replicas: MaxPrefillReplicas = None,
+    decode_replicas: DecodeReplicas = None,
+    max_decode_replicas: MaxDecodeReplicas = None,
     kv_rate: KvRate = 20.0,
     json_file: JsonFile = None,
 ) -> None:
@@ -120,6 +146,16 @@ def simulate(
     read = read_trace(trace, requests, speed)
     simulated = read_engine(model, gpu, engine, coefficients)
     bounds = ScalingLimits(**select_options(ScalingLimits, limits))
+    roles = {
+        "max_prefill_replicas": max_prefill_replicas,
+        "decode_replicas": decode_replicas,
+        "max_decode_replicas": max_decode_replicas,
+    }
+    if lone := [name for name, value in roles.items() if value is not None and not prefill_replicas]:
+        raise ConfigError(f"{lone[0]} is {roles[lone[0]]}, needs prefill_replicas")
+    if decode_replicas is not None:
+        most = decode_replicas if max_decode_replicas is None else max_decode_replicas
+        bounds = replace(bounds, min_replicas=decode_replicas, max_replicas=most)
     with simulation_progress(f"simulating {trace.name}") as on_progress:
         summary = Summary(on_progress=on_progress)
         run = run_trace(
@@ -129,6 +165,7 @@ def simulate(
             summary=summary,
             shares_prefixes=read.shares_prefixes,
             prefill=PrefillRole(prefill_replicas, 1e9 * kv_rate) if prefill_replicas else None,
+            max_prefill_replicas=max_prefill_replicas,
         )
     figures = {"trace": trace.name, **run.figures()}
     console = Console()
@@ -149,7 +186,7 @@ def print_figures(console: Any, figures: "Mapping[str, Any]") -> None:
 
     replicas = f"{figures['min_replicas']} to {figures['max_replicas']}"
     if figures.get("prefill_replicas"):
-        replicas = f"{figures['min_replicas']} decode and {figures['prefill_replicas']} prefill"
+        replicas += f" decode and {figures['prefill_replicas']} prefill"
     console.print(
         f"{figures['trace']}: {figures['requests']:,} requests in {figures['seconds']:,.0f} s on {replicas} "
         f"replicas of {figures['tensor_parallel_size']} x {figures['gpu']}, {figures['kv_tokens']:,} KV tokens each",

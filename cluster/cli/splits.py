@@ -10,11 +10,14 @@ from ...proto.errors import ConfigError
 from ...proto.model.divide_layers import divide_layers, head_cost, layer_costs
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
+from ...scheduler import StepWork
 from ...worker import WeightSize
 from ..config.capacity import Capacity, Workload, capacity
 from ..simulation.engine import model_cost
-from ..simulation.step_time import ASSUMED, Device, StepTime, StepWork
+from ..simulation.step_time import ASSUMED, Device, StepTime
 
+# Of a layer whose tokens travel: to the experts, and back.
+_NUM_WAYS = 2
 # Of one GPU's port of 400 Gb/s; and an all-reduce of few bytes, or a transfer, over it.
 NETWORK_BYTES_PER_S = 50e9
 NETWORK_LATENCY_S = 20e-6
@@ -38,7 +41,9 @@ class Split:
 
     Attributes:
         whole_experts: ranks of a stage hold experts whole.
-        spans_nodes: a tensor-parallel group has GPUs of several nodes.
+        attention_groups: groups of a stage's ranks that attend each for sequences of its own, whose tokens travel to
+            the experts of all; 1 if all ranks attend for all.
+        spans_nodes: ranks that sum after every layer are on several nodes.
         capacity: of the stage with the most weights; the tokens that fit are those of all stages.
         step_s: for one token of each of `num_sequences`; of what fits.
     """
@@ -46,6 +51,7 @@ class Split:
     pipeline: int
     tensor: int
     whole_experts: bool
+    attention_groups: int
     spans_nodes: bool
     capacity: Capacity
     step_s: float
@@ -54,6 +60,11 @@ class Split:
     @property
     def fits(self) -> bool:
         return self.capacity.num_kv_tokens > 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the generated tokens of all sequences per second."""
+        return self.num_sequences / self.step_s
 
 
 def find_splits(
@@ -77,22 +88,22 @@ def find_splits(
         for pipeline in range(1, nodes.count * nodes.gpus // tensor + 1):
             if not _fills_nodes(pipeline, tensor, nodes):
                 continue
-            for whole_experts in (False, True):
-                sizes = pipeline, tensor, whole_experts
+            # Attention is each GPU's own, or shared within a node.
+            groups = {tensor, max(1, tensor // nodes.gpus)} - {1} if model.latent_dim else set[int]()
+            for kind in [(False, 1), (True, 1), *((True, count) for count in sorted(groups))]:
+                sizes = pipeline, tensor, *kind
                 split = _try_split(model, weights, nodes, device, gpu_bytes, workload, seq_len, sizes)
                 if split is not None:
                     found.append(split)
-    return sorted(
-        found, key=lambda split: (split.pipeline * split.tensor, split.pipeline, split.whole_experts)
-    )
+    return sorted(found, key=lambda split: (split.pipeline * split.tensor, split.pipeline))
 
 
 def best_split(splits: Sequence[Split]) -> Split | None:
-    """Return the split with the fewest GPUs that fits, then the fastest: a group within a node if there is one."""
+    """Return the split that fits with the fewest GPUs, sums within nodes if possible, and most tokens per second."""
     fitting = [split for split in splits if split.fits]
     return min(
         fitting,
-        key=lambda split: (split.pipeline * split.tensor, split.spans_nodes, split.step_s),
+        key=lambda split: (split.pipeline * split.tensor, split.spans_nodes, -split.tokens_per_s),
         default=None,
     )
 
@@ -112,10 +123,14 @@ def _try_split(
     gpu_bytes: int,
     workload: Workload,
     seq_len: int,
-    sizes: tuple[int, int, bool],
+    sizes: tuple[int, int, bool, int],
 ) -> Split | None:
-    """Return a split. Returns None if the model cannot be divided so."""
-    pipeline, tensor, whole_experts = sizes
+    """Return a split. Returns None if the model cannot be divided so.
+
+    Args:
+        sizes: the first four attributes of Split.
+    """
+    pipeline, tensor, whole_experts, groups = sizes
     try:
         spec = check_supported(model, tensor, expert_parallel=whole_experts)
         has_experts = isinstance(spec, DecoderSpec) and spec.experts is not None
@@ -128,8 +143,11 @@ def _try_split(
         spec.experts.count if whole_experts and isinstance(spec, DecoderSpec) and spec.experts else 0
     )
     # The costliest stage has the most weights; KV is divided as layers are.
-    rank_bytes = round(weights.rank_bytes(tensor, num_experts) * share)
-    own = capacity(model, rank_bytes, gpu_bytes, tensor, workload)
+    travels, sharers = groups > 1, tensor // groups
+    whole_bytes = weights.rank_bytes(
+        tensor, num_experts, attention_ranks=sharers if travels else None, sends_tokens=travels
+    )
+    own = capacity(model, round(whole_bytes * share), gpu_bytes, tensor, workload, groups)
     own = replace(
         own,
         kv_token_bytes=round(own.kv_token_bytes * share),
@@ -137,17 +155,32 @@ def _try_split(
         num_slots=round(own.num_slots / share),
     )
     num_sequences = max(1, min(workload.max_num_seqs, int(own.num_kv_tokens / seq_len)))
-    spans_nodes = tensor > nodes.gpus
-    if spans_nodes:
-        device = replace(device, link_bytes_per_s=NETWORK_BYTES_PER_S, link_latency_s=NETWORK_LATENCY_S)
+    over_network = replace(device, link_bytes_per_s=NETWORK_BYTES_PER_S, link_latency_s=NETWORK_LATENCY_S)
+    spans_nodes = sharers > nodes.gpus
     whole = model_cost(model, weights, tensor, own.kv_token_bytes / share, workload.dtype_bytes)
     # Each stage has a part of the sequences; a token passes all of them.
     in_stage = max(1, num_sequences // pipeline)
-    seconds = StepTime(whole, device, ASSUMED).seconds(StepWork(in_stage, in_stage, in_stage * seq_len))
     hidden = int(model.hf.get("hidden_size") or 0)
+    exchange_s = 0.0
+    if travels:
+        # A group sums for its own tokens; what it holds besides the experts, it reads in every step.
+        more_bytes = whole_bytes - weights.rank_bytes(tensor, num_experts)
+        whole = replace(
+            whole,
+            weight_bytes=whole.weight_bytes + more_bytes,
+            num_all_reduces=whole.num_all_reduces if sharers > 1 else 0,
+            all_reduce_bytes_per_token=whole.all_reduce_bytes_per_token / groups,
+        )
+        link = over_network if tensor > nodes.gpus else device
+        most = int(model.hf.get("num_experts_per_tok") or 1)
+        num_sent = -(-in_stage // tensor) * min(tensor - 1, most)
+        sent_s = num_sent * hidden * workload.dtype_bytes / link.link_bytes_per_s
+        exchange_s = _NUM_WAYS * model.num_layers * (link.link_latency_s + sent_s) * ASSUMED.all_reduce
+    work = StepWork(in_stage, in_stage, -(-in_stage // groups) * seq_len)
+    seconds = exchange_s + StepTime(whole, over_network if spans_nodes else device, ASSUMED).seconds(work)
     transfer_s = NETWORK_LATENCY_S + in_stage * hidden * workload.dtype_bytes / NETWORK_BYTES_PER_S / tensor
     step_s = seconds + (pipeline - 1) * (ASSUMED.fixed_s + transfer_s)
-    return Split(pipeline, tensor, whole_experts, spans_nodes, own, step_s, num_sequences)
+    return Split(pipeline, tensor, whole_experts, groups, spans_nodes, own, step_s, num_sequences)
 
 
 def _largest_share(model: ModelConfig, spec: object, pipeline: int) -> float:

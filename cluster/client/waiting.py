@@ -19,6 +19,7 @@ import grpc
 import grpc.aio
 
 from ...proto.errors import QuireError
+from ..os_utils.closing import Closing
 from .call import Call
 
 P = ParamSpec("P")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Blocking:
+class Blocking(Closing):
     """Calls that block the thread until their response is there."""
 
     _grpc: ClassVar[Any] = grpc
@@ -36,14 +37,6 @@ class Blocking:
         """Close the connection. Running calls are canceled."""
         for channel in self._channels:
             channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _wait(self, build: Callable[[], Call[T]]) -> T:
         call = build()

@@ -41,11 +41,11 @@ class Capacity:
     Attributes:
         weight_bytes: bytes of one rank's weights.
         lora_bytes: bytes of one rank's slots for adapters.
-        kv_token_bytes: of one token on one rank, the mean of a sequence as long as the context: layers with a window
-            keep its last tokens only.
+        kv_token_bytes: bytes of one token on one rank, the mean of a sequence as long as the context: layers with a
+            window keep its last tokens only.
         num_kv_tokens: tokens of such sequences in the whole replica; 0 if the weights do not fit.
         num_slots: tokens of all blocks, each of which holds the layers of one cache group.
-        state_bytes: of one sequence's state on one rank; 0 for a model without states.
+        state_bytes: bytes of one sequence's state on one rank; 0 for a model without states.
         num_state_slots: states of sequences and of snapshots that fit beside the KV, and a scratch slot.
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...proto.cache_groups import MAX_GROUPS
 from ...proto.errors import ConfigError, ModelLoadError, Problems
+from ...proto.kv_layout import FP8_PER_TENSOR
 from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
 from ...proto.model.transformers_spec import has_architecture, has_model_type
 from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DTYPES
@@ -121,6 +122,8 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         "attention_backend": options.attention_backend,
         "linear_backend": options.linear_backend,
         "moe_backend": options.moe_backend,
+        "all_reduce_backend": options.all_reduce_backend,
+        "linear_attention_backend": options.linear_attention_backend,
     }
     libraries = {name: value for name, value in backends.items() if value not in ("auto", "triton")}
     adapters, most = [name for name, _ in options.lora_modules], options.max_cpu_loras
@@ -128,12 +131,19 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
     problems = {
         "fused_all_reduce is for several ranks on GPUs": options.fused_all_reduce
         and (device != "cuda" or is_single),
+        f"kv_cache_dtype {FP8_PER_TENSOR} is for GPUs; choose fp8_e4m3": options.kv_cache_dtype
+        == FP8_PER_TENSOR
+        and device != "cuda",
+        f"all_reduce_backend is {options.all_reduce_backend}, but fused_all_reduce is not set": (
+            options.all_reduce_backend == "flashinfer" and not options.fused_all_reduce
+        ),
         "standby_weights is for ranks on CPUs: a GPU's memory ends with its process": options.standby_weights
         and device != "cpu",
         "weights_from_peers is for ranks on CPUs: a GPU's memory cannot be mapped": options.weights_from_peers
         and device != "cpu",
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention
         and is_single,
+        **_attention_group_problems(options),
         **_exchange_problems(options, device),
         **{f"{name} {value} is for GPUs": device != "cuda" for name, value in libraries.items()},
         **{
@@ -155,6 +165,19 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         raise ConfigError.of(found)
 
 
+def _attention_group_problems(options: EngineOptions) -> dict[str, bool]:
+    """Return the problems of groups of ranks that attend together, and whether the options have them."""
+    count, num_ranks = options.dp_attention_size, options.tensor_parallel_size
+    if count is None:
+        return {}
+    allowed = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
+    return {
+        f"dp_attention_size is {count}, but enable_dp_attention is not set": not options.enable_dp_attention,
+        f"dp_attention_size is {count}, must divide the {num_ranks} ranks of tensor_parallel_size: "
+        f"{in_words([str(size) for size in allowed])}": num_ranks > 1 and count not in allowed,
+    }
+
+
 def _exchange_problems(options: EngineOptions, device: str) -> dict[str, bool]:
     """Return the problems of tokens that travel to their experts, and whether the options have them."""
     backend, travels = options.all2all_backend, options.all2all_backend != ALL_REDUCE
@@ -164,8 +187,14 @@ def _exchange_problems(options: EngineOptions, device: str) -> dict[str, bool]:
         f"all2all_backend {backend} is for several ranks, tensor_parallel_size is 1": travels
         and options.tensor_parallel_size == 1,
         f"all2all_backend {backend} is for GPUs": backend.startswith("deepep") and device != "cuda",
-        f"all2all_backend {backend} does not support enable_lora; set it to {ALL_REDUCE}": travels
-        and options.enable_lora,
+        f"all2all_backend {backend} does not support enable_lora; set it to {ALL_TO_ALL}": options.enable_lora
+        and backend.startswith("deepep"),
+        "enable_lora and num_redundant_experts exclude each other: adapters are for one copy of each expert": (
+            options.enable_lora and options.num_redundant_experts > 0
+        ),
+        "enable_lora and enable_eplb exclude each other: adapters do not move with their experts": (
+            options.enable_lora and options.enable_eplb
+        ),
         f"all2all_backend {backend} does not support fused_all_reduce; leave one of the two out": travels
         and options.fused_all_reduce,
         f"enable_eplb needs all2all_backend {ALL_TO_ALL}, it is {backend}": options.enable_eplb

@@ -33,6 +33,7 @@ _SIZES = (
     | dict.fromkeys(
         ("num_mtp_layers", "num_mtp_modules", "num_kv_shared_layers", "first_k_dense_replace"), (0, 4096)
     )
+    | {"mtp_num_hidden_layers": (0, 4096)}
     | {"attention_types": (0, 4096), "num_labels": (0, 1 << 16)}
     | dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), (1, 16_384))
     | dict.fromkeys(("num_key_value_heads", "num_kv_heads", "head_dim"), (0, 16_384))

@@ -14,6 +14,7 @@ from ...proto.model.eagle3_config import read_speculators
 from ...proto.model.registry import (
     ARCHITECTURE_ALIASES,
     FAMILIES,
+    SEE_WHOLE_PROMPTS,
     TEXT_FIELDS,
     TEXT_MODELS,
     WITHOUT_ATTENTION,
@@ -97,7 +98,9 @@ def _describe(
         )
     context_len = _context_len(hf, path, has_own_decoder=architecture in FAMILIES)
     has_heads = architecture not in WITHOUT_ATTENTION
-    num_heads = _positive_int(hf, "num_attention_heads", path) if has_heads else 1
+    num_heads = 1
+    if has_heads:
+        num_heads = _check_positive(_size(hf, fields, "num_attention_heads"), "num_attention_heads", path)
     vocab_size = _positive_int(hf, "vocab_size", path)
     model = ModelConfig(
         path=str(path.resolve()),
@@ -118,6 +121,7 @@ def _describe(
         latent_dim=latent_dim(architecture, fields),
         # A checkpoint of the text model alone has the architecture, and no settings of an encoder.
         vision=read_vision(name, stated, whole) if "vision_config" in stored and not task.pooling else None,
+        sees_whole_prompt=stated in SEE_WHOLE_PROMPTS,
     )
     model = replace(model, kv_layers=kv_layers(model))
     return replace(model, layer_windows=layer_windows(model), has_states=bool(state_layers(model, 1)))

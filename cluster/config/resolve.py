@@ -20,9 +20,13 @@ from ...proto.config import (
 )
 from ...proto.errors import ConfigError
 from ...proto.model import eagle3_config
+from ...proto.model.attention import AttentionSpec, check_block_lens
+from ...proto.model.cca import CcaSpec
+from ...proto.model.compressed import SharedKvSpec, check_block_size
 from ...proto.model.divide_layers import divide_layers
 from ...proto.model.experts import Experts
-from ...proto.model.mtp_layouts import num_mtp_heads
+from ...proto.model.mla import MlaSpec
+from ...proto.model.mtp_layouts import mtp_layout, num_mtp_heads
 from ...proto.model.registry import (
     FAMILIES,
     check_batch_invariant,
@@ -30,6 +34,8 @@ from ...proto.model.registry import (
     check_expert_parallel,
     check_heads,
     check_supported,
+    hands_out_states,
+    layer_mixers,
     state_layers,
 )
 from ...proto.model.spec import DecoderSpec
@@ -57,8 +63,9 @@ DEFAULT_STEPS_IN_FLIGHT = 2
 # Running sequences and as many snapshots, where the number of KV blocks is given instead of the memory.
 _SLOTS_PER_SEQUENCE = 2
 _DTYPE_BYTES = {"float32": 4}
-# Host blocks through which stored blocks are read and written, if the operator gives no number.
+# Host blocks, and slots for states, through which files are read and written, if the operator gives no number.
 _FEWEST_STAGING_BLOCKS, _MOST_STAGING_BLOCKS = 64, 2048
+_STAGING_STATES = 8
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +156,8 @@ def engine_config(
     )
     config = _with_host_blocks(config)
     _check_role(config)
+    _check_record_steps(config)
+    _check_kinds_of_attention(config)
     if not model.has_states or options.num_state_slots is not None:
         return config
     num_slots = _choose_num_slots(config, gpu_bytes)
@@ -159,7 +168,6 @@ def _check_role(config: EngineConfig) -> None:
     """Check that the KV of a replica with a role can travel. Raises ConfigError."""
     cache, parallel = config.cache, config.parallel
     obstacles = {
-        f"{config.model.name} keeps states": config.model.has_states,
         "enable_dp_attention divides the sequences": parallel.enable_dp_attention,
         "pipeline_parallel_size divides the layers": parallel.pipeline_parallel_size > 1,
         "prefix_caching is off": not cache.prefix_caching,
@@ -169,8 +177,46 @@ def _check_role(config: EngineConfig) -> None:
             raise ConfigError(f"role is {cache.role}, must be both: {obstacle}, so that no KV can travel")
 
 
+def _check_record_steps(config: EngineConfig) -> None:
+    """Check that the work of each step is known from its plan. Raises ConfigError."""
+    obstacles = {
+        "speculative_config": config.speculative is not None,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size > 1,
+    }
+    for option, is_set in obstacles.items():
+        if config.scheduler.record_steps is not None and is_set:
+            raise ConfigError(f"record_steps does not support {option}; leave one of them out")
+
+
+def _check_kinds_of_attention(config: EngineConfig) -> None:
+    """Check the options of a model with attention of a kind that not all of them support.
+
+    Raises:
+        ConfigError: an option does not support the model.
+    """
+    model, mixers = config.model, layer_mixers(config.model)
+    compresses = any(isinstance(mixer, SharedKvSpec) for mixer in mixers)
+    convolves = any(isinstance(mixer, CcaSpec) for mixer in mixers)
+    has_sinks = any(isinstance(mixer, MlaSpec) and mixer.has_sinks for mixer in mixers)
+    # A token has one scale, but its keys of indexers are written by several layers.
+    shares_places = any(isinstance(mixer, MlaSpec) and mixer.num_index_keys > 1 for mixer in mixers)
+    indexers = {own.indexer for own in mixers if isinstance(own, AttentionSpec)} - {None}
+    check_block_lens(model.name, indexers, config.cache.block_size)
+    if compresses:
+        check_block_size(model.name, mixers, config.cache.block_size)
+    obstacles = {
+        "kv_cache_dtype": (compresses or has_sinks or shares_places or bool(indexers))
+        and config.cache.kv_cache_dtype != "auto",
+        "enable_dp_attention": (compresses or has_sinks) and config.parallel.enable_dp_attention,
+        "enable_lora": convolves and config.lora is not None,
+    }
+    for option, is_set in obstacles.items():
+        if is_set:
+            raise ConfigError(f"{model.name}: {option} does not support {model.architecture}; leave it out")
+
+
 def _with_host_blocks(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with host blocks if blocks are stored: what is read and written passes through them.
+    """Return the configuration with host memory if blocks are stored: what is read and written passes through it.
 
     Raises:
         ConfigError: the options do not go together.
@@ -183,15 +229,10 @@ def _with_host_blocks(config: EngineConfig) -> EngineConfig:
         raise ConfigError(f"{names} cannot store the blocks of enable_dp_attention; leave one of them out")
     if not cache.prefix_caching:
         raise ConfigError(f"{names} needs prefix_caching, which is off")
-    if not config.kv_directories:
-        _log.warning(
-            "%s has no effect: %s keeps states, which are not stored, and its prefixes need them",
-            names,
-            config.model.name,
-        )
-        return config
+    if config.model.has_states and not cache.num_host_state_slots:
+        cache = replace(cache, num_host_state_slots=_STAGING_STATES)
     if cache.num_host_kv_blocks:
-        return config
+        return replace(config, cache=cache)
     # Half of them may be in reads and writes at once: the longest prefix shall be read whole.
     num_blocks = 2 * len(config.cache_layout.groups) * config.max_blocks_per_seq
     num_blocks = min(_MOST_STAGING_BLOCKS, max(_FEWEST_STAGING_BLOCKS, num_blocks))
@@ -303,25 +344,8 @@ def _with_draft_model(config: EngineConfig, options: EngineOptions, *, with_weig
     if config.speculative is None or options.speculative_config is None:
         return config
     own = read_speculative_options(options.speculative_config)
-    if config.parallel.pipeline_parallel_size > 1:
-        _check_drafts_in_stages(config.model, config.speculative)
     draft = _describe_draft(config, own, with_weights=with_weights)
     return replace(config, speculative=replace(config.speculative, draft=draft))
-
-
-def _check_drafts_in_stages(model: ModelConfig, speculative: SpeculativeConfig) -> None:
-    """Check that the first pipeline stage can draft for all. Raises ConfigError."""
-    if speculative.has_head:
-        raise ConfigError(
-            f"speculative_config: method {speculative.method} does not support pipeline_parallel_size: it reads "
-            "hidden states of the last stage, and the first one drafts; use method ngram or draft_model, or leave "
-            "one of the two out"
-        )
-    if model.has_states:
-        raise ConfigError(
-            f"speculative_config does not support pipeline_parallel_size with {model.name}, whose layers keep a "
-            "state of each sequence: earlier stages would not know when drafts are rejected; leave one of the two out"
-        )
 
 
 def _read_template(given: str | None) -> str | None:
@@ -416,9 +440,9 @@ def _describe_mtp(config: EngineConfig, options: SpeculativeOptions, with_weight
     if num_mtp_heads(config.model) < 1:
         raise ConfigError(
             f"speculative_config: method is 'mtp', but {config.model.name} has no heads for it "
-            "(num_nextn_predict_layers in its config.json)"
+            f"({mtp_layout(config.model).count_field} in its config.json)"
         )
-    return replace(config.model, num_layers=1)
+    return replace(config.model, num_layers=1, kv_layers=(), has_states=False)
 
 
 def _names(model: ModelConfig, given: str) -> bool:
@@ -432,6 +456,12 @@ def _check_target(config: EngineConfig) -> None:
         raise ConfigError(
             f"speculative_config: method {config.speculative.method!r} is for models that quire defines itself, "
             f"{config.model.name} is served with the modules of transformers"
+        )
+    if not hands_out_states(config.model):
+        raise ConfigError(
+            f"speculative_config: method {config.speculative.method!r} does not support "
+            f"{config.model.architecture}, whose residual has several streams or is scaled; use method ngram or "
+            "draft_model"
         )
 
 

@@ -36,7 +36,7 @@ class OutputCollector:
     Args:
         prompt: the prompt's text, for the output; None without one.
         model: name of the model, for the output.
-        lora_request: for the output.
+        lora_request: the adapter that made the output.
         flat_logprobs: the output has a FlatLogprobs instead of lists.
 
     Attributes:

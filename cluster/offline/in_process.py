@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from ...proto.stream import (
     TokenBatch,
     media_uploads,
 )
-from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop
+from ...scheduler import EventSink, InMemoryMailbox, KvTiers, Rebuilt, Scheduler, StepLoop, recorded_ranks
 from ...worker import (
     NO_COMPILATION,
     LaunchedStep,
@@ -156,7 +156,7 @@ def load_in_process(
     config = config.with_num_blocks(runner.num_blocks_that_fit())
     stopwatch.lap("profile")
     assert config.cache.num_kv_blocks is not None
-    config = config.with_swap_rate(runner.allocate_cache(config.cache.num_kv_blocks))
+    config = config.with_swap_rates([runner.allocate_cache(config.cache.num_kv_blocks)])
     stopwatch.lap("allocate")
     _log.info("%s loaded in this process: %s", config.model.name, stopwatch)
     return config, InProcessGroup(runner, stopwatch.laps)
@@ -175,6 +175,10 @@ class InProcessEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, self._group = load_in_process(config)
+        self._open = ExitStack()
+        self._ranks = self._open.enter_context(
+            recorded_ranks(self._group, self.config, self.config.model.name)
+        )
         self.scheduler = Scheduler(self.config)
         self._events = _publisher(self.config)
         self._thread = ThreadPoolExecutor(1, "steps")
@@ -219,7 +223,7 @@ class InProcessEngine:
 
         mailbox = InMemoryMailbox()
         name = self.config.model.name
-        loop = StepLoop(self.scheduler, self._group, mailbox, name)
+        loop = StepLoop(self.scheduler, self._ranks, mailbox, name)
         timeout_s = self.config.scheduler.step_timeout_s + SILENCE_MARGIN_S
         connection = InProcessConnection(mailbox)
         client = ReplicaClient("in-process", name, silence_timeout_s=timeout_s, connection=connection)
@@ -237,7 +241,7 @@ class InProcessEngine:
             self._thread.submit(self.scheduler.blocks.flush_cache).result()
 
     def status(self) -> ReplicaStatus:
-        loop = StepLoop(self.scheduler, self._group, InMemoryMailbox(), self.config.model.name)
+        loop = StepLoop(self.scheduler, self._ranks, InMemoryMailbox(), self.config.model.name)
         with self._stepping:
             return self._thread.submit(loop.status).result()
 
@@ -259,7 +263,7 @@ class InProcessEngine:
             raise InvalidRequest("command", outcomes[0].error)
 
     def _loop(self, mailbox: InMemoryMailbox) -> StepLoop:
-        return StepLoop(self.scheduler, self._group, mailbox, self.config.model.name, events=self._events)
+        return StepLoop(self.scheduler, self._ranks, mailbox, self.config.model.name, events=self._events)
 
     def _serve(self, batch: _Batch, loop: StepLoop) -> None:
         with self._stepping:
@@ -273,6 +277,7 @@ class InProcessEngine:
         if self._events is not None:
             self._events.close()
         self._group.close()
+        self._open.close()
 
 
 def _publisher(config: EngineConfig) -> EventSink | None:

@@ -20,8 +20,8 @@ class OomKills:
     counts no kills, there are none.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._folder = _memory_group(pid)
+    def __init__(self, pid: int, cgroups: Path = _CGROUPS) -> None:
+        self._folder = _memory_group(pid, cgroups)
         self._before = self._count()
 
     def describe(self) -> str:
@@ -42,14 +42,14 @@ class OomKills:
         return 0
 
 
-def _memory_group(pid: int) -> Path | None:
+def _memory_group(pid: int, cgroups: Path) -> Path | None:
     """Return the folder of a process's control group that limits its memory; None if there is none to be seen."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers not in ("memory", ""):
                 continue
-            root = _CGROUPS / controllers
+            root = cgroups / controllers
             # In a container the path may be that of the host, and the container's own group is the root.
             for folder in (root / path.lstrip("/"), root):
                 if any((folder / name).exists() for name in _COUNTERS):

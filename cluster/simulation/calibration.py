@@ -1,21 +1,30 @@
-"""Calibration: steps of an engine in this process, measured for the fit of a StepTime."""
+"""Calibration: steps of an engine in this process or of a server, measured for the fit of a StepTime."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from pathlib import Path
 
 import numpy as np
 
 from ...proto.config import EngineConfig
+from ...proto.errors import ConfigError
 from ...proto.sampling import SamplingParams
 from ...proto.stream import GatewayMessage, ReplicaMessage, Submit, TokenBatch
-from ...scheduler import Scheduler, StepLoop, WorkerGroup
-from .replica import GATEWAY, MeteredRanks
-from .step_time import MeasuredStep, StepWork
+from ...scheduler import (
+    MeasuredStep,
+    MeteredRanks,
+    Scheduler,
+    StepLoop,
+    StepWork,
+    WorkerGroup,
+    read_steps,
+)
+from .replica import GATEWAY
 
 # Ids below are special or bytes in many tokenizers.
 _FIRST_TOKEN = 300
@@ -164,3 +173,23 @@ def measure_steps(
             prober.submit(probe)
         run_until(0)
     return [step for step in steps[_NUM_COLD_STEPS:] if step.work.num_tokens]
+
+
+def read_recorded_steps(paths: Sequence[Path], config: EngineConfig) -> list[MeasuredStep]:
+    """Return the steps that replicas of this configuration recorded, without the first ones of each.
+
+    Raises:
+        ConfigError: a file cannot be read, or its replica computed with another type or on other ranks.
+    """
+    found: list[MeasuredStep] = []
+    for path in paths:
+        facts, steps = read_steps(path)
+        expected = {
+            "dtype": config.model.dtype,
+            "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        }
+        for name, value in expected.items():
+            if facts.get(name) != value:
+                raise ConfigError(f"steps {path} are of {name} {facts.get(name)}, not of {value}")
+        found += steps[_NUM_COLD_STEPS:]
+    return found

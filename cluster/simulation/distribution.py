@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,16 @@ class Distribution:
         self._counts[self._place] += count
         self.count += count
         self.total += value * count
+
+    def add_all(self, values: Iterable[float], count: int) -> None:
+        """Count each value so often."""
+        counts, total, num_values = self._counts, self.total, 0
+        for value in values:
+            counts[_place_of(value)] += count
+            total += value * count
+            num_values += 1
+        self.total = total
+        self.count += num_values * count
 
     @property
     def mean(self) -> float:

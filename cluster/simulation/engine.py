@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...proto.config import EngineConfig, ModelConfig
 from ...proto.errors import ConfigError
+from ...proto.kv_layout import QUANTIZED_KV
 from ...proto.model.registry import check_supported
 from ...worker import WeightSize, make_meta_model, measure_weights
 from ..config.capacity import Workload, capacity
@@ -28,7 +29,6 @@ CPU = "cpu"
 # KV memory of a rank on a CPU, unless it is given: the default of `quire serve`.
 _CPU_KV_BYTES = 512 << 20
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_QUANTIZED_KV = ("int8", "fp8_e4m3")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ALL_REDUCES_PER_LAYER = 2
 
@@ -159,7 +159,7 @@ def _kv_cache(
         limits.max_num_batched_tokens,
         options.gpu_memory_utilization,
         dtype_bytes,
-        1 if options.kv_cache_dtype in _QUANTIZED_KV else dtype_bytes,
+        1 if options.kv_cache_dtype in QUANTIZED_KV else dtype_bytes,
     )
     found = capacity(config.model, weights.rank_bytes(tp), memory, tp, workload)
     if options.num_kv_blocks is not None:

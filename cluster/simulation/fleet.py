@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count
+from functools import lru_cache, partial
+from itertools import count, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from ...proto.block_tables import IntArray
 from ...proto.config import EngineConfig
@@ -30,7 +31,7 @@ from ..fleet.controller.autoscaler import (
 )
 from ..fleet.controller.fleet_state import Demand, ReplicaState
 from ..fleet.controller.reconcile import ReplicaView, plan
-from ..fleet.routing.prefill_split import PromptAt, estimate_split
+from ..fleet.routing.prefill_split import PromptAt, PullRate, estimate_split
 from ..fleet.routing.router import ReplicaLoad, Router
 from .kv_network import KvNetwork
 from .replica import SimulatedReplica
@@ -42,6 +43,7 @@ REPORT_S = 1.0
 _VERSION = "simulated"
 _GATEWAY_ID = "gateway"
 _NO_TOKENS = np.zeros(0, np.int32)
+_NO_TOKEN_YET = -math.inf
 
 # snapshot |-> wanted replicas
 Policy = Callable[[FleetSnapshot], int]
@@ -68,8 +70,8 @@ class SimulatedRequest:
 
     Attributes:
         replica_id: where it runs, or last ran.
-        num_received: tokens of its output so far.
-        first_token_s, last_token_s: of its output; None before the first.
+        num_received, last_token_s: tokens of its output, and when the last came, once it has left a replica.
+        first_token_s: None before the first.
         wait_s: until its prompt's computation began, once it `has_waited`.
         ended_at: None while it runs.
         error: why it failed; empty if it did not.
@@ -102,6 +104,11 @@ class Watcher:
     def on_gap(self, seconds: float, count: int = 1) -> None:
         """So many requests got another token so long after the one before."""
 
+    def on_gaps(self, gaps: Sequence[float], count: int) -> None:
+        """Each of so many requests got another token after each of these times."""
+        for seconds in gaps:
+            self.on_gap(seconds, count)
+
     def on_end(self, request: SimulatedRequest) -> None:
         """A request ended: its times and its error are known."""
 
@@ -111,14 +118,70 @@ class PrefillRole:
     """Replicas that compute prompts for the other ones of a fleet, which have the decode role.
 
     Attributes:
-        num_replicas: of these, beside the others.
+        num_replicas: of these, beside the others; the fewest, with a policy.
         bytes_per_s: at which a rank reads KV from another replica.
         splits: prompts are sent to them where the cost model says so; without, they stay idle.
+        policy: of their number; None keeps it.
     """
 
     num_replicas: int
     bytes_per_s: float
     splits: bool = True
+    policy: Policy | None = None
+
+
+class _Outputs:
+    """Tokens of the requests that run, by handle: a step of 200 rows is counted in 10 us, one by one in 100."""
+
+    def __init__(self) -> None:
+        self._num_received = np.zeros(64, np.int64)
+        self._last_s = np.zeros(64)
+
+    def begin(self, handle: int, num_received: int, last_s: float | None) -> None:
+        """Take up a request with the tokens that it has, the last of which came at `last_s`."""
+        if handle >= self._last_s.size:
+            self._num_received = np.append(self._num_received, np.zeros_like(self._num_received))
+            self._last_s = np.append(self._last_s, np.zeros_like(self._last_s))
+        self._num_received[handle] = num_received
+        self._last_s[handle] = _NO_TOKEN_YET if last_s is None else last_s
+
+    def add(self, handles: IntArray, now: float, count: int = 1) -> npt.NDArray[np.float64]:
+        """Add tokens to each of distinct handles; return the times of their tokens before, or _NO_TOKEN_YET."""
+        before: npt.NDArray[np.float64] = self._last_s[handles]
+        self._num_received[handles] += count
+        self._last_s[handles] = now
+        return before
+
+    def of(self, handle: int) -> tuple[int, float | None]:
+        """Return the number of tokens of a request, and the time of the last."""
+        last_s = float(self._last_s[handle])
+        return int(self._num_received[handle]), None if last_s == _NO_TOKEN_YET else last_s
+
+
+@dataclass(slots=True)
+class _Part:
+    """The replicas of one role, or all of them.
+
+    Attributes:
+        role: as in a fleet file.
+        config: of each.
+        policy: of their number; None keeps it.
+        target: replicas that are wanted.
+        loads: of the ready ones, as last reported and counted on.
+    """
+
+    role: str
+    config: EngineConfig
+    policy: Policy | None
+    target: int
+    router: Router
+    demand: DemandCounter = field(default_factory=DemandCounter)
+    loads: dict[str, ReplicaLoad] = field(default_factory=dict)
+
+    @staticmethod
+    def of(role: str, config: EngineConfig, policy: Policy | None, target: int) -> _Part:
+        config = replace(config, cache=replace(config.cache, role=role))
+        return _Part(role, config, policy, target, Router(config.cache.block_size, random.Random(0)))
 
 
 @dataclass(slots=True)
@@ -157,7 +220,7 @@ class SimulatedFleet:
         choose: the routing; None for the gateway's.
         on_elapsed: called with (replica, seconds) before each result of a step.
         joins_steps: equal steps are planned and applied at once, which changes no figure and saves most of the time.
-        prefill: replicas of another role, in a fleet whose number of replicas stays; None without.
+        prefill: replicas of another role; None without.
     """
 
     def __init__(
@@ -177,13 +240,14 @@ class SimulatedFleet:
     ) -> None:
         self._prefill = prefill
         self._network = None if prefill is None else KvNetwork(prefill.bytes_per_s)
-        self._prefill_router = Router(config.cache.block_size, random.Random(0))
-        self._prefill_loads: dict[str, ReplicaLoad] = {}  # as `_loads`, of the replicas with that role
-        self._statuses: dict[str, ReplicaStatus] = {}  # as last reported
+        self._whole = _Part.of("both" if prefill is None else "decode", config, policy, num_replicas)
+        self._parts = [self._whole]
         if prefill is not None:
-            config = _with_role(config, "decode")
+            self._helpers = _Part.of("prefill", config, prefill.policy, prefill.num_replicas)
+            self._parts.append(self._helpers)
+        self._part_of: dict[str, _Part] = {}  # replica_id |-> its part
+        self._statuses: dict[str, ReplicaStatus] = {}  # as last reported
         self._config, self._step_time, self._watcher = config, step_time, watcher
-        self._policy, self._num_replicas = policy, num_replicas
         self._cold_start_s, self._drain_grace_s = cold_start_s, drain_grace_s
         self._on_elapsed = on_elapsed
         # Reads of KV are results of steps, so that no step is like the one before.
@@ -192,26 +256,24 @@ class SimulatedFleet:
         self._turns: list[tuple[float, int, Callable[[float], None]]] = []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
-        self._router = Router(config.cache.block_size, random.Random(0))
         self._choose: Choose = self._route if choose is None else choose
         self._root = make_root(config.model.name)
         self.replicas: dict[str, SimulatedReplica] = {}
-        self._loads: dict[str, ReplicaLoad] = {}  # of the ready ones, as last reported and counted on
-        self._demand = DemandCounter()
-        self._demand.cold_start_s = cold_start_s
         self._buffer: deque[SimulatedRequest] = deque()
         self._running: dict[int, SimulatedRequest] = {}  # handle |-> request
         self._num_moving = 0  # between two replicas
         self._num_draining = 0
         self._free_handles: list[int] = []
+        self._outputs = _Outputs()
         self._cost = FleetCost()
         self._arrivals: Iterator[TracedRequest] = iter(())
         self._has_arrivals = True
-        self._target = num_replicas
-        for _ in range(num_replicas):
-            self._start(0.0).state = ReplicaState.READY
-        for _ in range(0 if prefill is None else prefill.num_replicas):
-            self._start_prefill().state = ReplicaState.READY
+        for part in self._parts:
+            part.demand.cold_start_s = cold_start_s
+            for _ in range(part.target):
+                replica = self._start(part, 0.0)
+                replica.state = ReplicaState.READY
+                part.loads[replica.replica_id] = ReplicaLoad(0, 0.0)
 
     def run(self, requests: Iterable[TracedRequest]) -> FleetCost:
         """Serve the requests, in order of their arrival, until the last has ended."""
@@ -241,12 +303,15 @@ class SimulatedFleet:
 
     def _arrive(self, traced: TracedRequest, now: float) -> None:
         request = SimulatedRequest(traced)
-        self._demand.add(_GATEWAY_ID, Demand(1, traced.num_prompt_tokens), now)
         self._submit(request, now)
+        num_tokens = traced.num_prompt_tokens
+        demand = Demand(1, num_tokens, num_prefill_tokens=num_tokens if request.has_split else 0)
+        for part in self._parts:
+            part.demand.add(_GATEWAY_ID, demand.of_role(part.role), now)
         self._schedule_arrival()
 
     def _submit(self, request: SimulatedRequest, now: float) -> None:
-        if not self._loads:
+        if not self._whole.loads:
             self._buffer.append(request)
             return
         caches = self._config.cache.prefix_caching
@@ -254,11 +319,15 @@ class SimulatedFleet:
         hashes = (
             prefix_hashes(prompt, self._config.cache.block_size, self._root) if self._routes_by_prefix else ()
         )
-        chosen = self._choose(hashes, self._loads) if len(self._loads) > 1 else next(iter(self._loads))
+        chosen = (
+            self._choose(hashes, self._whole.loads)
+            if len(self._whole.loads) > 1
+            else next(iter(self._whole.loads))
+        )
         num_cached = 0
         if hashes:
-            num_cached = self._config.cache.block_size * self._router.num_cached_blocks(chosen, hashes)
-            self._router.record_submit(chosen, hashes)
+            num_cached = self._config.cache.block_size * self._whole.router.num_cached_blocks(chosen, hashes)
+            self._whole.router.record_submit(chosen, hashes)
         # Like the gateway, count the tokens sent since the replica's last report.
         num_new = request.traced.num_prompt_tokens - num_cached
         splits_to = self._split(request, hashes, chosen, num_new)
@@ -266,12 +335,13 @@ class SimulatedFleet:
             self._cost.num_split += 1
             request.has_split, request.reader_id, chosen = True, chosen, splits_to
         else:
-            _count_sent(self._loads, chosen, self._config.cache.block_size if request.kv else num_new)
+            _count_sent(self._whole.loads, chosen, self._config.cache.block_size if request.kv else num_new)
         handle = self._free_handles.pop() if self._free_handles else len(self._running)
         self._running[handle] = request
+        self._outputs.begin(handle, request.num_received, request.last_token_s)
         request.replica_id = chosen
         generated = np.zeros(request.num_received, np.int32) if request.num_received else _NO_TOKENS
-        sampling = SamplingParams(max_tokens=request.traced.num_output_tokens, seed=0, ignore_eos=True)
+        sampling = _sampling(request.traced.num_output_tokens)
         replica = self.replicas[chosen]
         replica.post(
             Submit(
@@ -293,37 +363,37 @@ class SimulatedFleet:
         """Return the replica that should compute the prompt for another one, as the gateway decides; or None."""
         if self._prefill is None or request.has_split or request.traced.num_output_tokens == 1:
             return None
-        own, loads = self._statuses.get(decode), self._prefill_loads
-        if not self._prefill.splits or own is None or not own.kv_token_bytes:
+        own, loads = self._statuses.get(decode), self._helpers.loads
+        if not self._prefill.splits or own is None:
             return None
-        self._prefill_router.set_loads(loads)
-        helper = self._prefill_router.choose(hashes, b"")
+        self._helpers.router.set_loads(loads)
+        helper = self._helpers.router.choose(hashes, b"")
         other = None if helper is None else self._statuses.get(helper)
         if helper is None or other is None:
             return None
         block_size = self._config.cache.block_size
-        num_there = request.traced.num_prompt_tokens - block_size * self._prefill_router.num_cached_blocks(
+        num_there = request.traced.num_prompt_tokens - block_size * self._helpers.router.num_cached_blocks(
             helper, hashes
         )
         # The loads have what was sent since the statuses.
         estimate = estimate_split(
-            PromptAt.of(own, self._loads[decode].queued_tokens - own.queued_tokens, num_uncached),
+            PromptAt.of(own, self._whole.loads[decode].queued_tokens - own.queued_tokens, num_uncached),
             PromptAt.of(other, loads[helper].queued_tokens - other.queued_tokens, num_there),
-            own.kv_pull_bytes_per_s / own.kv_token_bytes,
+            PullRate.of(own),
         )
         if estimate is None or not estimate.pays:
             return None
-        self._prefill_router.record_submit(helper, hashes)
+        self._helpers.router.record_submit(helper, hashes)
         _count_sent(loads, helper, num_there)
         return helper
 
     @property
     def _routes_by_prefix(self) -> bool:
-        return self._config.cache.prefix_caching and (len(self._loads) > 1 or self._prefill is not None)
+        return self._config.cache.prefix_caching and (len(self._whole.loads) > 1 or self._prefill is not None)
 
     def _route(self, hashes: Sequence[bytes], loads: dict[str, ReplicaLoad]) -> str:
-        self._router.set_loads(loads)
-        chosen = self._router.choose(hashes, b"")
+        self._whole.router.set_loads(loads)
+        chosen = self._whole.router.choose(hashes, b"")
         assert chosen is not None, "no replica takes requests"
         return chosen
 
@@ -332,7 +402,9 @@ class SimulatedFleet:
         for lent in batch.lent:
             self._fetch(self._running[lent.handle], lent.kv, now)
         for finish in batch.finished:
-            self._on_finish(self._running.pop(finish.handle), finish, now)
+            request = self._running.pop(finish.handle)
+            request.num_received, request.last_token_s = self._outputs.of(finish.handle)
+            self._on_finish(request, finish, now)
             self._free_handles.append(finish.handle)
 
     def _fetch(self, request: SimulatedRequest, kv: KvOffer, now: float) -> None:
@@ -345,30 +417,22 @@ class SimulatedFleet:
 
     def _count_tokens(self, handles: IntArray, now: float) -> None:
         """Count a token of each handle. Rows that decode have the same gap, which is counted once."""
-        gaps: dict[float, int] = {}  # time of the token before |-> number of tokens
-        for handle in handles.tolist():
-            request = self._running[handle]
-            request.num_received += 1
-            before = request.last_token_s
-            if before is None:
-                request.first_token_s = now
-                self._watcher.on_first_token(request, now)
-            else:
-                gaps[before] = gaps.get(before, 0) + 1
-            request.last_token_s = now
+        # time of the token before |-> number of tokens
+        gaps = Counter(self._outputs.add(handles, now).tolist())
+        if gaps.pop(_NO_TOKEN_YET, 0):
+            for handle in handles.tolist():
+                request = self._running[handle]
+                if request.first_token_s is None:
+                    request.first_token_s = now
+                    self._watcher.on_first_token(request, now)
         for before, num_tokens in gaps.items():
             self._watcher.on_gap(now - before, num_tokens)
 
-    def _on_equal_steps(self, handles: IntArray, times: list[float]) -> None:
+    def _on_equal_steps(self, handles: IntArray, times: Sequence[float]) -> None:
         self._count_tokens(handles, times[0])
-        before = times[0]
-        for now in times[1:]:
-            self._watcher.on_gap(now - before, handles.size)
-            before = now
-        for handle in handles.tolist():
-            request = self._running[handle]
-            request.num_received += len(times) - 1
-            request.last_token_s = before
+        if len(times) > 1:
+            self._watcher.on_gaps([now - before for before, now in pairwise(times)], handles.size)
+            self._outputs.add(handles, times[-1], len(times) - 1)
 
     def _on_finish(self, request: SimulatedRequest, finish: Finish, now: float) -> None:
         if not request.has_waited and request.first_token_s is not None:
@@ -421,45 +485,56 @@ class SimulatedFleet:
     def _tick(self, now: float) -> None:
         """Read the replicas' reports, decide on their number, and carry out the controller's plan."""
         is_routed = len(self.replicas) > 1 or self._prefill is not None
+        scales = any(part.policy is not None for part in self._parts)
         statuses = {}
-        if is_routed or self._policy is not None:
+        if is_routed or scales:
             statuses = {replica_id: each.status(now) for replica_id, each in self.replicas.items()}
         self._statuses = statuses
-        for loads, router in ((self._loads, self._router), (self._prefill_loads, self._prefill_router)):
-            for replica_id in loads:
+        for part in self._parts:
+            for replica_id in part.loads:
                 if replica_id in statuses:
                     status = statuses[replica_id]
-                    loads[replica_id] = ReplicaLoad(status.queued_tokens, status.kv_use)
+                    part.loads[replica_id] = ReplicaLoad(status.queued_tokens, status.kv_use)
                 if is_routed and self._routes_by_prefix:
-                    router.apply_report(replica_id, self.replicas[replica_id].report())
-        if self._policy is not None:
-            num_tokens = sum(each.traced.num_prompt_tokens for each in self._buffer)
-            self._demand.add(_GATEWAY_ID, Demand(0, 0, len(self._buffer), num_tokens), now)
-            pairs = [(each.state, statuses.get(replica_id)) for replica_id, each in self.replicas.items()]
-            self._target = self._policy(take_snapshot(now, pairs, self._demand))
-            self._reconcile(now)
-        if self._policy is not None or is_routed:
+                    part.router.apply_report(replica_id, self.replicas[replica_id].report())
+        for part in self._parts:
+            self._scale(part, now)
+        if scales or is_routed:
             self._at(now + REPORT_S, self._tick)
 
-    def _reconcile(self, now: float) -> None:
+    def _scale(self, part: _Part, now: float) -> None:
+        """Decide on the number of a part's replicas."""
+        if part.policy is None:
+            return
+        if part is self._whole:
+            num_tokens = sum(each.traced.num_prompt_tokens for each in self._buffer)
+            part.demand.add(_GATEWAY_ID, Demand(0, 0, len(self._buffer), num_tokens), now)
+        pairs = [(each.state, self._statuses.get(each.replica_id)) for each in self._replicas_of(part)]
+        part.target = part.policy(take_snapshot(now, pairs, part.demand))
+        self._reconcile(part, now)
+
+    def _replicas_of(self, part: _Part) -> list[SimulatedReplica]:
+        return [each for replica_id, each in self.replicas.items() if self._part_of[replica_id] is part]
+
+    def _reconcile(self, part: _Part, now: float) -> None:
         views = [
             ReplicaView(each.replica_id, _VERSION, each.state, each.started_at, each.num_requests)
-            for each in self.replicas.values()
+            for each in self._replicas_of(part)
         ]
-        actions = plan(self._target, _VERSION, views, now)
+        actions = plan(part.target, _VERSION, views, now)
         for _ in range(actions.num_starts):
-            self._at(now + self._cold_start_s, partial(self._make_ready, self._start(now)))
+            self._at(now + self._cold_start_s, partial(self._make_ready, self._start(part, now)))
         for replica_id in actions.stop:
             self._end(self.replicas[replica_id], now)
         for replica_id in actions.drain:
             self._drain(self.replicas[replica_id], now)
         self._note(now)
 
-    def _start(self, now: float) -> SimulatedReplica:
-        replica_id = f"replica-{next(self._order)}"
+    def _start(self, part: _Part, now: float) -> SimulatedReplica:
+        replica_id = f"{'prefill' if part.role == 'prefill' else 'replica'}-{next(self._order)}"
         replica = SimulatedReplica(
             replica_id,
-            self._config,
+            part.config,
             self._step_time,
             self._on_tokens,
             now,
@@ -467,25 +542,14 @@ class SimulatedFleet:
             self._on_equal_steps if self._joins_steps else None,
             self._network,
         )
-        self.replicas[replica_id] = replica
-        if now == 0.0 and len(self.replicas) <= self._num_replicas:
-            self._loads[replica_id] = ReplicaLoad(0, 0.0)
-        return replica
-
-    def _start_prefill(self) -> SimulatedReplica:
-        replica_id = f"prefill-{next(self._order)}"
-        config = _with_role(self._config, "prefill")
-        replica = self.replicas[replica_id] = SimulatedReplica(
-            replica_id, config, self._step_time, self._on_tokens, 0.0, self._on_elapsed, network=self._network
-        )
-        self._prefill_loads[replica_id] = ReplicaLoad(0, 0.0)
+        self.replicas[replica_id], self._part_of[replica_id] = replica, part
         return replica
 
     def _make_ready(self, replica: SimulatedReplica, now: float) -> None:
         if replica.state is not ReplicaState.STARTING:
             return
         replica.state = ReplicaState.READY
-        self._loads[replica.replica_id] = ReplicaLoad(0, 0.0)
+        self._part_of[replica.replica_id].loads[replica.replica_id] = ReplicaLoad(0, 0.0)
         self._note(now)
         waiting, self._buffer = self._buffer, deque()
         for request in waiting:
@@ -494,7 +558,7 @@ class SimulatedFleet:
     def _drain(self, replica: SimulatedReplica, now: float) -> None:
         replica.state = ReplicaState.DRAINING
         self._num_draining += 1
-        del self._loads[replica.replica_id]
+        del self._part_of[replica.replica_id].loads[replica.replica_id]
         replica.post(Drain(self._drain_grace_s))
         self._wake(replica, now)
 
@@ -502,8 +566,11 @@ class SimulatedFleet:
         self._num_draining -= replica.state is ReplicaState.DRAINING
         replica.state = ReplicaState.STOPPED
         del self.replicas[replica.replica_id]
-        self._loads.pop(replica.replica_id, None)
-        self._router.remove_replica(replica.replica_id)
+        part = self._part_of.pop(replica.replica_id)
+        part.loads.pop(replica.replica_id, None)
+        part.router.remove_replica(replica.replica_id)
+        if self._network is not None:
+            self._network.peers.pop(replica.replica_id, None)
         stats = replica.scheduler.stats
         self._cost.num_steps += stats.num_steps
         self._cost.num_preemptions += stats.num_preemptions
@@ -518,8 +585,9 @@ class SimulatedFleet:
             self._cost.history.append(entry)
 
 
-def _with_role(config: EngineConfig, role: str) -> EngineConfig:
-    return replace(config, cache=replace(config.cache, role=role))
+@lru_cache(1024)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=0, ignore_eos=True)
 
 
 def _count_sent(loads: dict[str, ReplicaLoad], replica_id: str, num_tokens: int) -> None:

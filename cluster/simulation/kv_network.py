@@ -57,7 +57,7 @@ class KvPeer:
         replica_id = pull.endpoints[0]
         self._endpoint_of[pull.pull_id] = replica_id, pull.generation
         lender = self._network.peers.get(replica_id)
-        num_bytes = int(self._block_bytes @ pull.group_lens)
+        num_bytes = int(self._block_bytes @ pull.group_lens[: self._block_bytes.size])
         seconds = num_bytes / self._network.bytes_per_s
         failed, reason = np.arange(pull.targets.size, dtype=np.int32), "unreachable: it has ended"
         done_at = now

@@ -11,7 +11,7 @@ from ...proto.errors import ConfigError, QuireError
 from ..config.deployment import ScalingLimits
 from ..config.engine_options import EngineOptions
 from .engine import Models, SimulatedEngine, make_engine
-from .fleet import SimulatedRequest
+from .fleet import PrefillRole, SimulatedRequest
 from .run import Run, Summary, Targets, run_trace
 from .traces import TracedRequest
 
@@ -20,6 +20,8 @@ ASSUMED_PRICES = {"h200": 3.8, "h100": 2.9, "b200": 5.5, "a100": 1.8, "l4": 0.7,
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
 BLOCK_SIZES = (16, 32)
 CHUNKS = (2048, 8192)
+# Bytes per second at which a rank reads KV from another replica, unless measured.
+ASSUMED_KV_RATE = 20e9
 # Share of requests, and of tokens, that may miss a target.
 _MISSES = 0.01
 
@@ -73,6 +75,10 @@ class BoundedSummary(Summary):
                     f"more than 1 % of tokens come {self.targets.itl_s:g} s after the one before"
                 )
 
+    def on_gaps(self, gaps: Sequence[float], count: int) -> None:
+        for seconds in gaps:
+            self.on_gap(seconds, count)
+
     def on_end(self, request: SimulatedRequest) -> None:
         Summary.on_end(self, request)
         if request.error:
@@ -87,6 +93,7 @@ class Candidate:
         run: None if it was not simulated to its end.
         price_per_hour: of a GPU.
         problem: why it does not serve; empty if it meets the targets.
+        prefill: replicas that compute prompts for the others; None for replicas of one role.
     """
 
     gpu: str
@@ -97,6 +104,12 @@ class Candidate:
     price_per_hour: float
     run: Run | None = None
     problem: str = ""
+    prefill: PrefillRole | None = None
+
+    @property
+    def num_least(self) -> int:
+        """Return the replicas that run at any time."""
+        return self.limits.min_replicas + (0 if self.prefill is None else self.prefill.num_replicas)
 
     @property
     def cost_per_hour(self) -> float:
@@ -108,6 +121,8 @@ class Candidate:
     @property
     def replicas(self) -> str:
         low, high = self.limits.min_replicas, self.limits.max_replicas
+        if self.prefill is not None:
+            return f"{low}+{self.prefill.num_replicas}"
         return str(low) if low == high else f"{low} to {high}"
 
     def figures(self) -> dict[str, Any]:
@@ -119,6 +134,7 @@ class Candidate:
             "max_num_batched_tokens": self.chunk,
             "min_replicas": self.limits.min_replicas,
             "max_replicas": self.limits.max_replicas,
+            "prefill_replicas": 0 if self.prefill is None else self.prefill.num_replicas,
             "problem": self.problem,
             "cost_per_hour": None if self.run is None else self.cost_per_hour,
             "ttft_p99_s": None if self.run is None else self.run.summary.ttft.quantile(0.99),
@@ -135,6 +151,7 @@ class Planner:
         prices: GPU |-> dollars per hour; only these GPUs are tried.
         coefficients: GPU |-> file of `quire calibrate`.
         limits: bounds and delays of the autoscaler; `max_replicas` bounds all fleets.
+        kv_bytes_per_s: at which a rank reads KV from another replica, for replicas of two roles.
         on_candidate: called with each candidate that was tried.
     """
 
@@ -148,11 +165,13 @@ class Planner:
         *,
         coefficients: Mapping[str, Path] | None = None,
         shares_prefixes: bool = True,
+        kv_bytes_per_s: float = ASSUMED_KV_RATE,
         on_candidate: Callable[[Candidate], None] = lambda candidate: None,
     ) -> None:
         self._options, self._trace, self._targets, self._prices = options, trace, targets, prices
         self._limits, self._coefficients = limits, coefficients or {}
         self._shares_prefixes, self._on_candidate = shares_prefixes, on_candidate
+        self._kv_bytes_per_s = kv_bytes_per_s
         self._size = TraceSize.of(trace)
         self._models = Models()
         self.tried: list[Candidate] = []
@@ -171,6 +190,8 @@ class Planner:
         best = self._best()
         assert best is not None
         self._try_autoscaling(best)
+        for fixed in self._smallest_that_serve():
+            self._try_roles(fixed)
         return self._best()
 
     def _best(self) -> Candidate | None:
@@ -217,6 +238,29 @@ class Planner:
                     replace(fixed, limits=replace(self._limits, min_replicas=fewest, max_replicas=most)),
                 )
 
+    def _smallest_that_serve(self) -> list[Candidate]:
+        """Return the smallest fixed fleet that serves of each GPU, tensor-parallel size and chunk, cheapest first."""
+        found: dict[tuple[str, int, int], Candidate] = {}
+        for each in cheapest_first(self.tried):
+            if not each.problem and each.limits.min_replicas == each.limits.max_replicas:
+                found.setdefault((each.gpu, each.tensor_parallel_size, each.chunk), each)
+        return list(found.values())
+
+    def _try_roles(self, fixed: Candidate) -> None:
+        """Try whether fewer replicas are enough if some of them compute prompts alone: fewer as long as they are."""
+        engine = self._engine(fixed)
+        for total in range(fixed.limits.max_replicas - 1, 1, -1):
+            serves = False
+            for num_prefill in range(1, 1 + total // 2):
+                role = PrefillRole(num_prefill, self._kv_bytes_per_s)
+                split = replace(self._sized(fixed, total - num_prefill), prefill=role)
+                tried = self._try(engine, split)
+                serves = tried is not None and not tried.problem
+                if serves:
+                    break
+            if not serves:
+                return
+
     def _sized(self, candidate: Candidate, num_replicas: int) -> Candidate:
         limits = replace(self._limits, min_replicas=num_replicas, max_replicas=num_replicas)
         return replace(candidate, limits=limits)
@@ -233,14 +277,19 @@ class Planner:
     def _try(self, engine: SimulatedEngine, candidate: Candidate) -> Candidate | None:
         """Simulate a candidate; return None, and note why, if the best so far never costs more."""
         best = self._best()
-        least = candidate.price_per_hour * engine.num_gpus * candidate.limits.min_replicas
+        least = candidate.price_per_hour * engine.num_gpus * candidate.num_least
         if best is not None and least >= best.cost_per_hour:
-            self._add(replace(candidate, problem=f"${least:.2f}/h or more"))
+            self._add(replace(candidate, problem="costs more"))
             return None
         try:
             summary = BoundedSummary(self._targets, size=self._size)
             run = run_trace(
-                engine, self._trace, candidate.limits, shares_prefixes=self._shares_prefixes, summary=summary
+                engine,
+                self._trace,
+                candidate.limits,
+                shares_prefixes=self._shares_prefixes,
+                summary=summary,
+                prefill=candidate.prefill,
             )
             candidate = replace(candidate, run=run)
         except _TargetMissed as missed:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +14,17 @@ from ...proto.config import EngineConfig
 from ...proto.replica_status import RankStatus, ReplicaStatus
 from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stream import CacheReport, GatewayMessage, ReplicaMessage, TokenBatch
-from ...scheduler import Rebuilt, Scheduler, StepLoop, WorkerGroup
+from ...scheduler import DecodedSteps, PlanMeter, Rebuilt, Scheduler, StepLoop, StepWork
 from ..fleet.controller.fleet_state import ReplicaState
 from .kv_network import KvNetwork, KvPeer
-from .step_time import StepWork, TimesSteps
+from .step_time import TimesSteps
 from .traces import FIRST_TOKEN, VOCAB_SIZE
 
 GATEWAY = b"simulated"
 # Random tokens of outputs, used over and over: later prompts contain none of them.
 _NUM_RANDOM = 1 << 16
-# Equal steps that are worth running at once, and so many that their tokens take little memory.
-_LEAST_EQUAL_STEPS, _MOST_EQUAL_STEPS = 3, 256
+# Equal steps that are run at once: so many that their tokens take little memory.
+_MOST_EQUAL_STEPS = 256
 
 
 class SimulatedClock:
@@ -36,69 +35,6 @@ class SimulatedClock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class PlanMeter:
-    """Follows the rows of a worker group from its plans, and counts what each step computes.
-
-    Plans with drafted tokens are not supported.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        self._decoding = np.zeros(num_rows, np.bool_)
-        self._num_known = np.zeros(num_rows, np.int64)  # at the start of the row's sequence
-        self._num_computed = np.zeros(num_rows, np.int64)
-
-    def measure(self, plan: StepPlan) -> tuple[StepWork, npt.NDArray[np.intp]]:
-        """Return the work of the next plan, and the rows that sample a token, in order."""
-        decoding, num_computed = self._decoding, self._num_computed
-        if plan.released_rows.size:
-            decoding[plan.released_rows] = False
-        for new in plan.new:
-            self._num_known[new.row] = new.token_ids.size
-            num_computed[new.row] = new.num_computed_tokens
-        active = np.flatnonzero(decoding)
-        if plan.held_rows.size:
-            active = active[~np.isin(active, plan.held_rows)]
-        num_computed[active] += 1
-        num_decoded, num_read = active.size, int(num_computed[active].sum())
-        if not plan.chunk_rows.size:
-            work = StepWork(num_decoded, num_decoded, num_read, 0, len(plan.new), plan.released_rows.size)
-            return work, active
-        rows, lens = plan.chunk_rows, plan.chunk_lens.astype(np.int64)
-        before = num_computed[rows]
-        after = before + lens
-        num_computed[rows] = after
-        complete = rows[after == self._num_known[rows]]
-        decoding[complete] = True
-        num_pairs = int((lens * before + lens * (lens + 1) // 2).sum())
-        num_tokens, num_read = num_decoded + int(lens.sum()), num_read + int(after.sum())
-        work = StepWork(
-            num_tokens,
-            num_decoded + rows.size,
-            num_read,
-            num_pairs,
-            len(plan.new),
-            plan.released_rows.size,
-        )
-        return work, np.sort(np.concatenate([active, complete]))
-
-    def decoding(self) -> tuple[int, int]:
-        """Return the number of rows that decode, and the tokens whose KV they have read together."""
-        active = np.flatnonzero(self._decoding)
-        return active.size, int(self._num_computed[active].sum())
-
-    def repeat(self, count: int) -> None:
-        """Count so many steps in which all rows that decode compute a token."""
-        self._num_computed[self._decoding] += count
-
-
-class EqualResults(NamedTuple):
-    """Results of steps in which the same rows decode; see `Scheduler.run_equal_steps`."""
-
-    token_ids: npt.NDArray[np.int32]  # [steps, rows]
-    planned_at: list[float]
-    done_at: list[float]
 
 
 class SimulatedRanks:
@@ -157,31 +93,48 @@ class SimulatedRanks:
         result = StepResult(self._step_id, self._epoch, 0, token_ids, None, {"forward": seconds})
         self._results.append((self._busy_until, result))
 
-    def repeat(self, most: int, until: float) -> EqualResults:
+    def repeat(self, most: int, until: float, released: IntArray) -> DecodedSteps:
         """Compute `most` steps in which all rows decode, or fewer if one would be planned at `until` or later.
 
         The first is planned now, and each other one at the next result, which is taken.
+
+        Args:
+            released: rows that the first step releases.
         """
+        self._meter.release(released)
         num_rows, num_read = self._meter.decoding()
-        planned_at: list[float] = []
-        done_at: list[float] = []
-        tokens: list[npt.NDArray[np.int32]] = []
-        now = self._clock.now
-        while len(planned_at) < most and (not planned_at or now < until):
-            planned_at.append(now)
-            num_read += num_rows
-            seconds = self._take(StepWork(num_rows, num_rows, num_read), now)
-            self._step_id += 1
-            self._add_result(self._sample(num_rows), seconds)
-            began_at = now
-            now, result = self._results.popleft()
-            tokens.append(result.token_ids)
-            done_at.append(now)
-            if self._on_elapsed is not None:
-                self._on_elapsed(now - began_at)
-        self._meter.repeat(len(planned_at))
-        self._clock.now = now
-        return EqualResults(np.stack(tokens), planned_at, done_at)
+        now, before = self._clock.now, list(self._results)
+        seconds = self._step_time.decode_seconds(num_rows, num_read + num_rows, most)
+        if released.size:
+            first = StepWork(num_rows, num_rows, num_read + num_rows, num_ended=released.size)
+            seconds[0] = self._step_time.seconds(first)
+        # Each begins when the step before it ends, since none is planned later than that.
+        ends = np.add.accumulate(np.concatenate([[max(self._busy_until, now)], seconds]))[1:]
+        done_at = np.concatenate([[at for at, _ in before], ends])[:most]
+        count = 1 + int(np.searchsorted(done_at[:-1], until))
+        times = done_at[:count].tolist()
+        planned_at = [now, *times[:-1]]
+        if self._on_elapsed is not None:
+            for begun, ended in zip(planned_at, times, strict=True):
+                self._on_elapsed(ended - begun)
+        sampled = self._sample_steps(count, num_rows)
+        tokens = np.concatenate([*(result.token_ids[None] for _, result in before), sampled])
+        durations = [*(result.stage_times["forward"] for _, result in before), *seconds.tolist()]
+        self._results, first_id = deque(before[count:]), self._step_id + 1
+        for place in range(max(0, count - len(before)), count):
+            self._step_id, self._busy_until = first_id + place, float(ends[place])
+            self._add_result(sampled[place], float(seconds[place]))
+        self._step_id, self._busy_until = first_id + count - 1, float(ends[count - 1])
+        self._meter.repeat(count)
+        self._clock.now = times[-1]
+        in_flight = before[0][1] if before else None
+        return DecodedSteps(tokens[:count], planned_at, times, durations[:count], in_flight)
+
+    def _sample_steps(self, count: int, num_rows: int) -> npt.NDArray[np.int32]:
+        """Return the tokens of so many steps in turn, [steps, rows]."""
+        if self._num_used + count * num_rows <= _NUM_RANDOM:
+            return self._sample(count * num_rows).reshape(count, num_rows)
+        return np.stack([self._sample(num_rows) for _ in range(count)])
 
     def send_media(self, image: EncoderInput) -> None:
         """Take no notice of an image."""
@@ -210,69 +163,6 @@ class SimulatedRanks:
         """Nothing to free."""
 
 
-class MeteredRanks:
-    """WorkerGroup of real ranks that reports each step's work and seconds.
-
-    Args:
-        on_step: called with the work of a step and its seconds: from its plan, or from its predecessor's result if
-            that came later.
-        is_serial: seconds count from the predecessor's result in any case, so that they have the scheduler's time,
-            which no step in flight hides.
-    """
-
-    def __init__(
-        self,
-        ranks: WorkerGroup,
-        num_rows: int,
-        clock: Callable[[], float],
-        on_step: Callable[[StepWork, float], None],
-        *,
-        is_serial: bool = False,
-    ) -> None:
-        self._ranks, self._clock, self._on_step, self._is_serial = ranks, clock, on_step, is_serial
-        self._meter = PlanMeter(num_rows)
-        self._began: deque[tuple[float, StepWork]] = deque()
-        self._done_at: float | None = None
-
-    def rest(self) -> None:
-        """Take the time until the next plan for idle."""
-        self._done_at = None
-
-    def broadcast(self, plan: StepPlan) -> None:
-        work, _ = self._meter.measure(plan)
-        self._began.append((self._clock(), work))
-        self._ranks.broadcast(plan)
-
-    def send_media(self, image: EncoderInput) -> None:
-        self._ranks.send_media(image)
-
-    def gather(self, timeout_s: float) -> StepResult | None:
-        result = self._ranks.gather(timeout_s)
-        if result is not None:
-            began_at, work = self._began.popleft()
-            now = self._clock()
-            if self._done_at is not None:
-                began_at = self._done_at if self._is_serial else max(began_at, self._done_at)
-            self._on_step(work, now - began_at)
-            self._done_at = now
-        return result
-
-    def check(self) -> None:
-        self._ranks.check()
-
-    def examine(self, waited_s: float, *, failed_s: float) -> None:
-        self._ranks.examine(waited_s, failed_s=failed_s)
-
-    def rebuild(self, epoch: int) -> Rebuilt:
-        return self._ranks.rebuild(epoch)
-
-    def statuses(self) -> tuple[RankStatus, ...]:
-        return self._ranks.statuses()
-
-    def close(self) -> None:
-        self._ranks.close()
-
-
 class SimulatedReplica:
     """One replica; also the Mailbox of its step loop.
 
@@ -295,7 +185,7 @@ class SimulatedReplica:
         on_tokens: Callable[[SimulatedReplica, float, TokenBatch], None],
         started_at: float = 0.0,
         on_elapsed: Callable[[SimulatedReplica, float], None] | None = None,
-        on_equal_steps: Callable[[IntArray, list[float]], None] | None = None,
+        on_equal_steps: Callable[[IntArray, Sequence[float]], None] | None = None,
         network: KvNetwork | None = None,
     ) -> None:
         self.replica_id, self.started_at = replica_id, started_at
@@ -329,11 +219,10 @@ class SimulatedReplica:
         self._clock.now = now
         self._loop.handle_messages(0.0)
         if self._on_equal_steps is not None and until > now:
-            count = self.scheduler.num_equal_steps(_MOST_EQUAL_STEPS)
-            if count >= _LEAST_EQUAL_STEPS:
-                results = self._ranks.repeat(count, until)
-                _, handles = self.scheduler.run_equal_steps(*results)
-                self._on_equal_steps(handles, results.done_at)
+            count, released = self.scheduler.plan_equal_steps(_MOST_EQUAL_STEPS)
+            if count:
+                steps = self._ranks.repeat(count, until, released)
+                self._on_equal_steps(self.scheduler.run_equal_steps(steps), steps.done_at)
                 return self._clock.now
         if self._loop.step():
             return self._clock.now

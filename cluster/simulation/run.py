@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...proto.errors import ConfigError
 from ..config.deployment import ScalingLimits
 from .distribution import Distribution
 from .engine import SimulatedEngine
@@ -61,6 +60,9 @@ class Summary(Watcher):
 
     def on_gap(self, seconds: float, count: int = 1) -> None:
         self.itl.add(seconds, count)
+
+    def on_gaps(self, gaps: Sequence[float], count: int) -> None:
+        self.itl.add_all(gaps, count)
 
     def on_end(self, request: SimulatedRequest) -> None:
         self.num_ended += 1
@@ -140,6 +142,7 @@ def run_trace(
     shares_prefixes: bool = True,
     drain_grace_s: float = 30.0,
     prefill: PrefillRole | None = None,
+    max_prefill_replicas: int | None = None,
 ) -> Run:
     """Serve a trace on a fleet within the limits, beginning with the fewest replicas.
 
@@ -148,18 +151,14 @@ def run_trace(
         shares_prefixes: requests of the trace have prefixes in common; without, no prefix cache is simulated, unless
             blocks travel, which are named as those of the prefix cache.
         prefill: replicas that compute prompts for the others, which then have the decode role.
-
-    Raises:
-        ConfigError: the limits differ, and there are prefill replicas: their number is not simulated.
+        max_prefill_replicas: of these, which scale by their own demand; None if their number stays.
     """
-    if prefill is not None and limits.min_replicas != limits.max_replicas:
-        raise ConfigError(
-            f"min_replicas is {limits.min_replicas} and max_replicas is {limits.max_replicas}, must be equal with "
-            "prefill replicas"
-        )
     if not shares_prefixes and prefill is None:
         cache = replace(engine.config.cache, prefix_caching=False)
         engine = replace(engine, config=replace(engine.config, cache=cache))
+    if prefill is not None and max_prefill_replicas not in (None, prefill.num_replicas):
+        bounds = replace(limits, min_replicas=prefill.num_replicas, max_replicas=max_prefill_replicas)
+        prefill = replace(prefill, policy=autoscaling(bounds))
     summary = Summary() if summary is None else summary
     is_fixed = limits.min_replicas == limits.max_replicas
     fleet = SimulatedFleet(

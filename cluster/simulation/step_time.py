@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...proto.errors import ConfigError
+from ...scheduler import MeasuredStep, StepWork
 
 _FIT_ROUNDS = 40
 # Relative errors up to it count by their square.
@@ -87,27 +88,6 @@ class ModelCost:
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork:
-    """Work of a step.
-
-    Attributes:
-        num_tokens: prompts' and decoded ones.
-        num_sequences: rows in the step.
-        num_read_tokens: tokens whose KV is read: for each row the length of its sequence.
-        num_pairs: (computed token of a prompt, token that it attends to).
-        num_new: sequences that begin in the step.
-        num_ended: sequences that have ended since the step before.
-    """
-
-    num_tokens: int
-    num_sequences: int
-    num_read_tokens: int
-    num_pairs: int = 0
-    num_new: int = 0
-    num_ended: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Coefficients:
     """Seconds of a step without work, and for each term its time over the time at the device's peak.
 
@@ -147,6 +127,10 @@ class TimesSteps(Protocol):
         """Return the seconds of a step."""
         ...
 
+    def decode_seconds(self, num_rows: int, num_read: int, count: int) -> npt.NDArray[np.float64]:
+        """Return the seconds of steps in which the same rows decode; the first reads `num_read` tokens' KV."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
@@ -176,6 +160,17 @@ class StepTime:
             + c.all_reduce * all_reduce
         )
 
+    def decode_seconds(self, num_rows: int, num_read: int, count: int) -> npt.NDArray[np.float64]:
+        """Return the seconds of steps in which the same rows decode; the first reads `num_read` tokens' KV.
+
+        Terms are added in the order of `seconds`, so that each is the same number.
+        """
+        c, (weights, flops, _, _, all_reduce) = self.coefficients, self.terms(StepWork(num_rows, num_rows, 0))
+        reads = num_read + num_rows * np.arange(count)
+        kv = reads * self.cost.kv_bytes_per_token / self.device.bytes_per_s
+        base = c.fixed_s + c.sequence_s * num_rows + max(c.weights * weights, c.flops * flops)
+        return np.asarray(base + c.kv * kv + c.all_reduce * all_reduce, np.float64)
+
     def terms(self, work: StepWork) -> tuple[float, float, float, float, float]:
         """Return the seconds of weights, products, KV, attention and all-reduces at the device's peak."""
         cost, device = self.cost, self.device
@@ -190,14 +185,6 @@ class StepTime:
             work.num_pairs * cost.flops_per_pair / device.flops_per_s,
             cost.num_all_reduces * (device.link_latency_s + sent / device.link_bytes_per_s),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """A step that was run, and its seconds."""
-
-    work: StepWork
-    seconds: float
 
 
 def fit_coefficients(step_time: StepTime, steps: Sequence[MeasuredStep]) -> Coefficients:

@@ -1,4 +1,6 @@
-"""Fixture `serve`: a gateway with a local replica, which has the real step loop and a tiny model.
+"""Fixtures `serve`, a gateway with a local replica, and `launcher`, a fleet's launcher without Ray.
+
+The replica has the real step loop and a tiny model.
 
 Gateways of these tests send an idle replica no canaries, which would count among a slow test's own requests.
 """
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 from deadlines import PROGRAM_TIMEOUT_S
+from fake_fleet import FakeLauncher
 from local_server import Server, local_server
 
 ServerFactory = Callable[..., AbstractAsyncContextManager[Server]]
@@ -45,3 +48,10 @@ def serve(make_model: Callable[..., Path]) -> ServerFactory:
         return local_server(tiny if model_dir is None else model_dir, **options)
 
     return serving
+
+
+@pytest.fixture
+def launcher() -> Iterator[FakeLauncher]:
+    launcher = FakeLauncher()
+    yield launcher
+    launcher.close()

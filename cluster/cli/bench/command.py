@@ -215,8 +215,8 @@ def _measure_http(
 
 
 @contextmanager
-def _progress(what: str, total: int | None) -> Iterator[Callable[["Outcome"], None]]:
-    """Show how many requests have ended while the block runs; yield the function that is told of each."""
+def _progress(what: str, total: int | None) -> Iterator[Callable[["Outcome | None"], None]]:
+    """Show how many requests, or runs, have ended while the block runs; yield the function that is told of each."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -386,18 +386,20 @@ def offline(
     lengths, rng = Lengths(input_tokens, output_tokens, sigma), np.random.default_rng(bench_seed)
     llm = LLM(model, **select_options(EngineOptions, engine))
     rates: list[tuple[float, float]] = []
-    for _ in range(repeats + 1):
-        drawn = [lengths.draw(rng) for _ in range(requests)]
-        prompts = [random_prompt(rng, num_prompt, llm.config.model.vocab_size) for num_prompt, _ in drawn]
-        params = [
-            SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True, detokenize=False)
-            for _, num_output in drawn
-        ]
-        began_at = time.perf_counter()
-        outputs = llm.generate(prompts, params)
-        wall_s = time.perf_counter() - began_at
-        num_output = sum(len(each.outputs[0].token_ids) for each in outputs)
-        rates.append((len(outputs) / wall_s, num_output / wall_s))
+    with _progress(model, repeats + 1) as on_end:
+        for _ in range(repeats + 1):
+            drawn = [lengths.draw(rng) for _ in range(requests)]
+            prompts = [random_prompt(rng, num_prompt, llm.config.model.vocab_size) for num_prompt, _ in drawn]
+            params = [
+                SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True, detokenize=False)
+                for _, num_output in drawn
+            ]
+            began_at = time.perf_counter()
+            outputs = llm.generate(prompts, params)
+            wall_s = time.perf_counter() - began_at
+            num_output = sum(len(each.outputs[0].token_ids) for each in outputs)
+            rates.append((len(outputs) / wall_s, num_output / wall_s))
+            on_end(None)
     llm.close()
     counted = np.array(rates[1:])
     figures = {

@@ -23,7 +23,7 @@ class Lengths:
     """Lengths of prompts and outputs: lognormal around their means, or all equal.
 
     Attributes:
-        sigma: of the logarithm; 0 for equal lengths.
+        sigma: standard deviation of the logarithm; 0 for equal lengths.
     """
 
     num_prompt_tokens: int = 512
@@ -131,8 +131,8 @@ def draw_sessions(
         rate: sessions per second; None if they are due at once.
         burstiness: coefficient of variation of the gaps, which have a gamma distribution: 1 for a Poisson process.
         num_turns: requests of a session.
-        think_s: from an answer to the next turn.
-        shared_tokens: with which all sessions begin.
+        think_s: time from a reply to the next turn.
+        shared_tokens: the number of tokens with which all sessions begin.
     """
     now, shared = 0.0, random_prompt(rng, shared_tokens, vocab_size)
     while True:

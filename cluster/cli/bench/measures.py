@@ -42,7 +42,7 @@ class Measures:
     """Outcomes of a load and their figures.
 
     Attributes:
-        outcomes: without those of the warm-up.
+        outcomes: the outcomes after the warm-up.
         label: what was varied, for example the rate.
     """
 

@@ -49,7 +49,7 @@ def latency_table(point: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
     for key, name in LATENCIES.items():
         summary = point[key]
         cells = [_shown(summary, column) for column in ("mean", "p50", "p90", "p99")]
-        interval = " - ".join(map(seconds, summary["p99_interval"])) if summary["count"] else ""
+        interval = " - ".join(map(seconds, summary.get("p99_interval", ())))  # aiperf reports none
         rows.append([name, *cells, interval])
     return header, rows
 

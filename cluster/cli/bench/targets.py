@@ -129,9 +129,7 @@ def read_aiperf(folder: Path, label: str) -> dict[str, Any]:
 def _latency(metric: Mapping[str, Any]) -> dict[str, Any]:
     factor, count = _UNITS_S[metric["unit"]], int(metric.get("count", 1))
     values = {name: factor * float(metric[name]) for name in ("p50", "p90", "p99")}
-    # aiperf reports no confidence intervals.
-    intervals = {f"{name}_interval": [value, value] for name, value in values.items()}
-    return {"count": count, "mean": factor * float(metric["avg"]), **values, **intervals}
+    return {"count": count, "mean": factor * float(metric["avg"]), **values}
 
 
 def _value(record: Mapping[str, Any], metric: str) -> float:

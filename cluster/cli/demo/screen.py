@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import statistics
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...client.wire.status import ReplicaInfo
+from ...os_utils.measurement import write_measurement
 from .streams import Stream, Streams
 
 _REFRESHES_PER_S = 12
@@ -139,13 +136,11 @@ def table(figures: dict[str, Figure]) -> Table:
 
 
 def write(path: Path, command: str, figures: dict[str, Figure]) -> None:
-    """Write {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}} as JSON."""
+    """Write the figures as JSON; see write_measurement."""
     plain = {name: asdict(figure) for name, figure in figures.items()}
     for figure in plain.values():
         del figure["label"]
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
-    record = {"command": command, "date": time.strftime("%Y-%m-%d"), "machine": machine, "figures": plain}
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    write_measurement(path, command, plain)
 
 
 def _percentile(values: list[float], percent: int) -> float:

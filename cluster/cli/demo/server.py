@@ -32,7 +32,7 @@ class ServerProcess(Closing):
     Ctrl-C reaches only the parent, which stops the server cleanly.
 
     Args:
-        arguments: those of the command; the server listens on a loopback port that the system chooses.
+        arguments: the arguments of the command; the server listens on a loopback port that the system chooses.
         command: ``serve``, or ``fleet``.
 
     Attributes:

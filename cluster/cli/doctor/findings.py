@@ -42,7 +42,7 @@ class Finding:
 
     Attributes:
         subject: for example ``cores``.
-        value: in words.
+        value: what was found, in words.
         problem: what it causes; empty if nothing.
         remedy: what to do about it; empty if nothing needs to be done.
     """

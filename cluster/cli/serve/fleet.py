@@ -51,8 +51,8 @@ def serve_fleet(
     Prints its addresses on stdout when requests can be served.
 
     Args:
-        address: of a Ray cluster, on which the fleet runs on without this gateway. None for a Ray instance on this
-            machine, which ends with the gateway.
+        address: address of a Ray cluster, on which the fleet runs on without this gateway. None for a Ray instance on
+            this machine, which ends with the gateway.
         cluster_options: ignored if the fleet's controller runs already.
         security: the one that `set_up_server` returned.
         example_commands: returns commands that call a server at an address, which are printed after the addresses.

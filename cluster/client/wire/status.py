@@ -104,7 +104,7 @@ class TrafficInfo:
         num_unplaced: requests that wait for a replica.
         first_token: time from a request's arrival to its first token.
         inter_token: time between two tokens.
-        generated_tokens_per_s_history: in each second of the last minute, the oldest first.
+        generated_tokens_per_s_history: the tokens of each second of the last minute, the oldest first.
     """
 
     model: str

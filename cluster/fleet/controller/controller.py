@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -79,9 +79,10 @@ class RayLauncher:
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
         self._target = FleetLaunchTarget(keys, namespace, autoscaling_config=autoscaling_config)
-        self._versions: dict[str, tuple[str, str]] = {}  # replica id |-> model and version
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> Replica:
+    def launch(
+        self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
+    ) -> Replica:
         view = ClusterView.read(self._autoscaling_config)
         nodes = [node.total for node in view.nodes] + [node_type.resources for node_type in view.node_types]
         with_gpus = [resources for resources in nodes if resources.get("GPU", 0)]
@@ -95,9 +96,7 @@ class RayLauncher:
             resources_per_rank=rank_resources,
             node_selectors=_SPOT_SELECTORS[deployment.spot],
         )
-        own = deployment.name, deployment.version
-        peers = [each for each, version in list(self._versions.items()) if version == own]
-        replica = launch_replica(
+        return launch_replica(
             config,
             replica_id,
             launch_target,
@@ -105,20 +104,15 @@ class RayLauncher:
             peers=peers,
             on_progress=on_progress,
         )
-        self._versions[replica_id] = own
-        return replica
 
     def adopt(self, record: ReplicaRecord) -> Replica:
-        replica = adopt_replica(record, self._target)
-        self._versions[record.replica_id] = record.model, record.version
-        return replica
+        return adopt_replica(record, self._target)
 
     def replace_scheduler(self, live: LiveReplica, number: int) -> Replica:
         assert isinstance(live, Replica), "it was launched or adopted by this launcher"
         return replace_scheduler(live, number)
 
     def remove(self, replica_id: str) -> None:
-        self._versions.pop(replica_id, None)
         remove_replica(replica_id, self._namespace)
 
     def known(self) -> set[str]:
@@ -146,7 +140,11 @@ class RayLauncher:
 
     def connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
         return ReplicaClient(
-            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, keys=self._keys
+            record.endpoint,
+            record.replica_id,
+            silence_timeout_s=silence_timeout_s,
+            load_only=True,
+            keys=self._keys,
         )
 
     def notice(self, node_id: str) -> Future[float] | None:
@@ -205,8 +203,20 @@ class FleetController:
         return await self._call(lambda fleet: fleet.watch(since, timeout_s))
 
     async def changes(self, since: str, timeout_s: float) -> bytes | None:
-        """See `Fleet.changes`."""
+        """See `Fleet.changes`; for gateways of the previous release."""
         return await self._call(lambda fleet: fleet.changes(since, timeout_s))
+
+    async def follow(self, gateway_id: str, since: str, timeout_s: float) -> bytes | None:
+        """See `Fleet.follow`."""
+        return await self._call(lambda fleet: fleet.follow(gateway_id, since, timeout_s))
+
+    async def statuses(self) -> bytes:
+        """See `Fleet.statuses`."""
+
+        async def read(fleet: Fleet) -> bytes:
+            return fleet.statuses()
+
+        return await self._call(read)
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         fleet = await asyncio.wrap_future(self._fleet)

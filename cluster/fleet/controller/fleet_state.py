@@ -77,12 +77,15 @@ class FleetState:
 
     Attributes:
         version: differs between any two states, also of different controllers.
+        gateways: ids of the gateways that follow the controller; empty until it knows them, and None if it is of an
+            earlier release and never does.
     """
 
     version: str
     deployments: tuple[DeploymentEntry, ...] = ()
     replicas: tuple[ReplicaEntry, ...] = ()
     nodes: tuple[NodeEntry, ...] = ()
+    gateways: tuple[str, ...] | None = None
 
     def replicas_of(self, model: str) -> list[ReplicaEntry]:
         """Return the replicas of a model."""
@@ -97,9 +100,10 @@ class FleetChanges:
         since: version of the state that has changed; empty for a whole state.
         version: version of the new state.
         deployments: all of them.
-        replicas: that are new or have changed.
+        replicas: the replicas that are new or have changed.
         removed: ids of replicas that are gone.
         nodes: all of them; None if they are as before.
+        gateways: the same.
     """
 
     since: str
@@ -108,6 +112,7 @@ class FleetChanges:
     replicas: tuple[ReplicaEntry, ...]
     removed: tuple[str, ...] = ()
     nodes: tuple[NodeEntry, ...] | None = None
+    gateways: tuple[str, ...] | None = None
 
     def applied_to(self, state: FleetState) -> FleetState:
         """Return the new state; `state` must have the version `since`, or be any if this is a whole state."""
@@ -117,7 +122,11 @@ class FleetChanges:
         for replica_id in self.removed:
             replicas.pop(replica_id, None)
         nodes = state.nodes if self.nodes is None else self.nodes
-        return FleetState(self.version, self.deployments, tuple(replicas.values()), nodes)
+        # A controller of an earlier release sends changes without the last field, which unpickling leaves out.
+        gateways: tuple[str, ...] | None = getattr(self, "gateways", None)
+        if gateways is None and self.since:
+            gateways = state.gateways
+        return FleetState(self.version, self.deployments, tuple(replicas.values()), nodes, gateways)
 
 
 class ChangeLog:
@@ -134,7 +143,7 @@ class ChangeLog:
         self._removed: OrderedDict[str, int] = (
             OrderedDict()
         )  # replica_id |-> number of the update, the latest last
-        self._nodes_changed = 0
+        self._nodes_changed = self._gateways_changed = 0
         self._oldest = 0  # changes since an earlier update are not known
 
     def update(self, number: int, state: FleetState) -> None:
@@ -153,13 +162,17 @@ class ChangeLog:
             _, self._oldest = self._removed.popitem(last=False)
         if state.nodes != self._state.nodes:
             self._nodes_changed = number
+        if state.gateways != self._state.gateways:
+            self._gateways_changed = number
         self._state = state
 
     def since(self, number: int, version: str) -> FleetChanges:
         """Return the changes since update `number`, whose state had that version, or the whole state."""
         state = self._state
         if number < max(1, self._oldest):
-            return FleetChanges("", state.version, state.deployments, state.replicas, (), state.nodes)
+            return FleetChanges(
+                "", state.version, state.deployments, state.replicas, (), state.nodes, state.gateways
+            )
         changed, removed = list[ReplicaEntry](), list[str]()
         for changed_at, entry in reversed(self._replicas.values()):
             if changed_at <= number:
@@ -170,8 +183,15 @@ class ChangeLog:
                 break
             removed.append(replica_id)
         nodes = state.nodes if self._nodes_changed > number else None
+        gateways = state.gateways if self._gateways_changed > number else None
         return FleetChanges(
-            version, state.version, state.deployments, tuple(reversed(changed)), tuple(removed), nodes
+            version,
+            state.version,
+            state.deployments,
+            tuple(reversed(changed)),
+            tuple(removed),
+            nodes,
+            gateways,
         )
 
 
@@ -182,7 +202,7 @@ class Demand:
     Attributes:
         num_requests, num_tokens: the requests that arrived since the last report.
         num_waiting, num_waiting_tokens: the requests that wait for a replica now.
-        num_prefill_tokens: those of `num_tokens` that were sent to replicas which compute prompts for others.
+        num_prefill_tokens: the part of `num_tokens` that was sent to replicas which compute prompts for others.
     """
 
     num_requests: int = 0

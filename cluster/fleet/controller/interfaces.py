@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
@@ -33,8 +33,12 @@ T = TypeVar("T")
 class Launcher(Protocol):
     """Launches, finds and removes replicas. All methods but `connect` and `notice` block and run in threads."""
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> LiveReplica:
+    def launch(
+        self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
+    ) -> LiveReplica:
         """Launch a replica. Raises QuireError, and whatever `on_progress` raises.
+
+        `peers` are ready replicas with the same weights, for `weights_from_peers`. They may end meanwhile.
 
         `on_progress` is called in this thread at every stage, first as soon as `remove` can find what was started. So
         a launch that is canceled at any stage leaves nothing behind.

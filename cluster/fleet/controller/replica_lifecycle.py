@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,8 +136,8 @@ class ReplicaLifecycle:
             self.drain_reason if self.state is ReplicaState.READY else "",
         )
 
-    def launch(self) -> None:
-        """Begin to launch the replica's processes."""
+    def launch(self, peers: Sequence[str] = ()) -> None:
+        """Begin to launch the replica's processes; `peers` as for Launcher.launch."""
         loop = asyncio.get_running_loop()
 
         def on_progress(progress: LaunchProgress) -> None:
@@ -145,7 +145,8 @@ class ReplicaLifecycle:
                 raise ReplicaUnavailable(f"the launch of {self.replica_id} was canceled")
             loop.call_soon_threadsafe(self._on_progress, progress)
 
-        self._begin(lambda: self._context.launcher.launch(self.deployment, self.replica_id, on_progress))
+        launcher = self._context.launcher
+        self._begin(lambda: launcher.launch(self.deployment, self.replica_id, on_progress, peers))
 
     def adopt(self, record: ReplicaRecord) -> None:
         """Begin to take over a running replica."""

@@ -35,12 +35,18 @@ class Fetch(Protocol):
 Notice = Callable[[Fetch, float], float | None]
 
 
-def fetch(path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+def fetch(
+    path: str,
+    headers: Mapping[str, str],
+    method: str = "GET",
+    address: str = _METADATA,
+    timeout_s: float = _TIMEOUT_S,
+) -> str | None:
     """See Fetch. Never uses a proxy: the address is the machine's own."""
     opener = request.build_opener(request.ProxyHandler({}))
-    query = request.Request(_METADATA + path, headers=dict(headers), method=method)
+    query = request.Request(address + path, headers=dict(headers), method=method)
     try:
-        with opener.open(query, timeout=_TIMEOUT_S) as response:
+        with opener.open(query, timeout=timeout_s) as response:
             return str(response.read(_MAX_BYTES).decode(errors="replace"))
     except (URLError, HTTPException, OSError, ValueError):
         return None

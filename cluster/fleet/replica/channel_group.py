@@ -154,7 +154,7 @@ class StageTimes:
 
     Attributes:
         compute_s: per step, without collectives: a rank that waits for a slow one does so in a collective.
-        num_steps: that were noted.
+        num_steps: the number of steps that were noted.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 from ....proto.block_map import BlockMap
+from ....proto.codec import NO_INTS
 from ....proto.engine_command import EngineCommand
 from ....proto.errors import (
     InvalidRequest,
@@ -21,6 +23,7 @@ from ....proto.errors import (
     QuireError,
     ReplicaUnavailable,
 )
+from ....proto.kv_transfer import KvOffer
 from ....proto.lora import LoraReference
 from ....proto.media import MediaTensors
 from ....proto.replica_status import Activity, ReplicaStatus
@@ -58,6 +61,11 @@ _log = logging.getLogger(__name__)
 HEARTBEAT_S = 1.0
 # Heartbeats after which a replica is queried that has nothing to do, if it reports changes by itself.
 QUIET_HEARTBEATS = 10
+# For a client that follows the load alone. A scheduler that hangs without work is found sooner by gateways' canaries.
+QUIET_LOAD_HEARTBEATS = 30
+# Of many gateways each waits for two rounds of a replica's reports before it asks: the replica's messages do not grow
+# with the gateways then.
+ROUNDS_OF_QUIET = 2
 # Such times for which the replica is asked to report changes, and after which it is asked again.
 _WATCH_TIMES, _RENEWAL_TIMES = 4, 3
 # Longest time that reading a backlog keeps the streams from running. In it, 100 messages of 1,024 tokens are read,
@@ -118,6 +126,22 @@ class SubmittedRequest(UpdateQueue):
         self.add(handle - self.handles.start, update)
 
 
+class _Borrower:
+    """Receives what a replica lends."""
+
+    def __init__(self, handles: range) -> None:
+        self.handles = handles
+        self.offer: asyncio.Future[KvOffer | None] = asyncio.get_running_loop().create_future()
+
+    def put(self, handle: int, update: SequenceUpdate) -> None:
+        if not self.offer.done():
+            self.offer.set_result(update.lent)
+
+    def fail(self, error: QuireError) -> None:
+        if not self.offer.done():
+            self.offer.set_result(None)
+
+
 class ReplicaClient:
     """Submits requests to one replica and passes their updates to receivers. For one event loop.
 
@@ -127,6 +151,7 @@ class ReplicaClient:
         silence_timeout_s: a replica that sends no message for this long has failed. Must exceed the scheduler's
             step_timeout_s, as the scheduler may be silent during a step.
         heartbeat_s: seconds between status queries, while the replica has work or does not report changes.
+        load_only: this client sends no requests beside a canary, and is not told of other clients' canaries.
         keys: CURVE keys of a tcp address; None for an ipc address.
         connection: None for one over ZeroMQ.
 
@@ -144,12 +169,13 @@ class ReplicaClient:
         *,
         silence_timeout_s: float = 65.0,
         heartbeat_s: float = HEARTBEAT_S,
+        load_only: bool = False,
         keys: CurveKeys | None = None,
         connection: Connection | None = None,
     ) -> None:
         self.address, self.replica_id = address, replica_id
-        self._silence_timeout_s = silence_timeout_s
-        self._heartbeat_s = heartbeat_s
+        self.silence_timeout_s = silence_timeout_s
+        self._heartbeat_s, self._load_only = heartbeat_s, load_only
         self._connection: Connection = connection or ZmqConnection(address, keys)
         self._is_open = False
         self._running: dict[int, UpdateReceiver] = {}  # handle |-> receiver, while the sequence runs
@@ -198,7 +224,7 @@ class ReplicaClient:
     @property
     def is_silent(self) -> bool:
         """True if the replica has sent no message for so long that it counts as failed."""
-        return self.silence_s > self._silence_timeout_s
+        return self.silence_s > self.silence_timeout_s
 
     @property
     def num_running(self) -> int:
@@ -216,8 +242,12 @@ class ReplicaClient:
             run_in_background(self._watch_connection(), f"watching {self.replica_id}", self._on_task_failed),
         ]
 
-    async def close(self, reason: str = "its client was closed") -> None:
-        """Fail running requests with the reason and close the connection. Safe to call twice."""
+    async def close(self, reason: str = "its client was closed", linger_ms: int = 0) -> None:
+        """Fail running requests with the reason and close the connection. Safe to call twice.
+
+        Args:
+            linger_ms: time for what was sent to leave, at least.
+        """
         tasks = [*self._tasks, *self._uploads.values()]
         for task in tasks:
             task.cancel()
@@ -226,7 +256,7 @@ class ReplicaClient:
         if self._is_open:
             for handle in self._running:
                 self.send(Abort(handle))
-            linger_ms = _LINGER_MS if self._running else 0
+            linger_ms = max(linger_ms, _LINGER_MS if self._running else 0)
             self._fail_all(reason)
             self._is_open = False
             self._fail_queries()
@@ -263,9 +293,32 @@ class ReplicaClient:
         self.send(request.submit_message(handles.start))
         return receiver
 
-    def fetch(self, request: Request) -> None:
-        """Have the replica read the blocks of a request that it will get; `fetch_only` is set. No answer follows."""
-        self.send(request.submit_message(self._new_handles(1).start))
+    def fetch(self, request: Request, handle: int | None = None) -> int:
+        """Have the replica read the blocks of a request that it will get; `fetch_only` is set. No answer follows.
+
+        Args:
+            handle: of an earlier fetch of the same request, which the replica has the prompt of; None for the first.
+
+        Returns:
+            the handle for later fetches.
+        """
+        if handle is None:
+            handle = self._new_handles(1).start
+        else:
+            request = replace(request, prompt_token_ids=NO_INTS)
+        self.send(request.submit_message(handle))
+        return handle
+
+    async def lend(self, request: Request, timeout_s: float) -> KvOffer | None:
+        """Have the replica lend the blocks of a prompt that it has cached; None if it lends none, or not in time."""
+        with suppress(ReplicaUnavailable, TimeoutError):
+            borrower = self.submit_with(replace(request, lend_only=True), _Borrower)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    return await borrower.offer
+            finally:
+                self.abort(borrower.handles)
+        return None
 
     def stop(self, handle: int) -> None:
         """End a sequence in which a stop string was found; the scheduler sends its Finish."""
@@ -593,14 +646,45 @@ class ReplicaClient:
 
     @property
     def _is_quiet(self) -> bool:
-        """Return whether the replica owes no message: it has nothing to do, and would tell if that changed."""
+        """Return whether the replica owes no message: this client waits for none, and would be told of a change.
+
+        A replica that computes tells the change of its counters each second, unless many gateways take turns.
+        """
         status = self.latest_status
-        if status is None or not status.reports_changes or status.activity is not Activity.IDLE:
+        if status is None or not status.reports_changes:
             return False
-        if status.num_running + status.num_waiting:
-            return False  # it has just been sent a request: the step comes, and no canary is sent meanwhile
         waits = any(not each.done() for each in (*self._queries.values(), *self._next_statuses))
-        return not (self._running or waits or self._problem)
+        if self._running or waits or self._problem:
+            return False
+        # With sequences it has just been sent a request: the step comes, and no canary is sent meanwhile.
+        is_idle = status.activity is Activity.IDLE and not status.num_running + status.num_waiting
+        return is_idle or self._num_rounds > 1
+
+    @property
+    def _num_rounds(self) -> int:
+        return 1 if self.latest_status is None else self.latest_status.num_report_rounds
+
+    @property
+    def crowding(self) -> float:
+        """Factor by which the replica may be quiet longer, as many gateways take turns; 1.0 for up to a hundred."""
+        return max(1.0, ROUNDS_OF_QUIET * self._num_rounds / QUIET_HEARTBEATS)
+
+    @property
+    def _quiet_s(self) -> float:
+        num_heartbeats = QUIET_LOAD_HEARTBEATS if self._load_only else QUIET_HEARTBEATS
+        return num_heartbeats * self._heartbeat_s * self.crowding
+
+    @property
+    def _query_at(self) -> float:
+        """Time of the next query of a replica that owes no message."""
+        return min(self._status_at + self._quiet_s, self._asked_at + _RENEWAL_TIMES * self._quiet_s)
+
+    @property
+    def _is_query_due(self) -> bool:
+        """Return whether to query a replica that owes a message. One of many gateways is content with any message."""
+        needs_status = self._num_rounds == 1 or bool(self._next_statuses)
+        age_s = self.status_age_s if needs_status else self.silence_s
+        return age_s > 0.9 * self._heartbeat_s or time.monotonic() >= self._query_at
 
     def _expect_message(self) -> None:
         """A message of the replica is due from now on."""
@@ -627,7 +711,7 @@ class ReplicaClient:
         messages of the replica may wait in the socket.
         """
         while True:
-            if self.status_age_s > 0.9 * self._heartbeat_s:  # else the replica has reported a change
+            if self._is_query_due:
                 self._query_status()
             due_at = time.monotonic() + self._heartbeat_s
             await asyncio.sleep(self._heartbeat_s)
@@ -641,17 +725,15 @@ class ReplicaClient:
             await self._end_of_quiet()
 
     def _query_status(self) -> None:
-        quiet_s = QUIET_HEARTBEATS * self._heartbeat_s
-        self.send(StatusQuery(next(self._query_ids), watch_s=_WATCH_TIMES * quiet_s))
+        watch_s = _WATCH_TIMES * self._quiet_s
+        self.send(StatusQuery(next(self._query_ids), watch_s, self._load_only))
         self._asked_at = time.monotonic()
         self._expect_message()
 
     async def _end_of_quiet(self) -> None:
         """Return once a message of the replica is due, or a query."""
-        quiet_s = QUIET_HEARTBEATS * self._heartbeat_s
         while self._due_since is None:
-            query_at = min(self._status_at + quiet_s, self._asked_at + _RENEWAL_TIMES * quiet_s)
-            if (left_s := query_at - time.monotonic()) <= 0:
+            if (left_s := self._query_at - time.monotonic()) <= 0:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s):

@@ -184,9 +184,7 @@ class _Launch:
         if not self._config.parallel.weights_from_peers:
             return [[] for _ in range(num_ranks)]
         over_network, namespace = self._target.is_detached, self._target.namespace
-        return [
-            find_weights(rank, self._peers, namespace, over_network=over_network) for rank in range(num_ranks)
-        ]
+        return find_weights(num_ranks, self._peers, namespace, over_network=over_network)
 
     def profile(self) -> list[int]:
         """Return the number of KV blocks that fit into each rank's memory; every rank must have loaded."""
@@ -200,9 +198,9 @@ class _Launch:
                 bar.update(rank, *counts)
 
     def allocate(self, config: EngineConfig) -> EngineConfig:
-        """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rate."""
+        """Allocate every rank's KV cache; return the configuration with the slowest rank's swap rates."""
         calls = self._call_workers("allocate", config.cache.num_kv_blocks)
-        return config.with_swap_rate(min(await_all(calls, LOAD_TIMEOUT_S, "allocating its KV cache")))
+        return config.with_swap_rates(await_all(calls, LOAD_TIMEOUT_S, "allocating its KV cache"))
 
     def log_ranks(self) -> None:
         """Log what the ranks have logged until now, for example which of their fast paths are off, and why."""
@@ -282,7 +280,7 @@ def start_table(stages: Mapping[str, float], ranks: Sequence[Mapping[str, float]
 
     Args:
         stages: stage |-> seconds, in order.
-        ranks: the same of each rank; a rank may lack stages.
+        ranks: the seconds of each rank; a rank may lack stages.
     """
     lines = [f"{'stage':<12}{'seconds':>9}  slowest rank"]
     for stage, seconds in stages.items():

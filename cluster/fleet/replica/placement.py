@@ -135,13 +135,15 @@ class Arrangement:
     """The bundles and the strategy of a replica's placement group.
 
     Attributes:
-        bundles: of the placement group; a bundle is on one node.
+        bundles: the bundles of the placement group; each is on one node.
         bundle_of: index of the bundle of each process: the scheduler, then each rank.
+        unit: what a bundle after the first is of.
     """
 
     strategy: str
     bundles: tuple[Resources, ...]
     bundle_of: tuple[int, ...]
+    unit: str = "rank"
 
 
 def arrange(
@@ -150,31 +152,37 @@ def arrange(
     nodes: Sequence[Node],
     node_types: Sequence[NodeType],
 ) -> Arrangement:
-    """Return how to place a replica: on one node, or with a bundle per pipeline stage, or with one per rank.
+    """Return how to place a replica: on one node, or with a bundle for the ranks that should be on one, or per rank.
 
-    The ranks of a stage sum after every layer, and are on one node if any can hold them. Stages send each other one
-    tensor per step.
+    The ranks of a stage sum after every layer, and are on one node if any can hold them: stages send each other one
+    tensor per step. Otherwise those are that attend for the same sequences: other ranks only exchange tokens.
 
     Args:
         bundles: resources of the scheduler and of each rank.
     """
     strategy = choose_strategy(bundles, nodes, node_types)
     single = Arrangement(strategy, tuple(bundles), tuple(range(len(bundles))))
-    if strategy == STRICT_PACK or split.pipeline == 1 or split.tensor == 1:
+    if strategy == STRICT_PACK:
         return single
     scheduler, *ranks = bundles
-    stages = [_sum(ranks[rank] for rank in split.ranks_of(stage)) for stage in range(split.pipeline)]
-    if choose_strategy(stages[:1], nodes, node_types) == PACK:
-        return single
-    stage_of = (1 + split.place_of(rank).stage for rank in range(split.num_ranks))
-    return Arrangement(PACK, (scheduler, *stages), (0, *stage_of))
+    sharers = dict.fromkeys(split.sharers_of(rank) for rank in range(split.num_ranks))
+    units = {
+        "pipeline stage": [split.ranks_of(stage) for stage in range(split.pipeline)],
+        "group of ranks that attend together": list(sharers),
+    }
+    for unit, groups in units.items():
+        own = [_sum(ranks[rank] for rank in group) for group in groups]
+        if 1 < len(groups) < split.num_ranks and choose_strategy(own[:1], nodes, node_types) == STRICT_PACK:
+            bundle_of = (number for number, group in enumerate(groups, 1) for _ in group)
+            return Arrangement(PACK, (scheduler, *own), (0, *bundle_of), unit)
+    return single
 
 
 def describe_places(split: ParallelSplit, nodes: Sequence[str]) -> str:
     """Return where the stages are and why it matters, for the log; empty for ranks on one node.
 
     Args:
-        nodes: of each rank.
+        nodes: the node of each rank.
     """
     if len(set(nodes)) == 1:
         return ""
@@ -182,7 +190,12 @@ def describe_places(split: ParallelSplit, nodes: Sequence[str]) -> str:
     for stage in range(split.pipeline):
         own = dict.fromkeys(nodes[rank][:8] for rank in split.ranks_of(stage))
         name = str(split.stage(stage)) or f"all {split.tensor} ranks"
-        crossing = ", whose ranks sum over the network after every layer" if len(own) > 1 else ""
+        shared = [{nodes[each] for each in split.sharers_of(rank)} for rank in split.ranks_of(stage)]
+        crossing = ""
+        if any(len(each) > 1 for each in shared):
+            crossing = ", whose ranks sum over the network after every layer"
+        elif len(own) > 1:
+            crossing = ", which exchange tokens over the network in every layer"
         places.append(f"{name} on {' and '.join(own)}{crossing}")
     return "; ".join(places)
 
@@ -193,7 +206,7 @@ def explain_shortage(
     """Return one line on a replica without room: its resources, and those of each node and node type.
 
     Args:
-        unit: what a bundle after the first is of: a rank, or a pipeline stage.
+        unit: as in Arrangement.
     """
     needed = _sum(bundles)
     spread = (
@@ -361,7 +374,7 @@ class Reservation:
 
     Attributes:
         group: the latest placement group; empty before `reserve`.
-        arrangement: of its bundles.
+        arrangement: the arrangement of its bundles.
     """
 
     def __init__(
@@ -433,8 +446,7 @@ class Reservation:
     def _shortage(self, selector: Mapping[str, str]) -> str:
         view = ClusterView.read(self._target.autoscaling_config)
         arrangement = self.arrangement
-        unit = "rank" if len(arrangement.bundles) == len(self._bundles) else "pipeline stage"
-        reason = explain_shortage(arrangement.bundles, arrangement.strategy, view, unit)
+        reason = explain_shortage(arrangement.bundles, arrangement.strategy, view, arrangement.unit)
         if nearest := nearest_split(self._bundles, self._split, view):
             reason += f"; {nearest}"
         labels = ", ".join(f"{name}={value}" for name, value in selector.items())

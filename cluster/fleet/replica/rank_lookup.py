@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,10 @@ import ray
 from ray.exceptions import RayError
 
 from ....proto.errors import in_one_line
+from ..ray.errors import describe
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
     from ....worker import WeightSource
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 STANDBY_ROLE = "standby-"
 # For a process that was started as a standby to name its rank.
 _ANSWER_TIMEOUT_S = 2.0
-# For a rank to say where its weights can be read.
+# For all ranks of all replicas together to say where their weights can be read.
 _WEIGHTS_TIMEOUT_S = 3.0
 
 _log = logging.getLogger(__name__)
@@ -56,29 +59,43 @@ def find_rank(replica_id: str, rank: int, namespace: str) -> ActorHandle:
 
 
 def find_weights(
-    rank: int, replica_ids: Iterable[str], namespace: str, *, over_network: bool
-) -> list[WeightSource]:
-    """Return where the weights of a rank can be read, of the replicas that answer in time.
+    num_ranks: int, replica_ids: Sequence[str], namespace: str, *, over_network: bool
+) -> list[list[WeightSource]]:
+    """Return for each rank where its weights can be read, of the replicas that answer in time, all asked at once.
+
+    A replica that has ended, hangs or fails is left out, and the log names it.
 
     Args:
         over_network: also from other hosts.
     """
-    calls = {}
-    for replica_id in replica_ids:
-        with suppress(ValueError):  # it is starting or has ended
-            worker = find_rank(replica_id, rank, namespace)
-            calls[worker.weight_source.remote(replica_id, over_network=over_network)] = replica_id
+    found: list[list[WeightSource]] = [[] for _ in range(num_ranks)]
+    calls: dict[ObjectRef, tuple[str, int]] = {}
+    deadline = time.monotonic() + _WEIGHTS_TIMEOUT_S
+    for number, replica_id in enumerate(replica_ids):
+        if time.monotonic() >= deadline:
+            late_ids = ", ".join(replica_ids[number:])
+            _log.warning("not asked for weights, since others have not answered in time: %s", late_ids)
+            break
+        for rank in range(num_ranks):
+            try:
+                worker = find_rank(replica_id, rank, namespace)
+            except (ValueError, RayError) as error:
+                _log.info("%s is not asked for weights: %s", replica_id, in_one_line(error))
+                break
+            calls[worker.weight_source.remote(replica_id, over_network=over_network)] = replica_id, rank
     if not calls:
-        return []
-    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=_WEIGHTS_TIMEOUT_S)
-    found = []
+        return found
+    left_s = max(0.0, deadline - time.monotonic())
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=left_s)
     for call in ready:
+        replica_id, rank = calls[call]
         try:
-            found.append(ray.get(call))
+            found[rank].append(ray.get(call))
         except RayError as error:
-            _log.info("rank %d of %s does not name its weights: %s", rank, calls[call], in_one_line(error))
+            _log.warning("rank %d of %s does not name its weights: %s", rank, replica_id, describe(error))
     for call in late:
-        _log.info("rank %d of %s has not named its weights in %g s", rank, calls[call], _WEIGHTS_TIMEOUT_S)
+        replica_id, rank = calls[call]
+        _log.warning("rank %d of %s has not named its weights in %g s", rank, replica_id, _WEIGHTS_TIMEOUT_S)
     return found
 
 
@@ -91,13 +108,19 @@ def end_standbys(replica_id: str, namespace: str) -> None:
 
 
 def _standbys(replica_id: str, namespace: str) -> Iterator[tuple[ActorHandle, int | None]]:
-    """Yield the processes that were started as a standby, each with its rank."""
+    """Yield the processes that were started as a standby, each with its rank; all are asked at once."""
     prefix = actor_name(replica_id, STANDBY_ROLE)
+    asked: dict[ObjectRef, ActorHandle] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == namespace and actor["name"].startswith(prefix):
             with suppress(ValueError):  # the actor ended after it was listed
                 standby = ray.get_actor(actor["name"], namespace)
-                assigned = None
+                asked[standby.assigned_rank.remote()] = standby
+    if asked:
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
+        for call, standby in asked.items():
+            assigned = None
+            if call in ready:
                 with suppress(RayError):
-                    assigned = ray.get(standby.assigned_rank.remote(), timeout=_ANSWER_TIMEOUT_S)
-                yield standby, assigned
+                    assigned = ray.get(call)
+            yield standby, assigned

@@ -12,6 +12,7 @@ fixed cost and the margin, which covers errors of the rates where both ways take
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ....proto.kv_transfer import PULL_OVERHEAD_S
@@ -31,7 +32,7 @@ class PromptAt:
     """A prompt at a replica that may compute it.
 
     Attributes:
-        num_uncached_tokens: of the prompt.
+        num_uncached_tokens: tokens of the prompt that must be computed.
         num_queued_tokens: prompt tokens that the replica computes before.
         num_delayed: sequences that the whole time of the prompt delays: each one that waits, since as many will come
             meanwhile, and a share of each one that runs.
@@ -65,6 +66,33 @@ class PromptAt:
 
 
 @dataclass(frozen=True, slots=True)
+class PullRate:
+    """Speed at which a replica reads KV from another one.
+
+    Attributes:
+        tokens_per_s: keys and values of tokens; 0 if it is unknown.
+        state_s: time of the state after them, in a model whose layers keep one of each sequence.
+    """
+
+    tokens_per_s: float
+    state_s: float = 0.0
+
+    @staticmethod
+    def of(status: ReplicaStatus) -> PullRate:
+        """Return the rate that a replica has measured."""
+        bytes_per_s = status.kv_pull_bytes_per_s
+        if bytes_per_s <= 0 or status.kv_token_bytes <= 0:
+            return PullRate(0.0)
+        return PullRate(bytes_per_s / status.kv_token_bytes, status.kv_state_bytes / bytes_per_s)
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the time of a pull of tokens; infinite while the rate is unknown."""
+        if self.tokens_per_s <= 0:
+            return math.inf
+        return PULL_OVERHEAD_S + num_tokens / self.tokens_per_s + self.state_s
+
+
+@dataclass(frozen=True, slots=True)
 class SplitEstimate:
     """Seconds that a prompt costs.
 
@@ -72,7 +100,7 @@ class SplitEstimate:
         alone_s: if the decode replica computes it.
         apart_s: if the prefill replica does, without the transfer.
         first_token_alone_s, first_token_s: parts of these until the first token.
-        transfer_s: of the KV, between the first and the second token.
+        transfer_s: time of the KV's transfer, between the first and the second token.
     """
 
     alone_s: float
@@ -93,18 +121,18 @@ class SplitEstimate:
         return LATE_FACTOR * self.first_token_s + LATE_S
 
 
-def estimate_split(decode: PromptAt, prefill: PromptAt, pull_tokens_per_s: float) -> SplitEstimate | None:
+def estimate_split(decode: PromptAt, prefill: PromptAt, pull: PullRate) -> SplitEstimate | None:
     """Return the costs of a prompt's two ways; None while rates are unknown: the decode replica then measures them.
 
     Args:
-        pull_tokens_per_s: rate at which the decode replica reads the KV of tokens.
+        pull: speed at which the decode replica reads.
     """
     # A replica that has not measured its own rate yet is taken for one like the other.
     decode = replace(decode, tokens_per_s=decode.tokens_per_s or prefill.tokens_per_s)
     prefill = replace(prefill, tokens_per_s=prefill.tokens_per_s or decode.tokens_per_s)
-    if decode.tokens_per_s <= 0 or pull_tokens_per_s <= 0:
+    if decode.tokens_per_s <= 0 or pull.tokens_per_s <= 0:
         return None
-    transfer_s = PULL_OVERHEAD_S + decode.num_uncached_tokens / pull_tokens_per_s
+    transfer_s = pull.seconds(decode.num_uncached_tokens)
     return SplitEstimate(
         decode.cost_s, prefill.cost_s, decode.first_token_s, prefill.first_token_s, transfer_s
     )

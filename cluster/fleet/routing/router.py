@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import islice
 
 import numpy as np
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from ....proto.digests import CACHE_HASH_BYTES
 from ....proto.stream import CacheReport
+from .rendezvous import hash64, weights_of_pairs
 
 # Hashes kept per replica, the most recent ones: about 12 MB, for two million tokens in blocks of 16.
 MAX_HASHES = 131_072
@@ -46,8 +46,8 @@ class Router:
     replicas is chosen (Mitzenmacher, "The power of two choices in randomized load balancing", 2001): loads are a
     second old, and with the minimum of all replicas every gateway would choose the same one.
 
-    A request without a cached prefix goes to a replica by rendezvous hashing of its salt (Thaler and Ravishankar,
-    1998): a tenant's requests can share prefixes only with each other, so they should meet at one replica.
+    A request without a cached prefix goes to a replica by rendezvous hashing of its salt: a tenant's requests can
+    share prefixes only with each other, so they should meet at one replica.
 
     The cost of a choice hardly depends on the number of replicas: one index has the holders of each hash, and the
     loads are arrays. A replica's *slot* is its place in the arrays and its bit in a set of replicas, which is an int.
@@ -126,6 +126,14 @@ class Router:
         slot = self._slots.get(replica_id)
         return 0 if slot is None else self._longest_prefix(hashes, self._bits[slot])[0]
 
+    def longest_prefix(self, hashes: Sequence[bytes]) -> tuple[int, list[str]]:
+        """Return the blocks of the longest prefix that a replica has cached, and the replicas that have it.
+
+        Only replicas that take requests count.
+        """
+        num_blocks, holders = self._longest_prefix(hashes, self._taking)
+        return num_blocks, [self._names[slot] for slot in np.flatnonzero(self._is_in(holders))]
+
     def record_submit(self, replica_id: str, hashes: Iterable[bytes]) -> None:
         """Count a submitted request's blocks as cached at the replica from now on.
 
@@ -171,7 +179,7 @@ class Router:
             self._kv_use = np.append(self._kv_use, np.inf)
             self._name_hashes = np.append(self._name_hashes, np.uint64(0))
         self._slots[replica_id], self._names[slot] = slot, replica_id
-        self._name_hashes[slot] = _hash64(replica_id.encode())
+        self._name_hashes[slot] = hash64(replica_id.encode())
         return slot
 
     def _set_window(self, slot: int, window_blocks: int) -> None:
@@ -263,19 +271,13 @@ class Router:
 
     def _slot_of_tenant(self, salt: bytes) -> int:
         """Return the slot with the largest weight for the salt, of the replicas that take requests."""
-        mixed = self._name_hashes ^ np.uint64(_hash64(salt))
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # SplitMix64
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        return int(np.argmax(np.where(self._is_in(self._taking), mixed | np.uint64(1), np.uint64(0))))
+        weights = weights_of_pairs(self._name_hashes, hash64(salt)) | np.uint64(1)
+        return int(np.argmax(np.where(self._is_in(self._taking), weights, np.uint64(0))))
 
     def _less_loaded_of_two(self, slots: npt.NDArray[np.intp]) -> int:
         """Return the less loaded of two random slots."""
         pair = [int(slots[index]) for index in self._rng.sample(range(len(slots)), min(2, len(slots)))]
         return min(pair, key=lambda slot: (self._queued[slot] // QUEUE_SLACK_TOKENS, self._kv_use[slot]))
-
-
-def _hash64(name: bytes) -> int:
-    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
 def _split_hashes(hashes: bytes) -> Iterable[bytes]:

@@ -37,18 +37,19 @@ async def control_replicas(pool: ReplicaPool, command: EngineCommand) -> None:
         InvalidRequest: a replica refused; says why. Other replicas may have carried out the command.
         ReplicaUnavailable: there is no replica, or one did not answer.
     """
-    clients = list(pool.clients.values())
-    if not clients:
-        raise ReplicaUnavailable(f"no replica of {pool.model} runs")
     if command.action is Action.UPDATE_WEIGHTS:
         command = replace(command, timestamp=new_timestamp(after=pool.weights.timestamp))
-    results = await asyncio.gather(
-        *(client.control(command, COMMAND_TIMEOUT_S) for client in clients), return_exceptions=True
-    )
+    async with pool.reach() as reached:
+        if not reached:
+            raise ReplicaUnavailable(f"no replica of {pool.model} runs")
+        results = await asyncio.gather(
+            *(client.control(command, COMMAND_TIMEOUT_S) for client in reached.values()),
+            return_exceptions=True,
+        )
     errors = [result for result in results if isinstance(result, BaseException)]
-    if command.action is Action.UPDATE_WEIGHTS and len(errors) < len(clients):
+    if command.action is Action.UPDATE_WEIGHTS and len(errors) < len(results):
         pool.weights.on_update(command)
-    await _refresh(clients)
+    await _refresh(pool.clients.values())
     if errors:
         raise errors[0]
 
@@ -59,11 +60,12 @@ async def _refresh(clients: Iterable[ReplicaClient]) -> None:
     await asyncio.gather(*queries, return_exceptions=True)
 
 
-def flush_caches(pool: ReplicaPool) -> list[str]:
+async def flush_caches(pool: ReplicaPool) -> list[str]:
     """Have all replicas of a model forget the cached prefixes; return their ids."""
-    for client in pool.clients.values():
-        client.send(FlushCache())
-    return list(pool.clients)
+    async with pool.reach() as reached:
+        for client in reached.values():
+            client.send(FlushCache())
+        return list(reached)
 
 
 def is_sleeping(pool: ReplicaPool) -> bool:
@@ -103,7 +105,8 @@ async def inject_fault(
 
 
 def _find_replica(services: GatewayServices, prefix: str) -> str:
-    known = sorted(replica_id for model in services.models for replica_id in model.pool.clients)
+    pools = [model.pool for model in services.models]
+    known = sorted(replica_id for pool in pools for replica_id in (*pool.clients, *pool.unused_ids))
     found = [prefix] if prefix in known else [each for each in known if each.startswith(prefix)]
     if len(found) != 1:
         problem = "which is no replica" if not found else "which several replicas have"

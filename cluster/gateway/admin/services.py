@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from ....proto import admin_pb2
 from ....proto.faults import Fault
+from ....proto.replica_status import ReplicaStatus
 from ...fleet.controller.fleet_state import FleetCommand
 from ...os_utils.event_loop import run_in_background
 from ...text.requests.observer import Observers, RequestObserver
@@ -35,7 +36,7 @@ class Monitor:
         clock: monotonic time in seconds.
 
     Attributes:
-        observer: to be given every call.
+        observer: receives every call.
         recent: empty until `start`.
     """
 
@@ -161,6 +162,10 @@ class Fleet(Protocol):
 
     def describe(self) -> admin_pb2.GetStatusResponse:
         """Return the fleet's state, without the load figures that only replicas have."""
+        ...
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        """Return the latest statuses of all replicas. Raises ReplicaUnavailable if the controller does not answer."""
         ...
 
     async def apply(self, command: FleetCommand) -> Mapping[str, Any]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
 
 from ....proto import admin_pb2
 from ....proto.block_map import BlockMap
 from ....proto.errors import InvalidRequest, ReplicaUnavailable
+from ....proto.replica_status import ReplicaStatus
 from ...client.wire.admin_messages import replica_to_message
 from ...client.wire.message_fields import to_message
 from ...fleet.replica.client import ReplicaClient
@@ -26,41 +27,65 @@ _REPLICA_FIELDS = ("replica_id", "model", "ready", "problem", "state", "version"
 
 
 async def current_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
-    """Return the state; every replica is asked for its own, within STATUS_TIMEOUT_S."""
+    """Return the state; every replica of this gateway is asked for its own, within STATUS_TIMEOUT_S."""
     queries = [_ask(pool, replica_id) for pool in _pools(services) for replica_id in pool.clients]
-    return _compose(services, await asyncio.gather(*queries))
+    replicas, unused = await asyncio.gather(asyncio.gather(*queries), _unused_statuses(services))
+    return _compose(services, replicas, unused)
 
 
-def latest_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
-    """Return the state with the latest status of each replica. Never waits."""
-    known = [
-        _describe(pool, replica_id, client)
-        for pool in _pools(services)
-        for replica_id, client in pool.clients.items()
-    ]
-    return _compose(services, known)
+async def latest_status(services: GatewayServices) -> admin_pb2.GetStatusResponse:
+    """Return the state with the latest status of each replica. Asks no replica."""
+    return _compose(services, _latest(services), await _unused_statuses(services))
 
 
 async def block_map(services: GatewayServices, replica_id: str, timeout_s: float) -> BlockMap:
     """Return the map of a replica's KV blocks.
 
     Raises:
-        InvalidRequest: this gateway has no such replica.
+        InvalidRequest: there is no such replica.
         ReplicaUnavailable: the replica does not answer in time.
     """
     for pool in _pools(services):
-        client = pool.clients.get(replica_id)
-        if client is not None:
-            return await client.block_map(timeout_s)
+        async with pool.reach([replica_id]) as reached:
+            for client in reached.values():
+                return await client.block_map(timeout_s)
     raise InvalidRequest("replica_id", f"is {replica_id!r}, which is no replica of this server")
+
+
+def _latest(services: GatewayServices) -> list[admin_pb2.Replica]:
+    return [
+        _describe(pool, replica_id, client)
+        for pool in _pools(services)
+        for replica_id, client in pool.clients.items()
+    ]
+
+
+async def _unused_statuses(services: GatewayServices) -> Mapping[str, ReplicaStatus]:
+    """Return replica_id |-> status of replicas that only other gateways use; not all, if the controller is late."""
+    if services.fleet is None or not any(pool.unused_ids for pool in _pools(services)):
+        return {}
+    try:
+        async with asyncio.timeout(STATUS_TIMEOUT_S):
+            return {each.replica_id: each for each in await services.fleet.statuses()}
+    except (TimeoutError, ReplicaUnavailable):
+        return {}
 
 
 def _pools(services: GatewayServices) -> list[ReplicaPool]:
     return [model.pool for model in services.models]
 
 
-def _compose(services: GatewayServices, replicas: Iterable[admin_pb2.Replica]) -> admin_pb2.GetStatusResponse:
-    """Return the fleet's state, if there is a fleet, with the replicas and the traffic added."""
+def _compose(
+    services: GatewayServices,
+    replicas: Iterable[admin_pb2.Replica],
+    unused: Mapping[str, ReplicaStatus] | None = None,
+) -> admin_pb2.GetStatusResponse:
+    """Return the fleet's state, if there is a fleet, with the replicas and the traffic added.
+
+    Args:
+        replicas: those of this gateway.
+        unused: statuses of the others, as far as they are known.
+    """
     fleet = services.fleet
     response = admin_pb2.GetStatusResponse() if fleet is None else fleet.describe()
     described = {replica.replica_id: replica for replica in response.replicas}
@@ -70,6 +95,12 @@ def _compose(services: GatewayServices, replicas: Iterable[admin_pb2.Replica]) -
             response.replicas.append(replica)
         else:
             known.MergeFrom(replica)
+    for replica_id in (name for pool in _pools(services) for name in pool.unused_ids if name in described):
+        status = (unused or {}).get(replica_id)
+        if status is None:
+            described[replica_id].ready = True
+        else:
+            described[replica_id].MergeFrom(replica_to_message(status, status.problem))
     response.traffic.extend(_traffic(services, model) for model in services.models)
     return response
 
@@ -127,7 +158,7 @@ class FleetEvents:
 
     def take(self) -> list[admin_pb2.WatchEventsResponse]:
         """Return an event for each object that is new, has changed or exists no more; at first for each object."""
-        present, known = _objects(latest_status(self._services)), self._known
+        present, known = _objects(_compose(self._services, _latest(self._services))), self._known
         self._known = present
         changed = [(key, each, False) for key, each in present.items() if known.get(key) != each]
         removed = [(key, each, True) for key, each in known.items() if key not in present]
@@ -155,7 +186,7 @@ def _without_figures(replica: admin_pb2.Replica) -> admin_pb2.Replica:
 
 
 def current_load(models: ServedModels) -> admin_pb2.GetLoadResponse:
-    """Return the load of each model. Never waits."""
+    """Return the load of each model: of the replicas that this gateway uses. Never waits."""
     return admin_pb2.GetLoadResponse(models=map(_load_of, models))
 
 

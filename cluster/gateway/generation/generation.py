@@ -211,9 +211,10 @@ class GenerationService:
         """
         request = self._find(call) or await self._start(call)
         request.join(is_resumable=call.is_resumable)
+        after = -1 if call.after_event is None else call.after_event
+        del call  # its images are megabytes
         cause: BaseException | None = None
         try:
-            after = -1 if call.after_event is None else call.after_event
             yield Generation(request.model, request.request, request.log.read(after))
         except BaseException as error:
             cause = error

@@ -32,7 +32,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     The calls that change a fleet are added below, one for each FleetCommand.
 
     Args:
-        services: without a fleet if the gateway has one replica of its own, which cannot be changed.
+        services: have no fleet if the gateway has one replica of its own, which cannot be changed.
     """
 
     def __init__(self, services: GatewayServices) -> None:
@@ -43,7 +43,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def GetStatus(
         self, message: admin_pb2.GetStatusRequest, context: Context
     ) -> admin_pb2.GetStatusResponse:
-        return latest_status(self._services) if message.cached else await current_status(self._services)
+        return await (latest_status if message.cached else current_status)(self._services)
 
     @convert_errors
     async def GetBlockMap(
@@ -56,7 +56,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def FlushCache(
         self, message: admin_pb2.FlushCacheRequest, context: Context
     ) -> admin_pb2.FlushCacheResponse:
-        replica_ids = flush_caches(self._services.models.find(message.model).pool)
+        replica_ids = await flush_caches(self._services.models.find(message.model).pool)
         return admin_pb2.FlushCacheResponse(replica_ids=replica_ids)
 
     @convert_errors

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from ....proto import inference_pb2, inference_pb2_grpc
@@ -23,7 +23,7 @@ from ...client.wire.response_messages import event_to_message, output_to_message
 from ...text.requests.outputs import PromptLogprobsDelta, collect_output
 from ..access.authentication import authorization_of
 from ..admin.services import GatewayServices, server_version
-from ..generation.generation import GenerationCall
+from ..generation.generation import Generation, GenerationCall
 from ..generation.pooled_calls import PooledResponse, check_num_inputs, pool_all
 from ..routing.served_models import ServedModel
 from .large_requests import MAX_REQUEST_BYTES, LargeRequests
@@ -52,51 +52,36 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        return await self._generate(message, context)
+        return await _whole(self._generation.run(self._call(message, context)))
 
     @convert_errors
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
-        await self._generate_stream(message, context)
+        await _stream(self._generation.run(self._call(message, context)), context)
 
     @convert_errors
     async def GenerateInPieces(self, pieces: Pieces, context: Context) -> inference_pb2.GenerateResponse:
-        return await self._generate(await self._receive(pieces, context), context)
+        return await _whole(self._run_pieces(pieces, context))
 
     @convert_errors
     async def GenerateStreamInPieces(self, pieces: Pieces, context: Context) -> None:
-        await self._generate_stream(await self._receive(pieces, context), context)
+        await _stream(self._run_pieces(pieces, context), context)
 
-    async def _receive(self, pieces: Pieces, context: Context) -> inference_pb2.GenerateRequest:
-        """Return a request that comes in pieces."""
-        with self._counting_refusals():
-            return await self._large_requests.receive(pieces, self._tenant("", context))
+    @asynccontextmanager
+    async def _run_pieces(self, pieces: Pieces, context: Context) -> AsyncIterator[Generation]:
+        """Run a request that comes in pieces, whose bytes are reserved until it has started.
 
-    async def _generate(
-        self, message: inference_pb2.GenerateRequest, context: Context
-    ) -> inference_pb2.GenerateResponse:
-        async with self._generation.run(self._call(message, context)) as generation:
-            events = [event async for event in generation.events]
-        request = generation.request
-        output = collect_output(
-            events,
-            prompt=None,  # not part of the response
-            prompt_token_ids=request.prompt_token_ids.tolist(),
-            with_prompt_logprobs=request.sampling.prompt_logprobs is not None,
-        )
-        if output.prompt_logprobs is None:
-            return output_to_message(output, request.sampling)
-        return await asyncio.to_thread(output_to_message, output, request.sampling)
-
-    async def _generate_stream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
-        async with self._generation.run(self._call(message, context)) as generation:
-            sampling = generation.request.sampling
-            async for number, event in generation.numbered_events:
-                if isinstance(event, PromptLogprobsDelta):
-                    response = await asyncio.to_thread(event_to_message, event, sampling)
-                else:
-                    response = event_to_message(event, sampling)
-                response.sequence_number = number
-                await write_in_time(context, response)
+        Then neither its message nor the files of its images are held any more.
+        """
+        async with AsyncExitStack() as running:
+            async with AsyncExitStack() as reserved:
+                with self._counting_refusals():
+                    receiving = self._large_requests.receive(pieces, self._tenant("", context))
+                    message = await reserved.enter_async_context(receiving)
+                call = self._generation.run(self._call(message, context))
+                del message
+                generation = await running.enter_async_context(call)
+                del call
+            yield generation
 
     @convert_errors
     async def Embed(
@@ -216,6 +201,33 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """Return the caller's tenant. Raises InvalidRequest if the call's token belongs to another tenant."""
         caller = self._authenticator.caller(authorization_of(context.invocation_metadata()))
         return self._authenticator.tenant(caller, claimed)
+
+
+async def _whole(running: AbstractAsyncContextManager[Generation]) -> inference_pb2.GenerateResponse:
+    async with running as generation:
+        events = [event async for event in generation.events]
+    request = generation.request
+    output = collect_output(
+        events,
+        prompt=None,  # not part of the response
+        prompt_token_ids=request.prompt_token_ids.tolist(),
+        with_prompt_logprobs=request.sampling.prompt_logprobs is not None,
+    )
+    if output.prompt_logprobs is None:
+        return output_to_message(output, request.sampling)
+    return await asyncio.to_thread(output_to_message, output, request.sampling)
+
+
+async def _stream(running: AbstractAsyncContextManager[Generation], context: Context) -> None:
+    async with running as generation:
+        sampling = generation.request.sampling
+        async for number, event in generation.numbered_events:
+            if isinstance(event, PromptLogprobsDelta):
+                response = await asyncio.to_thread(event_to_message, event, sampling)
+            else:
+                response = event_to_message(event, sampling)
+            response.sequence_number = number
+            await write_in_time(context, response)
 
 
 def _model_to_message(model: ServedModel) -> inference_pb2.Model:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sized
 from contextlib import aclosing
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -89,12 +89,13 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         )
 
 
-def parse(raw: bytes, kind: Descriptor) -> Message:
+def parse(raw: bytes | bytearray, kind: Descriptor) -> Message:
     """Return the message. Raises InvalidRequest if it is malformed or has too many fields."""
     if len(raw) > _MAX_UNCHECKED_BYTES and has_more_fields(raw, kind, MAX_FIELDS):
         raise InvalidRequest(kind.name, f"has more than {MAX_FIELDS} fields")
     try:
-        return message_factory.GetMessageClass(kind).FromString(raw)
+        # Its types know bytes alone; a bytearray is parsed without a copy.
+        return message_factory.GetMessageClass(kind).FromString(cast("bytes", raw))
     except DecodeError:
         raise InvalidRequest(kind.name, f"is not a valid message of {len(raw)} bytes") from None
 
@@ -144,7 +145,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _NUM_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 
 
-def has_more_fields(raw: bytes, kind: Descriptor, limit: int) -> bool:
+def has_more_fields(raw: bytes | bytearray, kind: Descriptor, limit: int) -> bool:
     """Return whether an encoded message has more than `limit` fields, those of nested messages included.
 
     Takes about 1 us per field, up to `limit`. A malformed message is counted up to its error.
@@ -178,7 +179,7 @@ def has_more_fields(raw: bytes, kind: Descriptor, limit: int) -> bool:
     return False
 
 
-def _varint(raw: bytes, position: int, end: int) -> tuple[int, int]:
+def _varint(raw: bytes | bytearray, position: int, end: int) -> tuple[int, int]:
     """Return the number at a position and the position after it; `end` if it has no end."""
     if position < end and raw[position] < 0x80:
         return raw[position], position + 1

@@ -183,6 +183,24 @@ async def numbered_events(generations: Sequence[Generation]) -> AsyncIterator[tu
             task.cancel()
 
 
+async def run_to_end(
+    services: GatewayServices, calls: Sequence[GenerationCall], names: Mapping[str, str], request: Request
+) -> tuple[list[Generation], list[RequestOutput]]:
+    """Run the calls of a request until they end; return each one's generation and output.
+
+    Args:
+        names: see `renamed_fields`.
+
+    Raises:
+        ClientLeft: the client has left.
+        QuireError: a call failed, or `run_all` refuses it.
+    """
+    async with unless_client_leaves(request.receive):
+        with renamed_fields(names):
+            async with run_all(services.generation, calls) as generations:
+                return generations, await collect_all(generations)
+
+
 async def collect_all(generations: Sequence[Generation]) -> list[RequestOutput]:
     """Return the outputs of all generations once they have ended."""
     events: list[list[StreamEvent]] = [[] for _ in generations]

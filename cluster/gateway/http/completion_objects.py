@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -23,7 +24,10 @@ from ...text.requests.outputs import (
     most_likely,
 )
 from ...text.requests.tokenizer import Tokenizer
-from .json_bodies import JsonItems, json_bytes
+from ..generation.generation import Generation
+from .json_bodies import JsonItems, ResponseHead, json_bytes
+from .schema.sampling_fields import SamplingFields
+from .stream_position import StreamPosition
 
 # Stands for minus infinity, which JSON lacks; as OpenAI's API.
 LEAST = -9999.0
@@ -46,6 +50,43 @@ class Chunk(Struct):
     def event(self, encode: Callable[[Any], bytes] = json_bytes) -> bytes:
         """Return the chunk as an event of the stream."""
         return b"data: %b\n\n" % encode(self)
+
+
+class ChunkStream:
+    """Writer of the chunks of a stream: their common fields, and the usage.
+
+    Args:
+        position: the client's position before the events; with several prompts it is the beginning.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        head: ResponseHead,
+        body: SamplingFields,
+        generations: Sequence[Generation],
+        position: StreamPosition,
+    ) -> None:
+        self._body = body
+        self._new_chunk = partial(Chunk, head.id, kind, head.created, generations[0].model_name)
+        self._num_tokens = [0] * (generations[0].request.sampling.n * len(generations))
+        for index, output in position.resume_position.outputs.items():
+            self._num_tokens[index] = output.num_tokens
+        self._null_usage = None if body.includes_usage else UNSET
+
+    def end(self) -> bytes:
+        """Return the chunks after all events."""
+        if not self._body.includes_usage:
+            return DONE
+        return self._new_chunk([], usage=usage_json(self._usage())).event() + DONE
+
+    def _usage(self) -> Usage:
+        """Return the usage so far."""
+        raise NotImplementedError
+
+    def _usage_so_far(self) -> dict[str, Any] | UnsetType | None:
+        """Return the usage of a chunk that is not the last."""
+        return usage_json(self._usage()) if self._body.has_continuous_usage else self._null_usage
 
 
 class Completion(Struct):

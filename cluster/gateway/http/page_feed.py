@@ -78,7 +78,7 @@ class PageFeed:
         self._frames = {key: frame for key, frame in self._frames.items() if frame.made_at > oldest}
 
     async def _content(self, replica_id: str) -> dict[str, Any]:
-        fleet = from_message(FleetInfo, latest_status(self._services))
+        fleet = from_message(FleetInfo, await latest_status(self._services))
         blocks = await self._blocks(replica_id) if replica_id else None
         return {"version": server_version(), "fleet": asdict(fleet), "blocks": blocks}
 

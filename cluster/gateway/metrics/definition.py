@@ -22,9 +22,9 @@ class Metric:
     """A metric, as documented, exposed and drawn.
 
     Attributes:
-        name: without the suffixes of its samples (``_total``, ``_bucket``, ``_sum``, ``_count``).
+        name: the metric's name without the suffixes of its samples (``_total``, ``_bucket``, ``_sum``, ``_count``).
         help: one sentence.
-        unit: in Grafana's names: ``short`` (a count), ``s``, ``percentunit`` (1 = 100 %), ``bytes``.
+        unit: the unit in Grafana's names: ``short`` (a count), ``s``, ``percentunit`` (1 = 100 %), ``bytes``.
         labels: names of its labels, in the order of their values.
         buckets: upper bounds of a histogram's buckets, without infinity.
     """

@@ -83,6 +83,7 @@ def collect_replicas(samples: Samples, models: ModelsView) -> None:
     """Add the samples of every replica of this gateway; a replica without a status has only those of its state."""
     for model in models:
         samples.add(request_definitions.UNPLACED_REQUESTS, (model.name,), model.pool.num_waiting)
+        samples.add(request_definitions.WARMED_TOKENS, (model.name,), model.pool.num_warmed_tokens)
         for replica_id, client in model.pool.clients.items():
             labels = (model.name, replica_id)
             samples.add(replica_definitions.REPLICA_READY, labels, not model.pool.why_unavailable(replica_id))

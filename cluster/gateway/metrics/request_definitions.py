@@ -13,6 +13,10 @@ UNPLACED_REQUESTS = gauge(
     "quire_gateway_waiting_requests",
     "Requests that wait in this gateway for a replica. Not part of vllm:num_requests_waiting.",
 )
+WARMED_TOKENS = counter(
+    "quire_gateway_warmed_tokens",
+    "Tokens of shared prefixes that this gateway told replicas to read from others when they became ready.",
+)
 OPEN_REQUESTS = gauge("quire_gateway_open_requests", "Requests of this gateway that have not ended.")
 PROMPT_TOKENS = counter(
     "vllm:prompt_tokens",

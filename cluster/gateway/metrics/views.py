@@ -19,6 +19,11 @@ class PoolView(Protocol):
         ...
 
     @property
+    def num_warmed_tokens(self) -> int:
+        """Tokens of prefixes that replicas were told to read when they became ready."""
+        ...
+
+    @property
     def clients(self) -> Mapping[str, ReplicaClient]:
         """replica_id |-> its client."""
         ...

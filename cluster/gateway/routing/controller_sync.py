@@ -6,14 +6,17 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ....proto import admin_pb2
 from ....proto.config import EngineConfig
 from ....proto.errors import QuireError
+from ....proto.replica_status import ReplicaStatus
 from ....proto.transport.network import CurveKeys
 from ...config.deployment import Deployment
 from ...config.machine import LARGE_GPU_BYTES
@@ -30,6 +33,7 @@ from ...fleet.controller.fleet_state import (
 )
 from ...fleet.replica.client import SILENCE_MARGIN_S, ReplicaClient
 from ...fleet.replica.record import ReplicaRecord
+from ...fleet.routing.subset import SUBSET_SIZE, Subset
 from ...os_utils.backoff import Backoff
 from ...os_utils.event_loop import run_in_background
 from ...text.requests.tokenizer import Tokenizer, load_tokenizer
@@ -62,12 +66,16 @@ class _SyncedModel:
         version: version of the deployment that `served` was read from.
         silence_timeout_s: silence after which a replica of that version counts as failed.
         is_logged: the log has a summary of that version.
+        subsets: version |-> this gateway's choice among the replicas of that version.
+        failed: replicas that this gateway could not use when it chose.
     """
 
     version: str
     served: ServedModel
     silence_timeout_s: float
     is_logged: bool = False
+    subsets: dict[str, Subset] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
 
 
 class ControllerSync:
@@ -75,14 +83,20 @@ class ControllerSync:
 
     Args:
         models: the gateway's models; this object adds and removes them.
+        subset_size: replicas of a model and version that the gateway uses, on average; see Subset.
     """
 
-    def __init__(self, controller: Controller, models: ServedModels) -> None:
+    def __init__(
+        self, controller: Controller, models: ServedModels, *, subset_size: int = SUBSET_SIZE
+    ) -> None:
+        self._subset_size = subset_size
         self._controller = controller
         self._models = models
         self._gateway_id = secrets.token_hex(8)
         self._keys: CurveKeys | None = None
         self._state = FleetState("")
+        self._gateways: tuple[str, ...] | None = ()  # the latest that the controller knew
+        self._chosen_from = self._state  # the state that the subsets are of
         self._synced: dict[str, _SyncedModel] = {}
         self._retired: list[ReplicaPool] = []  # of deleted models, while they have replicas
         self._problem = "the fleet's controller has not answered yet"
@@ -110,13 +124,17 @@ class ControllerSync:
     def describe(self) -> admin_pb2.GetStatusResponse:
         return fleet_state_to_message(self._state, self._problem)
 
+    async def statuses(self) -> list[ReplicaStatus]:
+        """Return the latest statuses of the fleet's replicas. Raises ReplicaUnavailable without the controller."""
+        return await self._controller.statuses()
+
     async def _watch_loop(self) -> None:
         """Apply every new state of the controller."""
         backoff = Backoff(FIRST_RETRY_S, MAX_RETRY_S)
         while True:
             try:
                 self._keys = self._keys or await self._controller.keys()
-                state = await self._controller.watch(self._state.version, WATCH_TIMEOUT_S)
+                state = await self._controller.watch(self._gateway_id, self._state.version, WATCH_TIMEOUT_S)
                 if state is not None:
                     await self._apply(state)
                     self._state = state
@@ -147,8 +165,10 @@ class ControllerSync:
         for pool in [*(model.served.pool for model in self._synced.values()), *self._retired]:
             _remove_ended(pool, state)
             _drain_draining(pool, state)
+        self._gateways = self._gateways if state.gateways == () else state.gateways
+        self._chosen_from = state
         for model in self._synced.values():
-            self._add_ready(model, state)
+            self._use_subset(model, state)
         for pool in [pool for pool in self._retired if not pool.clients]:
             await pool.close()
             self._retired.remove(pool)
@@ -176,7 +196,7 @@ class ControllerSync:
         self._models.notify_change()
 
     def _retire_deleted(self, state: FleetState) -> None:
-        for name in set(self._synced) - {entry.deployment.name for entry in state.deployments}:
+        for name in sorted(set(self._synced) - {entry.deployment.name for entry in state.deployments}):
             pool = self._synced.pop(name).served.pool
             self._models.remove(name)
             pool.retire()
@@ -187,25 +207,74 @@ class ControllerSync:
         return ReplicaPool(
             name,
             config.cache.block_size,
+            sees_whole_prompt=config.model.sees_whole_prompt,
             max_waiting=config.scheduler.max_queue_len,
             on_demand=self._report_due.set,
             on_change=self._models.notify_change,
             explain_unavailable=lambda: self._explain_unavailable(name),
         )
 
-    def _add_ready(self, model: _SyncedModel, state: FleetState) -> None:
-        """Add the replicas that have become ready. Not for deleted models: their pools get no more requests."""
+    def _use_subset(self, model: _SyncedModel, state: FleetState) -> None:
+        """Add the replicas to use that have become ready, and part from those that others use instead.
+
+        Not for deleted models: their pools get no more requests.
+        """
         pool = model.served.pool
-        for entry in state.replicas_of(pool.model):
-            if entry.state is not ReplicaState.READY or entry.record is None:
-                continue
-            client = pool.clients.get(entry.replica_id)
-            if client is not None and client.address != entry.record.endpoint:
-                pool.remove(entry.replica_id, "its scheduler was replaced")
-                client = None
-            if client is None:
-                pool.add(self._connect(entry.record, model.silence_timeout_s))
+        model.failed = _failed(pool)
+        entries = state.replicas_of(pool.model)
+        records = {
+            entry.replica_id: entry.record
+            for entry in entries
+            if entry.state is ReplicaState.READY and entry.record is not None
+        }
+        chosen = self._choose(model, entries, records)
+        for replica_id, client in list(pool.clients.items()):
+            record = records.get(replica_id)
+            if record is not None and client.address != record.endpoint:
+                pool.remove(replica_id, "its scheduler was replaced")
+            elif record is not None and replica_id not in chosen:
+                pool.leave(replica_id)
+        # In the order of the state, not of a set's: a simulation of a seed runs equally in every process.
+        for replica_id, record in records.items():
+            if replica_id in chosen and replica_id in pool.clients:
+                pool.stay(replica_id)
+            elif replica_id in chosen:
+                pool.add(self._connect(record, model.silence_timeout_s))
                 _log_summary(model)
+        pool.set_unused(
+            {
+                replica_id: partial(self._connect, record, model.silence_timeout_s)
+                for replica_id, record in records.items()
+                if replica_id not in chosen
+            }
+        )
+
+    def _choose(
+        self, model: _SyncedModel, entries: Sequence[ReplicaEntry], ready: Collection[str]
+    ) -> set[str]:
+        """Return the ready replicas to use: a subset of each version, and so of each role."""
+        if self._gateways is None:
+            return set(ready)
+        by_version: dict[str, list[str]] = {}
+        expected = Counter(entry.version for entry in entries if entry.state not in _ENDED)
+        for entry in entries:
+            if entry.replica_id in ready:
+                by_version.setdefault(entry.version, []).append(entry.replica_id)
+        model.subsets = {
+            version: model.subsets.get(version) or Subset(self._gateway_id, self._subset_size)
+            for version in by_version
+        }
+        chosen = set[str]()
+        for version, replica_ids in by_version.items():
+            subset = model.subsets[version]
+            chosen |= subset.choose(self._gateways, replica_ids, model.failed, expected[version])
+        return chosen
+
+    def _replace_failed(self) -> None:
+        """Use other replicas in place of those of the subset that this gateway cannot use."""
+        for model in self._synced.values():
+            if _failed(model.served.pool) != model.failed:
+                self._use_subset(model, self._chosen_from)
 
     def _connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
         client = ReplicaClient(
@@ -226,7 +295,10 @@ class ControllerSync:
         return "; ".join(dict.fromkeys(filter(None, lines)))
 
     async def _report_loop(self) -> None:
-        """Report demand every second in which there is any, and immediately when a request begins to wait."""
+        """Report demand every second in which there is any, and immediately when a request begins to wait.
+
+        Replace what has failed in the subset every second, too: the controller may be away, or not notice.
+        """
         last_reported: dict[str, Demand] = {}
         while True:
             collected = {model.name: model.pool.collect_demand() for model in self._models}
@@ -241,6 +313,7 @@ class ControllerSync:
             if report:
                 with suppress(QuireError):  # the next report has the requests that still wait
                     await self._controller.report(self._gateway_id, report)
+            self._replace_failed()
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_INTERVAL_S):
                     await self._report_due.wait()
@@ -286,6 +359,10 @@ def _remove_ended(pool: ReplicaPool, state: FleetState) -> None:
         entry = entries.get(replica_id)
         if entry is None or entry.state in _ENDED:
             pool.remove(replica_id, (entry.reason if entry is not None else "") or "it was ended")
+
+
+def _failed(pool: ReplicaPool) -> frozenset[str]:
+    return frozenset(replica_id for replica_id, client in pool.clients.items() if client.has_failed)
 
 
 def _drain_draining(pool: ReplicaPool, state: FleetState) -> None:

@@ -6,25 +6,28 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ....proto.digests import make_root, prefix_hashes
+from ....proto.digests import make_root, prefix_hashes, whole_prompt_salt
 from ....proto.errors import Overloaded, QuireError, ReplicaUnavailable
+from ....proto.kv_transfer import PULL_OVERHEAD_S
 from ....proto.replica_status import Activity, ReplicaRole, ReplicaStatus
 from ....proto.stream import CacheQuery, CacheReport, RecalledOutput, best_outputs
 from ...fleet.controller.fleet_state import Demand
 from ...fleet.replica.canary import run_canary
 from ...fleet.replica.client import ReplicaClient
-from ...fleet.routing.prefill_split import PromptAt, SplitEstimate, estimate_split
+from ...fleet.routing.hot_prefixes import HotPrefix, HotPrefixes
+from ...fleet.routing.prefill_split import PromptAt, PullRate, SplitEstimate, estimate_split
 from ...fleet.routing.router import ReplicaLoad, Router
 from ...os_utils.event_loop import ChangeNotifier, run_in_background
 from ...text.requests.request import Request
 from .registries import LoraRegistry, WeightsRegistry
 from .request_migration import MigratingRequest, MoveListener, Placement, Stage, ignore_move
+from .warming import warm
 
 CANARY_TIMEOUT_S = 60.0
 CANARY_RETRY_S = 1.0
@@ -34,6 +37,8 @@ IDLE_CANARY_S = 10.0
 EARLIEST_CANARY = 0.7
 # A replica that does not answer in this time may hang: the request is computed again, which takes as long at most.
 RECALL_TIMEOUT_S = 1.0
+# For orders without an answer to arrive at replicas that the gateway does not use.
+ORDER_LINGER_MS = 1000
 # Blocks of a prompt that are hashed for routing, at most.
 MAX_HASHED_BLOCKS = 4096
 
@@ -47,24 +52,28 @@ class _Member:
     Attributes:
         is_ready: a canary token has come through all ranks to this gateway since the replica's last problem.
         is_draining: the replica must get no more requests.
+        is_leaving: the gateway uses other replicas from now on, and parts from this one once nothing runs there.
         cache_version: version of the replica's prefix cache that the router has.
         num_sent_tokens: prompt tokens to compute that were sent to the replica since its last status.
         was_held_by: `held_by` at the last status.
+        warming: reads what the other replicas' prompts share; None before it was first ready.
     """
 
     client: ReplicaClient
     weights: WeightsRegistry
     is_ready: bool = False
     is_draining: bool = False
+    is_leaving: bool = False
     cache_version: int = 0
     num_sent_tokens: int = 0
     was_held_by: str = ""
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    warming: asyncio.Task[None] | None = None
 
     @property
     def takes_requests(self) -> bool:
         status = self.client.latest_status
-        drains = self.is_draining or (status is not None and status.draining)
+        drains = self.is_draining or self.is_leaving or (status is not None and status.draining)
         return self.is_ready and not drains and not self.client.problem and not self.held_by
 
     @property
@@ -97,7 +106,7 @@ class _Member:
 
     @property
     def may_become_ready(self) -> bool:
-        return not self.client.has_failed and not self.is_draining
+        return not self.client.has_failed and not self.is_draining and not self.is_leaving
 
     @property
     def load(self) -> ReplicaLoad:
@@ -114,6 +123,7 @@ class ReplicaPool:
     Args:
         model: name of the model that the replicas serve.
         block_size: tokens per KV block.
+        sees_whole_prompt: as in ModelConfig.
         max_waiting: requests that may wait for a replica.
         max_wait_s: time that each request may wait for a replica.
         on_demand: called when a request begins to wait.
@@ -123,6 +133,7 @@ class ReplicaPool:
     Attributes:
         adapters: the LoRA adapters that its replicas serve.
         weights: the weights that its replicas must have.
+        num_warmed_tokens: of prefixes that replicas were told to read when they became ready.
     """
 
     def __init__(
@@ -130,6 +141,7 @@ class ReplicaPool:
         model: str,
         block_size: int,
         *,
+        sees_whole_prompt: bool = False,
         max_waiting: int = 4096,
         max_wait_s: float = 600.0,
         on_demand: Callable[[], None] = lambda: None,
@@ -139,7 +151,7 @@ class ReplicaPool:
         self.model = model
         self.max_waiting = max_waiting
         self.max_wait_s = max_wait_s
-        self._block_size = block_size
+        self._block_size, self._sees_whole_prompt = block_size, sees_whole_prompt
         self._on_demand = on_demand
         self._on_change = on_change
         self._explain_unavailable = explain_unavailable
@@ -151,7 +163,10 @@ class ReplicaPool:
         self.weights = WeightsRegistry()
         self._num_arrived_requests = self._num_arrived_tokens = self._num_prefill_tokens = 0
         self._num_waiting = self._num_waiting_tokens = 0
+        self._hot = HotPrefixes(block_size)
+        self.num_warmed_tokens = 0
         self._changes = ChangeNotifier()
+        self._unused: Mapping[str, Callable[[], ReplicaClient]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._is_retired = False
 
@@ -194,6 +209,8 @@ class ReplicaPool:
             return ""
         if member.is_draining:
             return "draining"
+        if member.is_leaving:
+            return "other gateways use it"
         return member.held_by or "no canary token has come through all ranks yet"
 
     def add(self, client: ReplicaClient) -> None:
@@ -214,6 +231,57 @@ class ReplicaPool:
             member.is_draining = True
             self._update_load(member)
             self._notify_change()
+
+    def leave(self, replica_id: str) -> None:
+        """Send the replica no more requests, and remove it once nothing runs there: other gateways use it."""
+        member = self._members[replica_id]
+        if not member.is_leaving:
+            member.is_leaving = True
+            self._update_load(member)
+            self._notify_change()
+        self._part_from_idle(member)
+
+    def stay(self, replica_id: str) -> None:
+        """Take back `leave`."""
+        member = self._members[replica_id]
+        if member.is_leaving:
+            member.is_leaving = False
+            self._update_load(member)
+            self._notify_change()
+
+    def _part_from_idle(self, member: _Member) -> None:
+        replica_id = member.client.replica_id
+        is_idle = not member.client.num_running
+        if member.is_leaving and is_idle and self._members.get(replica_id) is member:
+            self.remove(replica_id, "other gateways use it")
+
+    def set_unused(self, connect: Mapping[str, Callable[[], ReplicaClient]]) -> None:
+        """Set the ready replicas that only other gateways use, each with a function that makes a started client."""
+        self._unused = connect
+
+    @property
+    def unused_ids(self) -> list[str]:
+        """Ids of the ready replicas that only other gateways use."""
+        return [name for name in self._unused if name not in self._clients]
+
+    @asynccontextmanager
+    async def reach(
+        self, replica_ids: Collection[str] | None = None
+    ) -> AsyncIterator[dict[str, ReplicaClient]]:
+        """Yield replica_id |-> client, for an operator's orders; None for all replicas.
+
+        Those that this gateway does not use get connections for the time of the block.
+        """
+        used = {
+            name: each for name, each in self._clients.items() if replica_ids is None or name in replica_ids
+        }
+        unused = [name for name in self.unused_ids if replica_ids is None or name in replica_ids]
+        opened = {name: self._unused[name]() for name in unused}
+        try:
+            yield used | opened
+        finally:
+            closing = (client.close(linger_ms=ORDER_LINGER_MS) for client in opened.values())
+            await asyncio.gather(*closing)
 
     def retire(self) -> None:
         """No replica will be added any more: requests fail once none of the present ones can become ready."""
@@ -286,7 +354,9 @@ class ReplicaPool:
     def choose(self, request: Request, stage: Stage = Stage.RESUMES) -> Placement | None:
         if not self.is_ready:
             return None
-        hashes = self._hashes(request) if len(self._members) > 1 else []  # no hashing for a choice of one
+        # No hashing for a choice of one, unless a second replica could read what prompts share.
+        is_hashed = len(self._members) > 1 or any(status.kv_layout for status in self.statuses)
+        hashes = self._hashes(request) if is_hashed else []
         member = self._choose_whole(hashes, request.salt)
         if member is None:  # some take requests again since their last status
             for each in self._members.values():
@@ -300,9 +370,16 @@ class ReplicaPool:
             self._record(helper, hashes, self._num_uncached(helper, request, hashes))
             return Placement(helper.client, estimate.patience_s)
         num_tokens = self._num_uncached(member, request, hashes)
+        if stage is Stage.BEGINS:
+            num_cached = len(request.prompt_token_ids) - num_tokens
+            self._hot.note(request, hashes, num_cached // self._block_size, time.monotonic())
+        found = self._find_lender(member, request, hashes, num_tokens) if stage is Stage.BEGINS else None
         # Of a sequence that brings its KV, the last block is computed.
-        self._record(member, hashes, self._block_size if stage is Stage.BRINGS_KV else num_tokens)
-        return Placement(member.client)
+        num_computed = (
+            self._block_size if stage is Stage.BRINGS_KV else num_tokens - (found[1] if found else 0)
+        )
+        self._record(member, hashes, num_computed)
+        return Placement(member.client, lender=found[0] if found else None)
 
     def _choose_whole(self, hashes: Sequence[bytes], salt: bytes) -> _Member | None:
         """Return the replica to run a whole request; one for prompts only if no other takes requests."""
@@ -319,20 +396,14 @@ class ReplicaPool:
         if helper is None:
             return None
         own, other = member.client.latest_status, helper.client.latest_status
-        if (
-            own is None
-            or other is None
-            or not own.kv_layout
-            or own.kv_layout != other.kv_layout
-            or not own.kv_token_bytes
-        ):
+        if own is None or other is None or not own.kv_layout or own.kv_layout != other.kv_layout:
             return None
         if own.num_waiting >= self.max_waiting:
             return None  # its queue is full, for sequences that come with a token as well: let it refuse the request
         estimate = estimate_split(
             PromptAt.of(own, member.num_sent_tokens, self._num_uncached(member, request, hashes)),
             PromptAt.of(other, helper.num_sent_tokens, self._num_uncached(helper, request, hashes)),
-            own.kv_pull_bytes_per_s / own.kv_token_bytes,
+            PullRate.of(own),
         )
         return (helper, estimate) if estimate is not None and estimate.pays else None
 
@@ -340,6 +411,40 @@ class ReplicaPool:
         """Return the prompt tokens that the replica would compute."""
         num_blocks = self._router_of(member).num_cached_blocks(member.client.replica_id, hashes)
         return len(request.prompt_token_ids) - self._block_size * num_blocks
+
+    def _find_lender(
+        self, member: _Member, request: Request, hashes: Sequence[bytes], num_uncached: int
+    ) -> tuple[ReplicaClient, int] | None:
+        """Return a replica that has more of a prompt cached than `member`, and how many tokens.
+
+        Returns None if there is none, or `member` computes these tokens sooner than it can read them.
+        """
+        own = member.client.latest_status
+        if own is None or not own.kv_layout or not _may_be_split(request):
+            return None
+        num_blocks, names = self._router_of(member).longest_prefix(hashes)
+        num_more = self._block_size * num_blocks - (len(request.prompt_token_ids) - num_uncached)
+        if num_more <= 0 or not own.prefill_tokens_per_s:
+            return None
+        # The loan costs messages as the read does.
+        if PULL_OVERHEAD_S + PullRate.of(own).seconds(num_more) >= num_more / own.prefill_tokens_per_s:
+            return None
+        lender = self._least_loaded(names, member)
+        return None if lender is None else (lender, num_more)
+
+    def _least_loaded(self, names: Iterable[str], other: _Member) -> ReplicaClient | None:
+        """Return the client of a replica whose blocks another one can read."""
+        status = other.client.latest_status
+        ready = [
+            each
+            for each in (self._members[name] for name in names)
+            if each is not other
+            and each.takes_requests
+            and status is not None
+            and each.client.latest_status is not None
+            and each.client.latest_status.kv_layout == status.kv_layout
+        ]
+        return min(ready, key=lambda each: each.load.queued_tokens).client if ready else None
 
     def _record(self, member: _Member, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Count a request that is sent to a replica, which computes so many tokens of the prompt."""
@@ -413,8 +518,10 @@ class ReplicaPool:
         tokens = request.prompt_token_ids
         if len(request.generated_token_ids):
             tokens = np.concatenate([tokens, request.generated_token_ids])
-        adapter = "" if request.lora is None else request.lora.cache_key
-        root = make_root(self.model, request.salt, adapter, tenant=request.tenant, pool=request.prefix_pool)
+        adapter, salt = "" if request.lora is None else request.lora.cache_key, request.salt
+        if self._sees_whole_prompt:
+            salt = whole_prompt_salt(salt, request.prompt_token_ids, request.media)
+        root = make_root(self.model, salt, adapter, tenant=request.tenant, pool=request.prefix_pool)
         return prefix_hashes(
             tokens[: MAX_HASHED_BLOCKS * self._block_size], self._block_size, root, request.media
         )
@@ -440,6 +547,7 @@ class ReplicaPool:
             member.client.send(CacheQuery(member.cache_version))
         if status.draining:
             self.drain(member.client.replica_id)
+        self._part_from_idle(member)
         if status.activity is Activity.RECOVERING and self.is_ready:
             # Another replica continues sooner: at two busy cores after 0.75 s, a rebuilt rank after 2 to 3 s.
             member.client.release(status.problem)
@@ -462,6 +570,7 @@ class ReplicaPool:
             member.is_ready = True
             self._update_load(member)
             self._notify_change()
+            self._begin_warming(member)
             try:
                 await self._until_unhealthy(member)
             except QuireError as error:
@@ -469,6 +578,35 @@ class ReplicaPool:
             member.is_ready = False
             self._update_load(member)
             self._notify_change()
+
+    def _begin_warming(self, member: _Member) -> None:
+        """Have a replica that is ready read what prompts share from the others, beside its requests."""
+        if member.warming is not None:
+            member.warming.cancel()
+        prefixes = self._hot.hottest(time.monotonic())
+        if prefixes and len(self._members) > 1:
+            name = f"warming {member.client.replica_id}"
+            member.warming = run_in_background(self._warm(member, prefixes), name)
+
+    async def _warm(self, member: _Member, prefixes: Sequence[HotPrefix]) -> None:
+        def find_lender(hashes: Sequence[bytes]) -> ReplicaClient | None:
+            for router in (self._router, self._prefill_router):
+                num_blocks, names = router.longest_prefix(hashes)
+                lender = self._least_loaded(names, member) if num_blocks == len(hashes) else None
+                if lender is not None:
+                    return lender
+            return None
+
+        def num_cached_blocks(hashes: Sequence[bytes]) -> int:
+            return self._router_of(member).num_cached_blocks(member.client.replica_id, hashes)
+
+        clock = asyncio.get_running_loop().time
+        with suppress(ReplicaUnavailable):
+            await member.client.status(CANARY_TIMEOUT_S)  # with its layout, which its first step has told
+            async for num_tokens in warm(
+                member.client, prefixes, self._block_size, num_cached_blocks, find_lender, clock
+            ):
+                self.num_warmed_tokens += num_tokens
 
     async def _until_unhealthy(self, member: _Member) -> None:
         """Return once the replica has a problem. While it is idle, run canaries: a hung rank shows only in a step.
@@ -480,7 +618,7 @@ class ReplicaPool:
         """
         client = member.client
         while True:
-            patience_s = IDLE_CANARY_S * random.uniform(EARLIEST_CANARY, 1.0)
+            patience_s = IDLE_CANARY_S * client.crowding * random.uniform(EARLIEST_CANARY, 1.0)
             left_s = client.proved_at + patience_s - time.monotonic()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left_s if left_s > 0 else patience_s):
@@ -504,9 +642,10 @@ class ReplicaPool:
         self._on_change()
 
     async def _close_member(self, member: _Member, reason: str) -> None:
-        for task in member.tasks:
+        tasks = member.tasks if member.warming is None else [*member.tasks, member.warming]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*member.tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._notify_change()
         await member.client.close(reason)
 

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # After this many replica failures under one request, without a token between, it is assumed to be their cause.
 MAX_FAILED_REPLICAS = 3
+# A replica answers at once, or between two steps.
+BORROW_TIMEOUT_S = 0.25
 
 # dataclasses.astuple takes five times as long.
 _values_of = attrgetter(*(each.name for each in fields(Timings)))
@@ -55,10 +57,12 @@ class Placement:
 
     Attributes:
         prefill_s: the replica is to compute the prompt alone, in this time at most; None for the whole request.
+        lender: has more of the prompt cached, which the replica reads sooner than it computes it; None for no other.
     """
 
     client: ReplicaClient
     prefill_s: float | None = None
+    lender: ReplicaClient | None = None
 
 
 def ignore_move(replica_id: str, cause: MoveCause) -> None:
@@ -197,6 +201,7 @@ class MigratingRequest(UpdateQueue):
         self._placing: asyncio.Task[None] | None = None
         self._has_split = False
         self._reader: ReplicaClient | None = None  # reads the prompt's blocks while the rest is computed
+        self._fetch_handle: int | None = None  # once the reader has the prompt
         self._lateness: asyncio.TimerHandle | None = None  # of the replica that computes the prompt
         for index, output in (recalled or {}).items():
             self._take_recalled(index, output)
@@ -206,7 +211,9 @@ class MigratingRequest(UpdateQueue):
         if not self._unplaced():
             return
         placement = self._picker.choose(self._request, self._stage())
-        if placement is None or not self._place(placement):
+        if placement is not None and placement.lender is not None:
+            self._start_placing(placement)
+        elif placement is None or not self._place(placement):
             self._start_placing()
 
     def stop(self, index: int) -> None:
@@ -311,18 +318,13 @@ class MigratingRequest(UpdateQueue):
         """
         if self._reader is None or self._reader.has_failed:
             placement = self._picker.choose(self._request, Stage.BRINGS_KV)
-            self._reader = None if placement is None else placement.client
+            self._reader, self._fetch_handle = None if placement is None else placement.client, None
         if self._reader is None or self._reader is attempt.client or not _takes(self._reader, offer):
             return
-        self._reader.fetch(
-            replace(
-                self._request,
-                sampling=SamplingParams(max_tokens=1),
-                constraint=None,
-                kv=offer,
-                fetch_only=True,
-            )
+        fetch = replace(
+            self._request, sampling=SamplingParams(max_tokens=1), constraint=None, kv=offer, fetch_only=True
         )
+        self._fetch_handle = self._reader.fetch(fetch, self._fetch_handle)
 
     def _on_prefill_late(self, attempt: _Attempt, seconds: float) -> None:
         """Let another replica compute the prompt, if the one that should has not done so in time."""
@@ -355,18 +357,35 @@ class MigratingRequest(UpdateQueue):
         if self._unplaced():
             self._start_placing()
 
-    def _start_placing(self) -> None:
+    def _start_placing(self, first: Placement | None = None) -> None:
         if self._placing is None or self._placing.done():
-            self._placing = run_in_background(self._place_all(), "placing a request", self._on_placing_failed)
+            self._placing = run_in_background(
+                self._place_all(first), "placing a request", self._on_placing_failed
+            )
 
-    async def _place_all(self) -> None:
-        """Wait for replicas until every output is placed."""
+    async def _place_all(self, placement: Placement | None) -> None:
+        """Wait for replicas until every output is placed.
+
+        Args:
+            placement: the first; None if there is none yet.
+        """
         try:
             while self._unplaced():
-                left_s = self._time_left_s()
-                self._place(await self._picker.wait_for_replica(self._request, left_s, self._stage()))
+                if placement is None:
+                    left_s = self._time_left_s()
+                    placement = await self._picker.wait_for_replica(self._request, left_s, self._stage())
+                self._place(placement, await self._borrow(placement))
+                placement = None
         except QuireError as error:
             self.end(self._with_last_failure(error))
+
+    async def _borrow(self, placement: Placement) -> KvOffer | None:
+        """Return what the placement's lender has of the prompt; None if there is none, or it does not say in time."""
+        if placement.lender is None:
+            return None
+        prompt = replace(self._request, sampling=SamplingParams(max_tokens=1), constraint=None)
+        offer = await placement.lender.lend(prompt, BORROW_TIMEOUT_S)
+        return offer if offer is not None and _takes(placement.client, offer) else None
 
     def _on_placing_failed(self, error: BaseException) -> None:
         self.end(ProtocolError("the gateway failed on this request; its log has the traceback"))
@@ -378,10 +397,16 @@ class MigratingRequest(UpdateQueue):
         is_whole = len(unplaced) == len(self._outputs) and not any(output.token_ids for output in unplaced)
         return Stage.BEGINS if is_whole and not self._has_split else Stage.RESUMES
 
-    def _place(self, placement: Placement) -> bool:
-        """Submit all unplaced outputs to the replica. Returns False if the replica has just failed."""
+    def _place(self, placement: Placement, borrowed: KvOffer | None = None) -> bool:
+        """Submit all unplaced outputs to the replica. Returns False if the replica has just failed.
+
+        Args:
+            borrowed: blocks of the prompt that the replica may read.
+        """
         client, seconds = placement.client, placement.prefill_s
         for indices, request in self._unplaced_requests(client):
+            if borrowed is not None and not request.generated_token_ids.size:
+                request = replace(request, kv=borrowed)
             if seconds is not None:
                 request = replace(request, prefill_only=True)
             try:

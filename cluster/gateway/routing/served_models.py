@@ -122,12 +122,15 @@ class ServedModels:
         parent = self.find(model)
         if name in self._by_name or self._parent_of(name) not in (None, parent):
             raise InvalidRequest("lora_name", f"is {name!r}, which is served already")
-        pool = parent.pool
-        await pool.adapters.load(pool.clients.values(), name, path, replace=replace)
+        async with parent.pool.reach() as reached:
+            await parent.pool.adapters.load(reached.values(), name, path, replace=replace)
         self.notify_change()
 
     def unload_lora(self, name: str) -> None:
-        """Unload an adapter. Raises ModelNotFound if there is no such adapter."""
+        """Unload an adapter. Raises ModelNotFound if there is no such adapter.
+
+        Replicas that this gateway does not use hear of it from others, which learn it from a status.
+        """
         parent = self._parent_of(name)
         if parent is None:
             raise ModelNotFound(f"adapter {name!r} is not loaded")
@@ -161,7 +164,12 @@ class ServedModels:
 def serve_single_replica(config: EngineConfig, tokenizer: Tokenizer, replica: ReplicaClient) -> ServedModels:
     """Return one model with one replica, whose client has been started."""
     models = ServedModels()
-    pool = ReplicaPool(config.model.name, config.cache.block_size, on_change=models.notify_change)
+    pool = ReplicaPool(
+        config.model.name,
+        config.cache.block_size,
+        sees_whole_prompt=config.model.sees_whole_prompt,
+        on_change=models.notify_change,
+    )
     pool.add(replica)
     models.add(ServedModel.of(config, tokenizer, pool))
     return models

@@ -67,7 +67,7 @@ class AssistantMessage:
     Attributes:
         content: text of the reply; None if there is none.
         reasoning_content: text of the reasoning; None if there is none.
-        tool_calls: in the order in which the model wrote them.
+        tool_calls: the calls, in the order in which the model wrote them.
     """
 
     content: str | None = None

@@ -29,7 +29,7 @@ class ModelOutput:
         new_call_id: returns the id of a call for which the model wrote none.
 
     Attributes:
-        tools: as given.
+        tools: the functions as the caller gave them.
         is_complete: the whole text has arrived.
         num_calls: tool calls so far.
         trimmed: characters that `emit_until` left out before the marker that it returned last.

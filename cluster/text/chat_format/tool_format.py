@@ -33,8 +33,8 @@ class CallHeader:
     """Beginning of a call.
 
     Attributes:
-        name: of the function.
-        call_id: as the model wrote it; empty for a new one.
+        name: the function's name.
+        call_id: the id that the model wrote; empty to make one.
         arguments: JSON text that came before the name.
         is_object: the arguments are a member of a JSON object.
     """

@@ -36,7 +36,7 @@ class ToolStructure:
     Attributes:
         begin, end: before and after the arguments of each call. ``{name}`` stands for the function's name, and
             ``{number}`` for any number.
-        separator: between two calls.
+        separator: the text between two calls.
         prefix, suffix: before the first and after the last call.
         trigger: text that begins a call, or the calls, within other text; empty if calls are the whole reply.
         style: how the arguments are written, a style of xgrammar.

@@ -1,4 +1,4 @@
-"""Processors of families whose own in transformers need torchvision for images too, in the same form."""
+"""Processors of families whose own in transformers need torchvision for images too, or write more than the images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from ....proto.model.transformers_spec import import_transformers
 
 import_transformers()
 
-from transformers.processing_utils import ProcessorMixin  # noqa: E402  after its settings
+from transformers.models.paligemma.processing_paligemma import (  # noqa: E402  after its settings
+    PaliGemmaProcessor as WholePromptProcessor,
+)
+from transformers.processing_utils import ProcessorMixin  # noqa: E402
 
 
 class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
@@ -41,4 +44,12 @@ class PixtralProcessor(ProcessorMixin):  # type: ignore[misc]
         return (row + self._break) * (height - 1) + row + self._end
 
 
-OWN_PROCESSORS = {"PixtralProcessor": PixtralProcessor}
+class PaliGemmaProcessor(WholePromptProcessor):  # type: ignore[misc]
+    """Images of PaliGemma alone: the token after them and the line's end are in the prompt."""
+
+    def prepare_inputs_layout(self, images: Any = None, text: Any = None, **settings: Any) -> Any:
+        """Return the inputs as they are."""
+        return ProcessorMixin.prepare_inputs_layout(self, images=images, text=text, **settings)
+
+
+OWN_PROCESSORS = {"PixtralProcessor": PixtralProcessor, "PaliGemmaProcessor": PaliGemmaProcessor}

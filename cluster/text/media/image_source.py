@@ -26,7 +26,7 @@ class ImageSource:
 
     Attributes:
         data: content of a PNG, JPEG, WebP or GIF file; empty for an image that is elsewhere.
-        url: of a file, with the scheme ``data``, ``https`` or ``http``; `data` comes first.
+        url: the address of a file, with the scheme ``data``, ``https`` or ``http``; `data` comes first.
         image: a PIL.Image, in a process that trusts it.
         detail: ``low`` shrinks the image to 512 by 512 pixels first; ``auto`` and ``high`` do not.
     """
@@ -94,7 +94,7 @@ class ProcessedImage:
         placeholder: text of the place of an image in a prompt, of this family of models.
         expansion: text that replaces the placeholder.
         token_ids: tokens of the expansion.
-        num_embeddings: those of them that receive an embedding.
+        num_embeddings: the number of them that receive an embedding.
         grid: see MediaItem.
         tensors: see MediaTensors.
     """

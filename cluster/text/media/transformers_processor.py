@@ -1,7 +1,7 @@
 """TransformersImageProcessor: images by the model's own processor of transformers, one at a time.
 
 The family's processor runs without its part for videos, which needs torchvision. What it writes into a prompt in
-place of an image is recorded, so that no family needs code here.
+place of an image is recorded, so that hardly a family needs code here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from .image_source import ImageError, ImageSource, ProcessedImage
 
 # Outputs of a processor that are of the text, or of use to it alone.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
-_OF_PROCESSOR = frozenset({"num_crops", "rows", "cols", "aspect_ratios", "num_patches", "batch_num_images"})
+_OF_PROCESSOR = frozenset(
+    {"num_crops", "rows", "cols", "aspect_ratios", "num_patches", "num_local_patches", "patch_newline_masks"}
+    | {"batch_num_images"}
+)
+# Model types whose image processors in transformers need torchvision, and with it torch.
+_ON_TORCHVISION = frozenset({"llama4", "kimi_k25", "step3p7", "muse_spark", "minimax_m3_vl"})
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
@@ -51,6 +56,7 @@ class TransformersImageProcessor:
         self._lock = threading.Lock()
         self._loaded: Any = None
         self._description = b""
+        self._on_torchvision = False
 
     def load(self) -> None:
         """Load the processor, which the first image does otherwise.
@@ -62,6 +68,7 @@ class TransformersImageProcessor:
             return
         try:
             loaded = _load(Path(self._path))
+            self._on_torchvision = needs_torchvision(Path(self._path))
         except ConfigError:
             raise
         except Exception as error:  # transformers passes on the exceptions of its parsers
@@ -85,7 +92,7 @@ class TransformersImageProcessor:
             found = processor(
                 images=[image],
                 text=[processor.image_token],
-                return_tensors="np",
+                return_tensors="pt" if self._on_torchvision else "np",
                 add_special_tokens=False,
                 **settings,
             )
@@ -132,12 +139,12 @@ def local_image_processor(config: EngineConfig) -> TransformersImageProcessor | 
 
 
 class _ImagesAlone:
-    """Mixin before a family's processor: it has no part for videos, and records the expansions of its images."""
+    """Mixin before a family's processor: it has no part for videos or sound, and records what images expand to."""
 
     expansions: list[str]
 
     def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-        if argument is None and name == "video_processor":
+        if argument is None and name in ("video_processor", "feature_extractor"):
             return None
         parent: Any = super()
         return parent.check_argument_for_proper_class(name, argument)
@@ -148,6 +155,15 @@ class _ImagesAlone:
         return processed, self.expansions
 
 
+def needs_torchvision(path: Path) -> bool:
+    """Return whether the processor of a model directory needs torchvision; the others run on PIL, without torch."""
+    return _model_type(path) in _ON_TORCHVISION
+
+
+def _model_type(path: Path) -> Any:
+    return json.loads((path / "config.json").read_bytes()).get("model_type")
+
+
 def _load(path: Path) -> Any:
     """Return the processor of a model directory."""
     transformers = import_transformers()
@@ -155,7 +171,8 @@ def _load(path: Path) -> Any:
 
     from .family_processors import OWN_PROCESSORS
 
-    model_type = json.loads((path / "config.json").read_bytes()).get("model_type")
+    model_type = _model_type(path)
+    backend = "torchvision" if model_type in _ON_TORCHVISION else "pil"
     name = next(filter(None, map(_processor_name, (path / file for file in _CONFIG_FILES))), None)
     name = name or PROCESSOR_MAPPING_NAMES.get(model_type)
     family: Any = None if name is None else OWN_PROCESSORS.get(name) or processor_class_from_name(name)
@@ -168,7 +185,7 @@ def _load(path: Path) -> Any:
     arguments = {"trust_remote_code": False, "local_files_only": True}
     parts = {
         "image_processor": lambda: transformers.AutoImageProcessor.from_pretrained(
-            path, backend="pil", **arguments
+            path, backend=backend, **arguments
         ),
         "tokenizer": lambda: transformers.AutoTokenizer.from_pretrained(path, **arguments),
     }
@@ -190,10 +207,14 @@ def _processor_name(file: Path) -> str | None:
 
 def _tensors(found: Mapping[str, Any]) -> MediaTensors:
     """Return what the encoder reads of a processor's outputs, as arrays of the types that travel."""
-    arrays = {
-        name: np.asarray(value) for name, value in found.items() if name not in _OF_TEXT | _OF_PROCESSOR
-    }
+    arrays = {name: _array(value) for name, value in found.items() if name not in _OF_TEXT | _OF_PROCESSOR}
     return {name: _plain(array) for name, array in arrays.items() if array.dtype.kind in "fiub"}
+
+
+def _array(value: Any) -> Any:
+    """Return an array of an output, which on torchvision is a tensor, of Llama 4 in bfloat16."""
+    is_tensor = hasattr(value, "is_floating_point")
+    return np.asarray(value.float() if is_tensor and value.is_floating_point() else value)
 
 
 def _plain(array: Any) -> Any:

@@ -165,7 +165,7 @@ class Chat:
         """Return the messages as templates read them.
 
         Args:
-            form: of the messages' contents.
+            form: the form that the messages' contents get.
             arguments_as_text: give the arguments of tool calls as JSON text instead of an object.
         """
         return [

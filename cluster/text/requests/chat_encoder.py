@@ -81,7 +81,7 @@ class ChatEncoder:
 
         Args:
             constraint: constraint that the request asks for.
-            images: those of the conversation.
+            images: the images of the conversation.
 
         Raises:
             InvalidRequest: the conversation is invalid, there is no template, or the template rejects it.

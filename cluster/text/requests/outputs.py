@@ -232,7 +232,7 @@ class CompletionOutput:
         score: beam search: the summed log-probability over the length to the power of `length_penalty`; else None.
         usage: prompt tokens, and the tokens of this completion.
         message: in a chat, the completion's reasoning, content and tool calls; else None.
-        weights_version: of the weights that sampled the last token; empty for those that the engine started with.
+        weights_version: version of the weights that sampled the last token; empty for the first weights.
     """
 
     index: int
@@ -292,7 +292,7 @@ class RequestOutput:
             outputs of Client and AsyncClient.
         prompt_token_ids: the tokens of the prompt; in outputs of Client and AsyncClient None unless the prompt was
             sent as token ids, since the server does not return its tokenization.
-        outputs: by index; ranked from best to worst with `best_of` and beam search.
+        outputs: the completions by index; ranked from best to worst with `best_of` and beam search.
         prompt_logprobs: for each token of the prompt, token id |-> Logprob of that token and of the most likely ones;
             None for the first token, and None as a whole unless requested.
         arrival_time: seconds since 1970 when the request was made; None in outputs of Client and AsyncClient.

@@ -32,7 +32,7 @@ class ImagePrompt:
 
     Attributes:
         prompt: has the model's placeholder once for each image.
-        images: in the order of the placeholders.
+        images: the images, in the order of the placeholders.
         settings: settings of the model's image processor for this prompt.
     """
 

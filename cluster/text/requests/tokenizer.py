@@ -36,7 +36,7 @@ class Tokenizer:
         special_ids: their ids.
         is_byte_level: each token stands for bytes, whatever its neighbors are.
         token_bytes: their bytes, if the tokenizer `is_byte_level`.
-        shown_bytes: the same, without those of special tokens.
+        shown_bytes: the same, without the bytes of special tokens.
         fallback_bytes: id |-> byte, of the tokens that stand for one byte of a character that the vocabulary lacks.
         named_special_tokens: name |-> text of those with a role, for example ``bos_token``.
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from quire.cluster.cli import app
 from quire.cluster.cli.bench.load import Lengths, LoadGenerator, Outcome, Turn, draw_sessions
 from quire.cluster.cli.bench.measures import Measures, is_saturated, summarize
-from quire.cluster.cli.bench.report import write_page
+from quire.cluster.cli.bench.report import latency_table, write_page
 from quire.cluster.cli.bench.targets import AiperfLoad, read_aiperf
 from quire.cluster.simulation.replica import SimulatedClock
 from quire.cluster.simulation.run import Targets
@@ -224,6 +224,8 @@ def test_aiperf_gets_the_load_and_its_result_is_read(tmp_path: Path) -> None:
     figures = read_aiperf(tmp_path, "2.5/s")
     assert figures["ttft_s"]["p99"] == pytest.approx(0.03)
     assert (figures["requests"], figures["requests_per_s"], figures["errors"]) == (10, 2.4, {})
+    _, (row, *_) = latency_table(figures)
+    assert row == ["first token", "20.0 ms", "19.0 ms", "25.0 ms", "30.0 ms", ""]  # it has no intervals
 
 
 @pytest.mark.parametrize("option", ["--sweep", "--turns=2", "--sigma=0.5", "--token-file=/dev/null"])

@@ -1,4 +1,4 @@
-"""`quire calibrate` with several ranks, which this process drives instead of their scheduler."""
+"""`quire calibrate` with several ranks, which it drives instead of their scheduler, and with recorded steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 from deadlines import COMMAND_TIMEOUT_S
+from typer.testing import CliRunner
 
+from quire import LLM, SamplingParams
+from quire.cluster.cli import app
 from quire.cluster.simulation.step_time import read_coefficients
+from quire.scheduler import read_steps
 
 
 @pytest.mark.cluster
@@ -28,3 +32,35 @@ def test_steps_of_two_ranks_are_measured(make_model: Callable[..., Path], tmp_pa
     assert json.loads(path.read_text())["steps"] > 100
     found = read_coefficients(path, "cpu")
     assert sum(astuple(found)) > 0
+
+
+def test_steps_that_an_engine_recorded_are_fitted(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    model, folder, output = str(make_model("llama")), tmp_path / "steps", tmp_path / "cpu.json"
+    folder.mkdir()
+    prompts = [[5 + place % 50 for place in range(length)] for length in (4, 60, 25, 90)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(
+        model, device="cpu", dtype="float32", max_num_seqs=2, num_kv_blocks=65, record_steps=str(folder)
+    ) as llm:
+        llm.generate(prompts, params)
+    (path,) = folder.iterdir()
+    command = [
+        "calibrate",
+        model,
+        "--gpu",
+        "cpu",
+        "--num-kv-blocks",
+        "65",
+        "--steps",
+        str(path),
+        "--output",
+        str(output),
+    ]
+    ended = CliRunner().invoke(app, command)
+    assert ended.exit_code == 0, ended.output
+    _, recorded = read_steps(path)
+    assert json.loads(output.read_text())["steps"] + 32 == len(recorded), "the first ones are left out"
+    assert sum(astuple(read_coefficients(output, "cpu"))) > 0
+    refused = CliRunner().invoke(app, [*command, "--tensor-parallel-size", "2"])
+    assert refused.exit_code
+    assert "are of tensor_parallel_size 1, not of 2" in str(refused.exception) + refused.output

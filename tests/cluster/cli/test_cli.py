@@ -239,86 +239,77 @@ async def run_quire(*arguments: str, **environment: str) -> asyncio.subprocess.P
     )
 
 
-def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve(num_host_kv_blocks=24) as server:
-            process = await run_quire(
-                "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
-            )
-            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
-            assert process.returncode == 0
-            assert re.fullmatch(
-                rb"\d+ prompt tokens, 8 generated; first token after [\d.]+ s, all in [\d.]+ s, [\d.]+ tokens/s\n",
-                errors,
-            )
-            assert len(output.decode()) > 1
-            process = await run_quire("status", "--target", server.target, "--json")
+async def test_generate_and_status_against_a_server(serve: ServerFactory) -> None:
+    async with serve(num_host_kv_blocks=24) as server:
+        process = await run_quire(
+            "generate", "The quick", "--target", server.target, "--max-tokens", "8", "--seed", "1"
+        )
+        output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
+        assert process.returncode == 0
+        assert re.fullmatch(
+            rb"\d+ prompt tokens, 8 generated; first token after [\d.]+ s, all in [\d.]+ s, [\d.]+ tokens/s\n",
+            errors,
+        )
+        assert len(output.decode()) > 1
+        process = await run_quire("status", "--target", server.target, "--json")
+        output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
+        assert (process.returncode, errors) == (0, b"")
+        state = json.loads(output)
+        assert (state["healthy"], state["replicas"][0]["replica_id"]) == (True, "replica-0")
+        process = await run_quire("status", "--target", server.target, COLUMNS="200")
+        output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
+        assert (process.returncode, errors) == (0, b"")
+        for word in ("replica-0", "tiny", "ready", "rank", "KV blocks", "0 waiting"):
+            assert word in output.decode()
+        assert "0 of 24 used, 0 cached, 0 blocks swapped so far" in output.decode()
+        assert re.search(r"0 of 6\d used", output.decode())
+        process = await run_quire("generate", "x", "--target", server.target, "--model", "other")
+        output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
+        assert process.returncode == FAILED
+        assert errors.decode() == "quire: model 'other' is not served here; 'tiny' is\n"
+
+
+async def test_generate_prints_completions_logprobs_and_json(serve: ServerFactory) -> None:
+    async with serve() as server:
+        arguments = ["generate", "The quick", "--target", server.target, "--max-tokens", "4"]
+        arguments += ["--seed", "1", "--ignore-eos", "--logprobs", "2", "--quiet"]
+
+        async def ask(*more: str) -> str:
+            process = await run_quire(*arguments, *more, COLUMNS="200")
             output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
             assert (process.returncode, errors) == (0, b"")
-            state = json.loads(output)
-            assert (state["healthy"], state["replicas"][0]["replica_id"]) == (True, "replica-0")
-            process = await run_quire("status", "--target", server.target, COLUMNS="200")
-            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
-            assert (process.returncode, errors) == (0, b"")
-            for word in ("replica-0", "tiny", "ready", "rank", "KV blocks", "0 waiting"):
-                assert word in output.decode()
-            assert "0 of 24 used, 0 cached, 0 blocks swapped so far" in output.decode()
-            assert re.search(r"0 of 6\d used", output.decode())
-            process = await run_quire("generate", "x", "--target", server.target, "--model", "other")
-            output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
-            assert process.returncode == FAILED
-            assert errors.decode() == "quire: model 'other' is not served here; 'tiny' is\n"
+            return output.decode()
 
-    asyncio.run(scenario())
-
-
-def test_generate_prints_completions_logprobs_and_json(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server:
-            arguments = ["generate", "The quick", "--target", server.target, "--max-tokens", "4"]
-            arguments += ["--seed", "1", "--ignore-eos", "--logprobs", "2", "--quiet"]
-
-            async def ask(*more: str) -> str:
-                process = await run_quire(*arguments, *more, COLUMNS="200")
-                output, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
-                assert (process.returncode, errors) == (0, b"")
-                return output.decode()
-
-            plain, as_json = await asyncio.gather(
-                ask("--n", "2", "--best-of", "3", "--prompt-logprobs", "1", "--priority", "2"),
-                ask("--json", "--frequency-penalty", "1", "--logit-bias", "70=100", "--bad-word", "zz"),
-            )
-            assert re.search(r"^\[0\] ", plain, re.MULTILINE)
-            assert re.search(r"^\[1\] ", plain, re.MULTILINE)
-            for title in ("Prompt, from its second token on", "Completion 0", "Completion 1"):
-                assert title in plain
-            (output,) = json.loads(as_json)["outputs"]
-            assert output["token_ids"] == [70] * 4
-            ranks = [sorted(each["rank"] for each in entry.values()) for entry in output["logprobs"]]
-            assert [each[:2] for each in ranks] == [[1, 2]] * 4  # then that of the token itself
-            assert output["finish_reason"] == "length"
-
-    asyncio.run(scenario())
+        plain, as_json = await asyncio.gather(
+            ask("--n", "2", "--best-of", "3", "--prompt-logprobs", "1", "--priority", "2"),
+            ask("--json", "--frequency-penalty", "1", "--logit-bias", "70=100", "--bad-word", "zz"),
+        )
+        assert re.search(r"^\[0\] ", plain, re.MULTILINE)
+        assert re.search(r"^\[1\] ", plain, re.MULTILINE)
+        for title in ("Prompt, from its second token on", "Completion 0", "Completion 1"):
+            assert title in plain
+        (output,) = json.loads(as_json)["outputs"]
+        assert output["token_ids"] == [70] * 4
+        ranks = [sorted(each["rank"] for each in entry.values()) for entry in output["logprobs"]]
+        assert [each[:2] for each in ranks] == [[1, 2]] * 4  # then that of the token itself
+        assert output["finish_reason"] == "length"
 
 
-def test_generate_streams_text_and_ctrl_c_aborts_the_request(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server:
-            server.brake.slow_down()
-            arguments = ("--target", server.target, "--max-tokens", "400", "--ignore-eos", "--seed", "1")
-            process = await run_quire("generate", "The quick", *arguments)
-            assert process.stdout is not None
-            assert await asyncio.wait_for(process.stdout.read(1), PROGRAM_TIMEOUT_S)
-            server.brake.hold()
-            assert server.replica.num_running == 1
-            process.send_signal(signal.SIGINT)
-            _, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
-            assert (process.returncode, errors) == (INTERRUPTED, b"")
-            async with asyncio.timeout(60):
-                while server.replica.num_running:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(scenario())
+async def test_generate_streams_text_and_ctrl_c_aborts_the_request(serve: ServerFactory) -> None:
+    async with serve() as server:
+        server.brake.slow_down()
+        arguments = ("--target", server.target, "--max-tokens", "400", "--ignore-eos", "--seed", "1")
+        process = await run_quire("generate", "The quick", *arguments)
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.read(1), PROGRAM_TIMEOUT_S)
+        server.brake.hold()
+        assert server.replica.num_running == 1
+        process.send_signal(signal.SIGINT)
+        _, errors = await asyncio.wait_for(process.communicate(), PROGRAM_TIMEOUT_S)
+        assert (process.returncode, errors) == (INTERRUPTED, b"")
+        async with asyncio.timeout(60):
+            while server.replica.num_running:
+                await asyncio.sleep(0.01)
 
 
 def test_command_line_imports_no_heavy_module(tmp_path: Path) -> None:

@@ -262,5 +262,5 @@ def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["GPTNeoXForCausalLM"][0] == "transformers"
     assert shown["DogeForCausalLM"][0] == "refused: its attention has a mask of its own"
     assert shown["MambaForCausalLM"] == ("quire", "that divide its heads", "text")
-    assert shown["ZambaForCausalLM"][0].startswith("refused: it keeps a recurrent state")
+    assert shown["RwkvForCausalLM"][0].startswith("refused: it keeps a recurrent state")
     assert "BertLMHeadModel" not in shown

@@ -46,12 +46,25 @@ def test_stages_fill_nodes(splits: list[Split]) -> None:
 
 def test_groups_stay_within_a_node_if_that_fits(splits: list[Split]) -> None:
     """Two stages and one group of sixteen have as many GPUs; sums over a network take longer."""
-    best = best_split(splits)
+    best = best_split([split for split in splits if split.attention_groups == 1])
     assert best is not None
     assert (best.pipeline, best.tensor) == (2, 8)
     wide = next(split for split in splits if split.tensor == 16 and not split.whole_experts)
     assert wide.fits
     assert wide.step_s > best.step_s
+
+
+def test_tokens_that_travel_take_the_place_of_sums_and_of_latents(splits: list[Split]) -> None:
+    """Each GPU, or each node, has the latents of its own sequences; sums stay within a node."""
+    of_sixteen = {
+        split.attention_groups: split for split in splits if split.tensor == 16 and split.whole_experts
+    }
+    assert of_sixteen.keys() == {1, 2, 16}
+    assert [of_sixteen[groups].spans_nodes for groups in (1, 2, 16)] == [True, False, False]
+    tokens = [of_sixteen[groups].capacity.num_kv_tokens for groups in (1, 2, 16)]
+    assert 1.8 * tokens[0] < tokens[1] < 2 * tokens[0]
+    assert 12 * tokens[0] < tokens[2] < 16 * tokens[0]
+    assert best_split(splits) == of_sixteen[16]
 
 
 def test_stages_divide_weights_and_latents(splits: list[Split]) -> None:
@@ -68,7 +81,8 @@ def test_command_names_the_options_of_the_best_split(
     fit(kimi, gpu="h200", nodes=2)
     shown = capsys.readouterr().out
     assert "16 over nodes" in shown
-    assert "The fewest GPUs: --tensor-parallel-size 8 --pipeline-parallel-size 2" in shown
+    flags = "--tensor-parallel-size 16 --enable-expert-parallel --all2all-backend all_to_all --enable-dp-attention"
+    assert f"The fewest GPUs: {flags}" in " ".join(shown.split())
     with pytest.raises(ConfigError, match="does not fit on 1 x 8 x h200; add nodes"):
         fit(kimi, gpu="h200", nodes=1)
 

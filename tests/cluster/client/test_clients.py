@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -26,35 +25,29 @@ def test_sampling_params_is_the_second_positional_parameter(name: str) -> None:
     assert names[2] == "sampling_params"
 
 
-def test_wrong_argument_is_raised_where_the_response_is_awaited() -> None:
-    async def scenario() -> None:
-        async with AsyncClient("127.0.0.1:1") as client:
-            response = client.generate("a", priority=1 << 40)
-            with pytest.raises(InvalidRequest, match="cannot be sent"):
-                await response
-
-    asyncio.run(scenario())
+async def test_wrong_argument_is_raised_where_the_response_is_awaited() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        response = client.generate("a", priority=1 << 40)
+        with pytest.raises(InvalidRequest, match="cannot be sent"):
+            await response
 
 
-def test_output_has_the_prompt_that_the_client_sent(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server, AsyncClient(server.target) as client:
-            text, ids, cut = [
-                await client.generate(prompt, params)
-                for prompt, params in (
-                    ("The quick", PARAMS),
-                    ([5, 6, 7], PARAMS),
-                    ([4, 5, 6, 7], SamplingParams(max_tokens=1, truncate_prompt_tokens=3)),
-                )
-            ]
-        assert (text.prompt, text.prompt_token_ids) == ("The quick", None)
-        assert (ids.prompt, ids.prompt_token_ids, cut.prompt_token_ids) == (None, [5, 6, 7], [5, 6, 7])
-        assert [entry and next(iter(entry)) for entry in ids.prompt_logprobs or ()] == [None, 6, 7]
-        (output,) = ids.outputs
-        assert [next(iter(entry)) for entry in output.logprobs or ()] == output.token_ids
-        assert all(each.decoded_token is None for entry in output.logprobs or () for each in entry.values())
-
-    asyncio.run(scenario())
+async def test_output_has_the_prompt_that_the_client_sent(serve: ServerFactory) -> None:
+    async with serve() as server, AsyncClient(server.target) as client:
+        text, ids, cut = [
+            await client.generate(prompt, params)
+            for prompt, params in (
+                ("The quick", PARAMS),
+                ([5, 6, 7], PARAMS),
+                ([4, 5, 6, 7], SamplingParams(max_tokens=1, truncate_prompt_tokens=3)),
+            )
+        ]
+    assert (text.prompt, text.prompt_token_ids) == ("The quick", None)
+    assert (ids.prompt, ids.prompt_token_ids, cut.prompt_token_ids) == (None, [5, 6, 7], [5, 6, 7])
+    assert [entry and next(iter(entry)) for entry in ids.prompt_logprobs or ()] == [None, 6, 7]
+    (output,) = ids.outputs
+    assert [next(iter(entry)) for entry in output.logprobs or ()] == output.token_ids
+    assert all(each.decoded_token is None for entry in output.logprobs or () for each in entry.values())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from serving import PROMPT, ServerFactory, run
+from serving import PROMPT, ServerFactory
 
 from quire import AsyncClient, Client, SamplingParams
 from quire.cluster.client.call import Call, Servers, split_target
@@ -47,23 +47,20 @@ def test_call_is_sent_to_the_selected_server() -> None:
     assert call.start() == ("b", "request", {"timeout": 1})
 
 
-def test_calls_pass_over_a_server_that_is_not_there(serve: ServerFactory) -> None:
+async def test_calls_pass_over_a_server_that_is_not_there(serve: ServerFactory) -> None:
     def check(target: str) -> None:
         with Client(f"{NOWHERE},{target}") as client:
             assert [model.name for model in client.models()] == ["tiny"]
         with Client(f"{NOWHERE},{target}") as client:
             assert client.is_ready()
 
-    async def scenario() -> None:
-        sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-        async with serve() as server:
-            async with AsyncClient(f"{NOWHERE},{server.target}") as client:
-                assert len((await client.generate(PROMPT, sampling)).outputs[0].token_ids) == 2
-            async with AsyncClient(f"{NOWHERE},{server.target}") as client:
-                assert [model.name for model in await client.models()] == ["tiny"]
-            await asyncio.to_thread(check, server.target)
-        async with AsyncClient(f"{NOWHERE},127.0.0.1:2") as client:
-            with pytest.raises(ServerUnreachable):
-                await client.models()
-
-    run(scenario())
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    async with serve() as server:
+        async with AsyncClient(f"{NOWHERE},{server.target}") as client:
+            assert len((await client.generate(PROMPT, sampling)).outputs[0].token_ids) == 2
+        async with AsyncClient(f"{NOWHERE},{server.target}") as client:
+            assert [model.name for model in await client.models()] == ["tiny"]
+        await asyncio.to_thread(check, server.target)
+    async with AsyncClient(f"{NOWHERE},127.0.0.1:2") as client:
+        with pytest.raises(ServerUnreachable):
+            await client.models()

@@ -166,7 +166,13 @@ EXPERTS = {"enable_expert_parallel": True, "tensor_parallel_size": 2}
         ({"tensor_parallel_size": 2}, CPU, "is for whole experts; set enable_expert_parallel"),
         ({**EXPERTS, "tensor_parallel_size": 1}, CPU, "is for several ranks"),
         ({**EXPERTS, "all2all_backend": "deepep_low_latency"}, CPU, "deepep_low_latency is for GPUs"),
-        ({**EXPERTS, "enable_lora": True}, CPU, "does not support enable_lora"),
+        (
+            {**EXPERTS, "enable_lora": True, "all2all_backend": "deepep_low_latency", "device": "cuda"},
+            Machine(2, 4),
+            "does not support enable_lora; set it to all_to_all",
+        ),
+        ({**EXPERTS, "enable_lora": True, "enable_eplb": True}, CPU, "adapters do not move"),
+        ({**EXPERTS, "enable_lora": True, "num_redundant_experts": 1}, CPU, "for one copy of each expert"),
         ({**EXPERTS, "fused_all_reduce": True, "device": "cuda"}, Machine(2, 4), "support fused_all_reduce"),
         (
             {**EXPERTS, "enable_eplb": True, "all2all_backend": "all_reduce"},

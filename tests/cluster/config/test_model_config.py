@@ -79,9 +79,9 @@ def test_yarn_extends_the_context(describe: Any) -> None:
     ("kind", "architecture", "words"),
     [
         ("t5", "T5ForConditionalGeneration", "encoder and a decoder"),
-        ("zamba", "ZambaForCausalLM", "recurrent state"),
+        ("rwkv", "RwkvForCausalLM", "recurrent state"),
         ("xglm", "XGLMForCausalLM", "does not go through transformers' attention interface"),
-        ("deepseek_v4", "DeepseekV4ForCausalLM", "compresses adjacent tokens"),
+        ("jetmoe", "JetMoeForCausalLM", "keys and values of other shapes"),
     ],
 )
 def test_unsupported_architecture_is_refused_before_its_sizes_are_read(

@@ -254,6 +254,13 @@ def test_resolve_refuses_flash_attention_on_a_cpu() -> None:
     assert on_gpu.parallel.attention_backend == "flash_attn"
 
 
+def test_resolve_refuses_fixed_scales_of_a_kv_cache_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype fp8_per_tensor is for GPUs; choose fp8_e4m3"):
+        resolve_on_cpu("demo", kv_cache_dtype="fp8_per_tensor")
+    on_gpu = resolve(EngineOptions("demo", kv_cache_dtype="fp8_per_tensor"), Machine(2, 1))
+    assert on_gpu.cache.kv_cache_dtype == "fp8_per_tensor"
+
+
 def test_resolve_refuses_flash_attention_that_must_be_batch_invariant() -> None:
     options = EngineOptions("demo", attention_backend="flash_attn", batch_invariant=True)
     with pytest.raises(
@@ -294,6 +301,16 @@ def test_dp_attention_is_for_latents_on_several_ranks(make_model: Callable[..., 
         resolve_on_cpu(latents, enable_dp_attention=True)
 
 
+def test_groups_of_ranks_that_attend_together_divide_the_ranks(make_model: Callable[..., Path]) -> None:
+    latents = make_model("deepseek_v3")
+    options = {"tensor_parallel_size": 4, "enable_dp_attention": True}
+    assert resolve_on_cpu(latents, **options, dp_attention_size=2).parallel.num_kv_partitions == 2
+    with pytest.raises(ConfigError, match="is 3, must divide the 4 ranks of tensor_parallel_size: 2 or 4"):
+        resolve_on_cpu(latents, **options, dp_attention_size=3)
+    with pytest.raises(ConfigError, match="is 2, but enable_dp_attention is not set"):
+        resolve_on_cpu(latents, tensor_parallel_size=4, dp_attention_size=2)
+
+
 def test_dp_attention_refuses_drafts_without_latents(make_model: Callable[..., Path]) -> None:
     options = {"tensor_parallel_size": 2, "enable_dp_attention": True}
     folder = make_model("deepseek_v3")
@@ -322,25 +339,22 @@ def test_tenants_and_adapters_share_the_rows_fairly_by_default(settings: dict[st
 
 
 @pytest.mark.parametrize(
-    ("model", "drafts", "problem"),
+    ("model", "drafts"),
     [
-        (
-            "demo",
-            {"method": "eagle3", "model": "demo-eagle3"},
-            "method eagle3 does not support pipeline_parallel",
-        ),
-        ("demo", {"method": "draft_model", "model": "demo-draft"}, ""),
-        ("demo", {"method": "ngram"}, ""),
-        ("states", {"method": "ngram"}, "whose layers keep a state of each sequence"),
+        ("demo", {"method": "eagle3", "model": "demo-eagle3"}),
+        ("demo", {"method": "draft_model", "model": "demo-draft"}),
+        ("demo", {"method": "ngram"}),
+        ("states", {"method": "ngram"}),
     ],
 )
-def test_stages_draft_what_the_first_one_can(
-    make_model: Callable[..., Path], model: str, drafts: dict[str, Any], problem: str
+def test_stages_take_every_source_of_drafts(
+    make_model: Callable[..., Path], model: str, drafts: dict[str, Any]
 ) -> None:
     name = str(make_model("lfm2", **STATE_KINDS["lfm2"])) if model == "states" else model
     options = {
         "pipeline_parallel_size": 2,
         "speculative_config": json.dumps(drafts | {"num_speculative_tokens": 2}),
     }
-    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
-        assert resolve_on_cpu(name, **options).speculative is not None
+    speculative = resolve_on_cpu(name, **options).speculative
+    assert speculative is not None
+    assert speculative.method == drafts["method"]

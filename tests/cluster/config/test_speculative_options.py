@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,8 @@ def test_mtp_head_of_another_model_is_refused(make_model: Any, tmp_path: Path) -
         resolve(EngineOptions(str(target), speculative_config=given), Machine(1, 0))
 
 
-def test_keys_of_vllm_without_a_meaning_are_named_in_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(
-        speculative_options._log, "warning", lambda text, *values: warnings.append(text % values)
-    )
+def test_keys_of_vllm_without_a_meaning_are_named_in_one_warning(log_of: Callable[[str], list[str]]) -> None:
+    warnings = log_of(speculative_options.__name__)
     given: Any = {
         "method": "ngram",
         "num_speculative_tokens": 3,

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 from state_kinds import STATE_KINDS
+from vision_models import VISION_KINDS, save_model
 
 from quire.cluster.config import early_checks
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.model_config import describe_model
 from quire.cluster.config.resolve import resolve
+from quire.proto.cache_groups import make_layout
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ConfigError
-from quire.proto.model.registry import state_layers
+from quire.proto.model.registry import check_supported, state_layers
 from quire.proto.model.state import StateLayers, state_bytes
 from quire.proto.state_memory import choose_num_slots
 
@@ -132,3 +136,139 @@ def test_early_check_of_memory_counts_no_layers_with_states(
     early_checks.check_early(
         EngineOptions(str(folder), device="cpu", num_kv_blocks=100, skip_tokenizer_init=True), Machine(4, 0)
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("deepseek_v4", {"block_size": 1}, "block_size is 1, which has no room for the vectors"),
+        ("deepseek_v4", {"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support DeepseekV4ForCausalLM"),
+        ("deepseek_v4", {"enable_dp_attention": True, "tensor_parallel_size": 2}, "enable_dp_attention"),
+        ("deepseek_v4", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
+        (
+            "deepseek_v4",
+            {"speculative_config": {"method": "mtp"}},
+            "'mtp' does not support Deepseek",
+        ),
+        ("zaya", {"enable_lora": True}, "enable_lora does not support ZayaForCausalLM"),
+        ("zaya", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
+        ("hy_v4", {"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support HYV4ForCausalLM"),
+        ("hy_v4", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
+    ],
+)
+def test_options_without_ops_for_compressed_tokens_or_sinks_are_refused(
+    kind: str, options: dict[str, Any], words: str, make_model: Callable[..., Path]
+) -> None:
+    folder = make_model(kind, **STATE_KINDS.get(kind, {}))
+    defaults: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=words):
+        resolve(EngineOptions(str(folder), **(defaults | options)), Machine(4, 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support MiniMaxM3VLForCausalLM"),
+        ({"block_size": 12}, "block_size is 12, must divide the 16 tokens of the blocks of keys"),
+        (
+            {"enable_dp_attention": True, "tensor_parallel_size": 2},
+            "enable_dp_attention is for multi-head latent",
+        ),
+        ({"device": "cuda", "batch_invariant": True}, "batch_invariant does not support sparse attention"),
+    ],
+)
+def test_options_that_chosen_blocks_do_not_support_are_refused(
+    options: dict[str, Any], words: str, make_model: Callable[..., Path]
+) -> None:
+    folder = make_model("minimax_m3_vl_text")
+    defaults: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=words):
+        resolve(EngineOptions(str(folder), **(defaults | options)), Machine(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"index_n_heads": 2}, "index_n_heads is 2, must be the number of KV heads, 4"),
+        ({"index_head_dim": 8}, "index_head_dim is 8, must be even and at least 16"),
+        (
+            {"index_local_blocks": 3},
+            "index_local_blocks, index_topk_blocks and index_block_size are 3, 2 and 16",
+        ),
+        ({"layer_types": ["other"] * 3}, "layers of type 'other' are not supported"),
+    ],
+)
+def test_indexer_of_blocks_that_cannot_be_read_raises(
+    settings: dict[str, Any], words: str, make_model: Callable[..., Path]
+) -> None:
+    model = describe_model(make_model("minimax_m3_vl_text"), "it")
+    with pytest.raises(ConfigError, match=words):
+        check_supported(replace(model, hf=model.hf | settings), 1)
+
+
+@pytest.fixture(scope="module")
+def large4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Mistral Large 4, whose first layer's latent has keys of three indexers behind it."""
+    folder = tmp_path_factory.mktemp("mistral_large4")
+    save_model(VISION_KINDS["mistral_large4"], folder, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support MistralLarge4ForCausalLM"),
+        ({"pipeline_parallel_size": 2}, "layers share the keys and values of others"),
+        ({"speculative_config": {"method": "mtp"}}, "has no heads for it"),
+    ],
+)
+def test_options_that_shared_latents_do_not_support_are_refused(
+    options: dict[str, Any], words: str, large4: Path
+) -> None:
+    defaults: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "skip_tokenizer_init": True}
+    with pytest.raises(ConfigError, match=words):
+        resolve(EngineOptions(str(large4), **(defaults | options)), Machine(4, 0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kv_source_layers": [0, 0, 0, 0, 0, 0]}, "layer 2 shares the latents of layer 0"),
+        ({"kv_source_layers": [0, 1, 2, 0, 2, 0]}, None),
+        ({"kv_source_layers": [0, 1, 2, 1, 2, 0]}, "layer 5 shares the latents of layer 0"),
+        ({"kv_source_layers": [0, 0, 2]}, "kv_source_layers has 3 entries, no_rope_layers 6"),
+        ({"indexer_types": ["shared"] * 6}, "and 'full' for the first"),
+    ],
+)
+def test_latents_that_a_layer_cannot_share_are_refused(
+    settings: dict[str, Any], words: str | None, large4: Path
+) -> None:
+    model = describe_model(large4, "it")
+    model = replace(model, hf=model.hf | settings)
+    if words is None:
+        check_supported(model, 1)
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_supported(model, 1)
+
+
+def test_keys_of_all_indexers_stand_behind_the_latent_that_their_layers_share(large4: Path) -> None:
+    model = describe_model(large4, "it")
+    hf = model.hf
+    token = hf["kv_lora_rank"] + hf["qk_rope_head_dim"] + 3 * hf["index_head_dim"]
+    assert model.kv_shapes(4) == [(1, 1, token)] * 2
+
+
+def test_million_tokens_of_compressed_attention_take_the_memory_of_their_entries(tmp_path: Path) -> None:
+    """The sizes are those of DeepSeek-V4-Flash, which transformers has as defaults."""
+    from transformers import DeepseekV4Config
+
+    fields = DeepseekV4Config().to_dict()
+    architecture = {"architectures": ["DeepseekV4ForCausalLM"], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(fields | architecture))
+    model = describe_model(tmp_path, "it")
+    layout = make_layout(model.num_kv_layers, model.layer_windows, 1 << 20, 0, model.kv_sizes(1))
+    slots = layout.layers_per_block * layout.num_slots(1 << 20)
+    assert (model.num_kv_layers, layout.layers_per_block) == (43 + 8, 8)
+    assert slots * prod(model.kv_shape(1)) * 2 == pytest.approx(8 << 30, rel=0.01)
+    assert state_bytes(state_layers(model, 8), 2) == 2 * (20 * 7 * (2048 + 512) + 23 * 127 * 1024)

@@ -102,51 +102,47 @@ def test_wrong_request_is_refused_before_it_runs(engine: LLMEngine) -> None:
     assert set(run_all(engine)) == {"same"}
 
 
-def test_asynchronous_requests_run_together_and_can_be_aborted(model_dir: Path, llm: LLM) -> None:
+async def test_asynchronous_requests_run_together_and_can_be_aborted(model_dir: Path, llm: LLM) -> None:
     (whole,) = llm.generate(PROMPT, greedy())
+    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(model_dir), **OPTIONS))
+    brake = Brake()
+    brake.install(instance_of(InProcessEngine, engine._loaded.engine)._group)
+    try:
 
-    async def main() -> None:
-        engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(model_dir), **OPTIONS))
-        brake = Brake()
-        brake.install(instance_of(InProcessEngine, engine._loaded.engine)._group)
-        try:
+        async def last(name: str) -> RequestOutput:
+            outputs = [output async for output in engine.generate(PROMPT, greedy(), name)]
+            return outputs[-1]
 
-            async def last(name: str) -> RequestOutput:
-                outputs = [output async for output in engine.generate(PROMPT, greedy(), name)]
-                return outputs[-1]
+        finished = await asyncio.gather(*(last(f"request {index}") for index in range(4)))
+        assert all(output.outputs == whole.outputs for output in finished)
 
-            finished = await asyncio.gather(*(last(f"request {index}") for index in range(4)))
-            assert all(output.outputs == whole.outputs for output in finished)
+        brake.slow_down()  # so that the two requests do not end before the caller ends them
+        async for output in engine.generate(PROMPT, greedy(200), "left"):
+            assert not output.finished
+            break  # ends the request
 
-            brake.slow_down()  # so that the two requests do not end before the caller ends them
-            async for output in engine.generate(PROMPT, greedy(200), "left"):
-                assert not output.finished
-                break  # ends the request
+        async def aborted() -> None:
+            async for _ in engine.generate(PROMPT, greedy(200), "aborted"):
+                await engine.abort("aborted")
 
-            async def aborted() -> None:
-                async for _ in engine.generate(PROMPT, greedy(200), "aborted"):
-                    await engine.abort("aborted")
+        with pytest.raises(ReplicaUnavailable, match="request aborted was aborted"):
+            await aborted()
+        brake.speed_up()
 
-            with pytest.raises(ReplicaUnavailable, match="request aborted was aborted"):
-                await aborted()
-            brake.speed_up()
-
-            assert await engine.reset_prefix_cache()
-            await engine.sleep()
-            assert await engine.is_sleeping()
-            await engine.wake_up()
-            assert (await last("awake")).outputs == whole.outputs
-            await engine.check_health()
-            (rank,) = await engine.collective_rpc("rank_status")
-            assert rank["device"] == "cpu"
-            assert engine.is_running
-        finally:
-            await engine.aclose()
-        assert [engine.is_running] == [False]
-        with pytest.raises(ReplicaUnavailable, match="was shut down"):
-            await last("late")
-
-    asyncio.run(main())
+        assert await engine.reset_prefix_cache()
+        await engine.sleep()
+        assert await engine.is_sleeping()
+        await engine.wake_up()
+        assert (await last("awake")).outputs == whole.outputs
+        await engine.check_health()
+        (rank,) = await engine.collective_rpc("rank_status")
+        assert rank["device"] == "cpu"
+        assert engine.is_running
+    finally:
+        await engine.aclose()
+    assert [engine.is_running] == [False]
+    with pytest.raises(ReplicaUnavailable, match="was shut down"):
+        await last("late")
 
 
 def test_prompt_of_a_chat_is_the_text_of_its_template(llm: LLM) -> None:

@@ -52,5 +52,7 @@ def test_quantized_cache_has_more_blocks_in_the_same_memory() -> None:
 
 
 def test_unknown_cache_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"kv_cache_dtype is 'int4', must be auto, fp8_e4m3 or int8"):
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is 'int4', must be auto, fp8_e4m3, fp8_per_tensor or int8"
+    ):
         LLM("demo", kv_cache_dtype="int4")

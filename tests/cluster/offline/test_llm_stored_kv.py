@@ -11,26 +11,14 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.cluster.offline.in_process import InProcessEngine
 from quire.proto.errors import ConfigError
-from quire.scheduler.kv import stored_tier
 from quire.scheduler.kv.stored_tier import StoredTier
+
+pytestmark = pytest.mark.usefixtures("patient_reads", "state_home")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPT = [3 + (7 * place) % 90 for place in range(61)]
 # Full blocks of 4 tokens that a second run of PROMPT can use: all but the last token.
 NUM_CACHED = 60
-
-
-@pytest.fixture(autouse=True)
-def patient_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let requests wait for the blocks that are read, however long the reader's thread waits for a processor."""
-    for name in ("MIN_WAIT_S", "MAX_WAIT_S"):
-        monkeypatch.setattr(stored_tier, name, 60.0)
-
-
-@pytest.fixture(autouse=True)
-def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return tmp_path / "state"
 
 
 def open_llm(model_dir: Path, place: Path, **options: Any) -> LLM:

@@ -29,14 +29,13 @@ EATER = f"input(); bytearray(b'x') * {4 * LIMIT_BYTES}"
     ids=["version 1", "version 2"],
 )
 def test_kill_since_the_start_is_told_with_the_limit(
-    controller: str, counter: str, limit: str, unlimited: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    controller: str, counter: str, limit: str, unlimited: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(oom_kills, "_CGROUPS", tmp_path)
     folder = tmp_path / controller
     folder.mkdir(exist_ok=True)
     (folder / counter).write_text("low 0\noom_kill 3\n")
     (folder / limit).write_text(f"{LIMIT_BYTES}\n")
-    kills = OomKills(os.getpid())
+    kills = OomKills(os.getpid(), tmp_path)
     assert kills.describe() == ""
     (folder / counter).write_text("low 0\noom_kill 4\n")
     assert kills.describe() == (
@@ -46,9 +45,8 @@ def test_kill_since_the_start_is_told_with_the_limit(
     assert kills.describe() == "its control group ran out of memory, and the kernel killed a process there"
 
 
-def test_system_without_counters_tells_of_no_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oom_kills, "_CGROUPS", tmp_path)
-    assert OomKills(os.getpid()).describe() == ""
+def test_system_without_counters_tells_of_no_kills(tmp_path: Path) -> None:
+    assert OomKills(os.getpid(), tmp_path).describe() == ""
 
 
 @pytest.fixture

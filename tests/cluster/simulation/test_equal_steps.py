@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, field, replace
 
 import pytest
 
-from benchmarks.replay import NO_LIMIT, ReplicaModel
+from benchmarks.replay import NO_LIMIT, ReplicaModel, roofline
 from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.simulation.fleet import Policy, SimulatedFleet, SimulatedRequest, Watcher, autoscaling
 from quire.cluster.simulation.run import Summary
+from quire.cluster.simulation.step_time import Coefficients
 from quire.cluster.simulation.traces import TracedRequest
 from quire.proto.config import EngineConfig
 
@@ -57,12 +58,17 @@ def run(
         config, model.step_time, recorder, num_replicas=num_replicas, policy=policy, cold_start_s=5.0,
         joins_steps=joins_steps,
     )  # fmt: skip
+    schedulers = [replica.scheduler for replica in fleet.replicas.values()]
     cost = fleet.run(requests)
     recorder.requests.sort(key=lambda each: each.traced.number)
     return {
         "requests": [asdict(each) for each in recorder.requests],
         "gaps": sorted(recorder.gaps),
         "cost": asdict(cost),
+        "schedulers": [
+            (asdict(each.stats), asdict(each.throughput), each.prefill_tokens_per_s, each.prefill_delay)
+            for each in schedulers
+        ],
     }
 
 
@@ -72,12 +78,15 @@ def audited(config: EngineConfig, steps_in_flight: int) -> EngineConfig:
     return replace(config, scheduler=scheduler)
 
 
+# Each kind of work takes time, the release of a row as well.
+TIMED = replace(roofline(), coefficients=Coefficients(1e-3, 1e-5, 5e-4, 1e-4, 2e-4))
 MODELS = {
     "plain": (ReplicaModel(prefix_caching=False), 25, 0.05, False),
     "prefixes": (ReplicaModel(num_blocks=200), 25, 0.05, True),
     "scarce blocks": (ReplicaModel(num_blocks=150, prefix_caching=False), 25, 0.02, False),
     "scarce rows": (ReplicaModel(max_num_seqs=4), 20, 0.02, True),
     "idle": (ReplicaModel(), 5, 3.0, True),
+    "timed": (ReplicaModel(step_time=TIMED, num_blocks=250, prefix_caching=False), 25, 0.05, False),
 }
 
 

@@ -153,3 +153,37 @@ def test_long_prompts_are_computed_apart_where_that_pays() -> None:
     assert alone.num_split == 0
     assert mean_s(split) < mean_s(whole)
     assert with_roles(PrefillRole(1, bytes_per_s=1e9)) == (split, cost)
+
+
+def test_each_role_scales_by_its_own_demand() -> None:
+    arrived = {"prefill": 0, "decode": 0}
+
+    def follow(role: str, num_replicas: int) -> Policy:
+        def policy(snapshot: FleetSnapshot) -> int:
+            arrived[role] += snapshot.arrived_tokens
+            return num_replicas if snapshot.time_s > 1.0 else 1
+
+        return policy
+
+    requests = [TracedRequest(n, 0.2 * n, 400 if n % 4 == 3 else 20, 60) for n in range(60)]
+    ended = Ended()
+    fleet = SimulatedFleet(
+        FAST_STEPS.config(), FAST_STEPS.step_time, ended, policy=follow("decode", 2), cold_start_s=2.0,
+        prefill=PrefillRole(1, 1e9, policy=follow("prefill", 3)),
+    )  # fmt: skip
+    cost = fleet.run(requests)
+    assert cost.most_replicas == 5
+    assert cost.num_split > 0
+    assert all(request.num_received == 60 and not request.error for request in ended.requests)
+    assert 0 < arrived["prefill"] <= 400 * cost.num_split
+    assert 0 < arrived["decode"] <= sum(each.num_prompt_tokens for each in requests) - arrived["prefill"]
+
+
+def test_prompts_of_a_prefill_replica_that_drains_are_computed_elsewhere() -> None:
+    def policy(snapshot: FleetSnapshot) -> int:
+        return 2 if snapshot.time_s < 3.0 else 1
+
+    split, cost = with_roles(PrefillRole(2, bytes_per_s=1e9, policy=policy))
+    assert cost.num_split > 0
+    assert cost.history[-2][1] < 4
+    assert all(request.num_received == 60 and not request.error for request in split)

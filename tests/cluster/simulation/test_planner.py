@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from quire.cluster.cli import app
 from quire.cluster.config.deployment import ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.simulation import planner as planner_module
 from quire.cluster.simulation.engine import make_engine
 from quire.cluster.simulation.planner import Candidate, Planner
 from quire.cluster.simulation.run import Targets, run_trace
@@ -104,6 +105,26 @@ def test_planner_finds_the_cheapest_that_meets_the_targets(model_dir: Path) -> N
     assert any(each.problem for each in planner.tried if each.gpu == "l4")
 
 
+def test_planner_tries_fewer_replicas_of_two_roles(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner_module, "TENSOR_PARALLEL_SIZES", (1,))
+    monkeypatch.setattr(planner_module, "CHUNKS", (8192,))
+    planner = Planner(
+        EngineOptions(str(model_dir)),
+        trace(60, 0.05, num_prompt=4000, num_output=4),
+        Targets(ttft_s=0.4),
+        {"h100": 2.9},
+        ScalingLimits(max_replicas=4),
+        shares_prefixes=False,
+    )
+    best = planner.plan()
+    assert best is not None
+    split = [each for each in planner.tried if each.prefill is not None]
+    assert {each.num_least for each in split} == {best.limits.min_replicas - 1}
+    (first, *_) = split
+    assert first.figures()["prefill_replicas"] == 1
+    assert first.replicas == f"{first.num_least - 1}+1"
+
+
 def test_planner_has_no_answer_to_impossible_targets(model_dir: Path) -> None:
     planner = Planner(
         EngineOptions(str(model_dir)),
@@ -136,6 +157,9 @@ def test_plan_command_names_the_options_and_draws_them(model_dir: Path, tmp_path
     assert "--tensor-parallel-size 1" in result.output
     assert json.loads((tmp_path / "plan.json").read_text())["best"]["cost_per_hour"] == pytest.approx(3.0)
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
+    lines = result.output.splitlines()
+    assert max(len(line) for line in lines if line[:1] in "│┃┏└") <= 80
+    assert sum("│ costs more" in line for line in lines) == sum("│" in line for line in lines) - 1
 
 
 @pytest.mark.parametrize(

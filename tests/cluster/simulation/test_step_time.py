@@ -10,16 +10,15 @@ import pytest
 from quire.cluster.simulation.step_time import (
     Coefficients,
     Device,
-    MeasuredStep,
     ModelCost,
     StepTime,
-    StepWork,
     fit_coefficients,
     read_coefficients,
     relative_errors,
     write_coefficients,
 )
 from quire.proto.errors import ConfigError
+from quire.scheduler import MeasuredStep, StepWork
 
 DEVICE = Device("cpu", 1e11, 1e10, 5e9, 1e-4)
 COST = ModelCost(1e8, 5e7, 2e4, flops_per_pair=2e4, num_all_reduces=12, all_reduce_bytes_per_token=1e3)

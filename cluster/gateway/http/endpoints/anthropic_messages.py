@@ -29,11 +29,10 @@ from ....text.requests.outputs import (
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
 from ..calls import (
-    collect_all,
     preparing,
     prompt_token_ids,
     renamed_fields,
-    unless_client_leaves,
+    run_to_end,
     with_context,
 )
 from ..completion_objects import version_json
@@ -76,10 +75,7 @@ def router(services: GatewayServices) -> APIRouter:
             call = with_context(call, request, services)
         if body.stream:
             return EventStream(_stream(services, call, head), error_event, head.headers)
-        async with unless_client_leaves(request.receive):
-            with renamed_fields(_FIELDS):
-                async with services.generation.run(call) as generation:
-                    (output,) = await collect_all([generation])
+        _, (output,) = await run_to_end(services, [call], _FIELDS, request)
         return head.response(message_json(head, output))
 
     @router.post("/v1/messages/count_tokens", summary="Count the tokens of a conversation")

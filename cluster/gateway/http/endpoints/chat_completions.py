@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from ....text.chat_format.deltas import (
     AssistantMessage,
@@ -27,17 +27,15 @@ from ....text.requests.outputs import (
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
 from ..calls import (
-    collect_all,
     preparing,
     renamed_fields,
-    run_all,
-    unless_client_leaves,
+    run_to_end,
     with_context,
 )
 from ..completion_objects import (
-    DONE,
     Choice,
     Chunk,
+    ChunkStream,
     Completion,
     Function,
     Message,
@@ -70,10 +68,7 @@ def router(services: GatewayServices) -> APIRouter:
             return EventStream(
                 _stream(services, call, body, head, position), openai_error_event, head.headers
             )
-        async with unless_client_leaves(request.receive):
-            with renamed_fields(body.field_names):
-                async with services.generation.run(call) as generation:
-                    (output,) = await collect_all([generation])
+        (generation,), (output,) = await run_to_end(services, [call], body.field_names, request)
         make = partial(_whole, head, body, generation, output)
         return await head.response_of(make, num_values=num_logprobs(output))
 
@@ -83,10 +78,7 @@ def router(services: GatewayServices) -> APIRouter:
         with preparing(services, body.field_names):
             sampling = body.sampling()
             calls = [with_context(body.call(chat, sampling), request, services) for chat in body.chats()]
-        async with unless_client_leaves(request.receive):
-            with renamed_fields(body.field_names):
-                async with run_all(services.generation, calls) as generations:
-                    outputs = await collect_all(generations)
+        generations, outputs = await run_to_end(services, calls, body.field_names, request)
         make = partial(_whole_batch, head, body, generations, outputs)
         return await head.response_of(make, num_values=sum(map(num_logprobs, outputs)))
 
@@ -182,12 +174,8 @@ def _message(message: AssistantMessage) -> Message:
     return shown
 
 
-class ChatStream:
-    """Writes the events of one conversation's completions as chunks.
-
-    Args:
-        position: of the client before the events.
-    """
+class ChatStream(ChunkStream):
+    """Writes the events of one conversation's completions as chunks."""
 
     def __init__(
         self,
@@ -196,19 +184,13 @@ class ChatStream:
         generation: Generation,
         position: StreamPosition,
     ) -> None:
-        self._body = body
+        super().__init__("chat.completion.chunk", head, body, [generation], position)
+        self._body: ChatCompletionRequest = body
         self._generation = generation
-        self._new_chunk = partial(
-            Chunk, head.id, "chat.completion.chunk", head.created, generation.model_name
-        )
         num_choices = generation.request.sampling.n
-        self._is_begun = [False] * num_choices
-        self._num_tokens = [0] * num_choices
-        for index, output in position.resume_position.outputs.items():
-            self._is_begun[index], self._num_tokens[index] = True, output.num_tokens
+        self._is_begun = [index in position.resume_position.outputs for index in range(num_choices)]
         self._num_reasoning_tokens = position.reasoning_tokens
         self._num_cached_tokens = position.cached_tokens
-        self._null_usage = None if body.includes_usage else UNSET
         self._is_plain = not (body.logprobs or body.return_token_ids or body.has_continuous_usage)
         self._contents, self._reasonings = (
             [TextTemplate(partial(self._text_part, index, kind), places) for index in range(num_choices)]
@@ -229,10 +211,6 @@ class ChatStream:
                 return self._one_chunk(event)
             return self._begin(event.index) + self._finished(event, Message())
         return b""
-
-    def end(self) -> bytes:
-        """Return the chunks after all events."""
-        return self._new_chunk([], usage=self._usage()).event() + DONE if self._body.includes_usage else DONE
 
     def _begin(self, index: int) -> bytes:
         """Return the first chunk of a choice, once."""
@@ -296,17 +274,13 @@ class ChatStream:
         timings = timings_json(event.timings)
         return self._new_chunk([choice], timings=timings, usage=self._usage_so_far()).event()
 
-    def _usage_so_far(self) -> dict[str, object] | UnsetType | None:
-        return self._usage() if self._body.has_continuous_usage else self._null_usage
-
-    def _usage(self) -> dict[str, object]:
-        usage = Usage(
+    def _usage(self) -> Usage:
+        return Usage(
             len(self._generation.request.prompt_token_ids),
             sum(self._num_tokens),
             self._num_cached_tokens,
             self._num_reasoning_tokens,
         )
-        return usage_json(usage)
 
 
 def _delta(part: ChatDelta) -> Message:

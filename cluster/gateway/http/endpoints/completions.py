@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, UnsetType
 
 from .....proto.errors import InvalidRequest
 from ....text.requests.outputs import (
@@ -25,18 +24,16 @@ from ....text.requests.outputs import (
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
 from ..calls import (
-    collect_all,
     numbered_events,
     preparing,
     renamed_fields,
     run_all,
-    unless_client_leaves,
+    run_to_end,
     with_context,
 )
 from ..completion_objects import (
-    DONE,
     Choice,
-    Chunk,
+    ChunkStream,
     Completion,
     CompletionLogprobs,
     ending,
@@ -71,10 +68,7 @@ def router(services: GatewayServices) -> APIRouter:
             return EventStream(
                 _stream(services, calls, body, head, position), openai_error_event, head.headers
             )
-        async with unless_client_leaves(request.receive):
-            with renamed_fields(_FIELDS):
-                async with run_all(services.generation, calls) as generations:
-                    outputs = await collect_all(generations)
+        generations, outputs = await run_to_end(services, calls, _FIELDS, request)
         make = partial(_whole, head, body, generations, outputs)
         return await head.response_of(make, num_values=sum(map(num_logprobs, outputs)))
 
@@ -196,12 +190,8 @@ def _echoed_text(prompt: str | list[int], generation: Generation) -> str:
     return generation.model.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-class CompletionStream:
-    """Writes the events of all prompts of one call as chunks.
-
-    Args:
-        position: of the client before the events; that of several prompts is the beginning.
-    """
+class CompletionStream(ChunkStream):
+    """Writes the events of all prompts of one call as chunks."""
 
     def __init__(
         self,
@@ -210,14 +200,11 @@ class CompletionStream:
         generations: Sequence[Generation],
         position: StreamPosition,
     ) -> None:
-        self._body = body
+        super().__init__("text_completion", head, body, generations, position)
+        self._body: CompletionRequest = body
         self._generations = generations
-        self._new_chunk = partial(Chunk, head.id, "text_completion", head.created, generations[0].model_name)
         self._num_choices = generations[0].request.sampling.n
-        num_choices = self._num_choices * len(generations)
-        self._num_tokens = [0] * num_choices
-        for index, output in position.resume_position.outputs.items():
-            self._num_tokens[index] = output.num_tokens
+        num_choices = len(self._num_tokens)
         self._must_echo = [body.echo] * num_choices
         self._must_name_prompt = [
             body.return_token_ids and not position.resume_position.outputs
@@ -230,7 +217,6 @@ class CompletionStream:
             Usage(len(each.request.prompt_token_ids), cached_tokens=position.cached_tokens)
             for each in generations
         ]
-        self._null_usage = None if body.includes_usage else UNSET
         self._is_plain = not (
             body.echo or body.return_token_ids or body.logprobs is not None or body.has_continuous_usage
         )
@@ -254,10 +240,6 @@ class CompletionStream:
         if isinstance(event, PromptLogprobsDelta):
             self._prompt_logprobs[prompt_index].add(event.logprobs)
         return b""
-
-    def end(self) -> bytes:
-        """Return the chunks after all events."""
-        return self._new_chunk([], usage=self._usage()).event() + DONE if self._body.includes_usage else DONE
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         return self._new_chunk([Choice(index, text=text)], usage=self._null_usage).event()
@@ -304,8 +286,5 @@ class CompletionStream:
         timings = timings_json(event.timings)
         return echo + self._new_chunk([choice], timings=timings, usage=self._usage_so_far()).event()
 
-    def _usage_so_far(self) -> dict[str, Any] | UnsetType | None:
-        return self._usage() if self._body.has_continuous_usage else self._null_usage
-
-    def _usage(self) -> dict[str, Any]:
-        return usage_json(replace(total_usage(self._usages), completion_tokens=sum(self._num_tokens)))
+    def _usage(self) -> Usage:
+        return replace(total_usage(self._usages), completion_tokens=sum(self._num_tokens))

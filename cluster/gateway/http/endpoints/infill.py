@@ -16,11 +16,10 @@ from ....text.requests.outputs import CompletionDelta, CompletionFinished, Compl
 from ...admin.services import GatewayServices
 from ...generation.generation import Generation, GenerationCall
 from ..calls import (
-    collect_all,
     preparing,
     prompt_token_ids,
     renamed_fields,
-    unless_client_leaves,
+    run_to_end,
     with_context,
 )
 from ..completion_objects import timings_json
@@ -67,10 +66,7 @@ def router(services: GatewayServices) -> APIRouter:
             call = await _call(services, body, request)
         if body.stream:
             return EventStream(_stream(services, call), openai_error_event, head.headers)
-        async with unless_client_leaves(request.receive):
-            with renamed_fields(_FIELDS):
-                async with services.generation.run(call) as generation:
-                    (output,) = await collect_all([generation])
+        (generation,), (output,) = await run_to_end(services, [call], _FIELDS, request)
         completion = output.outputs[0]
         end = {"tokens": completion.token_ids, **_end(generation, completion)}
         return head.response({"content": completion.text, **end})

@@ -142,7 +142,7 @@ def engine_router(services: GatewayServices) -> APIRouter:
     @router.post("/reset_prefix_cache", summary="Forget the cached prefixes")
     async def reset_prefix_cache(model: str = "") -> None:
         with preparing(services, {}):
-            flush_caches(services.models.find(model).pool)
+            await flush_caches(services.models.find(model).pool)
 
     @router.post("/collective_rpc", summary="Have all ranks carry out a method")
     async def collective_rpc(body: CollectiveRpc) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def engine_router(services: GatewayServices) -> APIRouter:
             if command is not None:
                 await control_replicas(pool, command)
             elif body.method == RESET_PREFIX_CACHE:
-                flush_caches(pool)
+                await flush_caches(pool)
         ranks = [rank for status in pool.statuses for rank in status.ranks]
         return {"results": collective_results(body.method, ranks)}
 

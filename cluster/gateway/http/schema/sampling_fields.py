@@ -96,7 +96,7 @@ class OutputFields(ValueFields):
 
         Args:
             max_tokens: None for the rest of the context.
-            constraint: of the output, as the fields of the endpoint ask for it.
+            constraint: the constraint of the output that the endpoint's fields ask for.
 
         Raises:
             InvalidRequest: a value is not allowed.

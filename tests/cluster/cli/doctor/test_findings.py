@@ -31,7 +31,7 @@ GOOD = MachineFacts(
     packages={"quire": "1", "torch": "2.13", "ray": "2.60", "transformers": "5.23", "triton": "3.7"},
     torch_cuda="12.8",
     nccl="2.27",
-    libraries={"flashinfer": "0.6.18", "flash_attn": "3.0", "deep_gemm": "2.6.1"},
+    libraries={"flashinfer": "0.6.18", "flash_attn": "3.0", "deep_gemm": "2.6.1", "fla": "0.5.2"},
 )
 
 

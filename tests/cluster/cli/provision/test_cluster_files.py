@@ -16,7 +16,10 @@ from deadlines import PROGRAM_TIMEOUT_S
 from quire.cluster import cli
 from quire.cluster.cli.provision import ray_launcher
 from quire.cluster.cli.provision.cluster_file import ClusterFile, example, instance_types
+from quire.cluster.config.deployment import read_fleet_file
+from quire.cluster.fleet.replica.placement import arrange, read_node_types
 from quire.proto.errors import ConfigError, ReplicaUnavailable
+from quire.proto.model.parallel_split import ParallelSplit
 
 CLOUDS = ("aws", "gcp", "azure")
 RAY_FILES = (*CLOUDS, "onprem")
@@ -61,6 +64,19 @@ def changed(name: str, old: str, new: str) -> str:
 @pytest.mark.parametrize("name", RAY_FILES)
 def test_bundled_file_without_placeholders_has_no_problems(name: str, home: Path) -> None:
     assert ClusterFile.read(write(home, filled_in(name))).problems() == []
+
+
+@pytest.mark.parametrize("name", CLOUDS)
+def test_example_of_a_model_over_two_nodes_has_a_stage_on_each(name: str, home: Path) -> None:
+    lines = example(name).split("docs/over_nodes.md", 1)[1].splitlines()[1:]
+    fleet = home / "config" / "fleet.toml"
+    fleet.write_text("".join(f"{line[4:]}\n" for line in lines if line.startswith("#   ")))
+    (deployment,) = read_fleet_file(fleet)
+    engine = deployment.engine
+    split = ParallelSplit(engine.pipeline_parallel_size, engine.tensor_parallel_size, stage_sizes=(63, 63))
+    bundles = [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * split.num_ranks]
+    arrangement = arrange(bundles, split, [], read_node_types(write(home, filled_in(name))))
+    assert (arrangement.unit, len(arrangement.bundles)) == ("pipeline stage", 3)
 
 
 @pytest.mark.parametrize("name", RAY_FILES)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -61,19 +61,15 @@ class Server:
         return self.pool.submit(Request("mine", np.array(PROMPT, np.int32), PARAMS))
 
 
-def run(scenario: Callable[[Server], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        launcher = FakeLauncher()
-        server = Server(launcher)
-        try:
-            async with asyncio.timeout(2 * DEADLINE_S):
-                await scenario(server)
-        finally:
-            server.given_up.cancel()
-            await server.pool.close()
-            launcher.close()
-
-    asyncio.run(main())
+@pytest.fixture
+@asynccontextmanager
+async def server(launcher: FakeLauncher) -> AsyncIterator[Server]:
+    server = Server(launcher)
+    try:
+        yield server
+    finally:
+        server.given_up.cancel()
+        await server.pool.close()
 
 
 async def follow(running: MigratingRequest, on_tokens: Callable[[int], None]) -> list[int]:
@@ -86,50 +82,38 @@ async def follow(running: MigratingRequest, on_tokens: Callable[[int], None]) ->
     return tokens
 
 
-def test_request_continues_after_its_scheduler_was_replaced() -> None:
-    async def scenario(server: Server) -> None:
-        first = server.replica
-        first.group.step_s = SLOW_STEP_S
+async def test_request_continues_after_its_scheduler_was_replaced(server: Server) -> None:
+    first = server.replica
+    first.group.step_s = SLOW_STEP_S
 
-        def kill(num_tokens: int) -> None:
-            if num_tokens >= 3:
-                first.kill("the scheduler's process died")
+    def kill(num_tokens: int) -> None:
+        if num_tokens >= 3:
+            first.kill("the scheduler's process died")
 
-        assert await follow(server.submit(), kill) == oracle(PROMPT, 100, stops=())
-        assert server.replica.replica_id == "replica-2"
-        assert not server.given_up.done()
-
-    run(scenario)
+    assert await follow(server.submit(), kill) == oracle(PROMPT, 100, stops=())
+    assert server.replica.replica_id == "replica-2"
+    assert not server.given_up.done()
 
 
-def test_replica_that_gave_up_on_a_rank_is_not_replaced() -> None:
-    async def scenario(server: Server) -> None:
-        server.replica.group.step_s = SLOW_STEP_S
-        running = server.submit()
-        server.replica.failure.set_result(RankFailed(1, "killed; given up"))
-        error = await server.given_up
-        assert isinstance(error, RankFailed)
-        with pytest.raises(ReplicaUnavailable, match="given up"):
-            await follow(running, lambda _: None)
-
-    run(scenario)
+async def test_replica_that_gave_up_on_a_rank_is_not_replaced(server: Server) -> None:
+    server.replica.group.step_s = SLOW_STEP_S
+    running = server.submit()
+    server.replica.failure.set_result(RankFailed(1, "killed; given up"))
+    error = await server.given_up
+    assert isinstance(error, RankFailed)
+    with pytest.raises(ReplicaUnavailable, match="given up"):
+        await follow(running, lambda _: None)
 
 
-def test_replica_is_given_up_if_it_cannot_be_replaced() -> None:
-    async def scenario(server: Server) -> None:
-        server.problem = ReplicaUnavailable("no memory")
+async def test_replica_is_given_up_if_it_cannot_be_replaced(server: Server) -> None:
+    server.problem = ReplicaUnavailable("no memory")
+    server.replica.failure.set_result(ReplicaUnavailable("its process died"))
+    assert str(await server.given_up) == "its process died; it could not be replaced: no memory"
+
+
+async def test_replacements_are_bounded(server: Server) -> None:
+    for number in range(1, MAX_REPLACEMENTS + 2):
+        while server.replica.replica_id != f"replica-{number}":
+            await asyncio.sleep(0.001)
         server.replica.failure.set_result(ReplicaUnavailable("its process died"))
-        assert str(await server.given_up) == "its process died; it could not be replaced: no memory"
-
-    run(scenario)
-
-
-def test_replacements_are_bounded() -> None:
-    async def scenario(server: Server) -> None:
-        for number in range(1, MAX_REPLACEMENTS + 2):
-            while server.replica.replica_id != f"replica-{number}":
-                await asyncio.sleep(0.001)
-            server.replica.failure.set_result(ReplicaUnavailable("its process died"))
-        assert f"given up: its scheduler failed {MAX_REPLACEMENTS + 1} times" in str(await server.given_up)
-
-    run(scenario)
+    assert f"given up: its scheduler failed {MAX_REPLACEMENTS + 1} times" in str(await server.given_up)

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -75,15 +76,17 @@ class Actor:
         sent: bytes of each answer to a call for changes.
     """
 
-    def __init__(self) -> None:
-        self.number, self.log, self.sent = 0, ChangeLog(), list[int]()
+    def __init__(self, epoch: str = "e") -> None:
+        self.epoch, self.number, self.log, self.sent = epoch, 0, ChangeLog(), list[int]()
         self.replicas = {f"replica-{number}": entry(number) for number in range(200)}
         self.changes = self
         self.set()
 
     @property
     def state(self) -> FleetState:
-        return FleetState(f"e-{self.number}", (), tuple(self.replicas.values()), (NodeEntry("node", "host"),))
+        return FleetState(
+            f"{self.epoch}-{self.number}", (), tuple(self.replicas.values()), (NodeEntry("node", "host"),)
+        )
 
     def set(self, *changed: ReplicaEntry, removed: str = "") -> None:
         self.replicas |= {each.replica_id: each for each in changed}
@@ -93,7 +96,7 @@ class Actor:
 
     async def remote(self, since: str, timeout_s: float) -> bytes:
         epoch, _, number = since.partition("-")
-        encoded = pickle.dumps(self.log.since(int(number) if epoch == "e" else 0, since))
+        encoded = pickle.dumps(self.log.since(int(number) if epoch == self.epoch else 0, since))
         self.sent.append(len(encoded))
         return encoded
 
@@ -102,43 +105,39 @@ def entry(number: int, reason: str = "") -> ReplicaEntry:
     return ReplicaEntry(f"replica-{number}", "demo", "1", ReplicaState.READY, reason)
 
 
-def test_only_what_changed_is_sent() -> None:
+async def test_only_what_changed_is_sent() -> None:
     actor = Actor()
     client = ControllerClient(cast(Any, actor))
-
-    async def follow() -> None:
-        state = await client.watch("", 1.0)
+    state = await client.watch("gateway", "", 1.0)
+    assert state == actor.state
+    for changed, removed in (
+        (entry(3, "slow"), ""),
+        (entry(200), "replica-7"),
+        (entry(7), "replica-200"),
+    ):
+        actor.set(changed, removed=removed)
+        state = await client.watch("gateway", state.version, 1.0)
         assert state == actor.state
-        for changed, removed in (
-            (entry(3, "slow"), ""),
-            (entry(200), "replica-7"),
-            (entry(7), "replica-200"),
-        ):
-            actor.set(changed, removed=removed)
-            state = await client.watch(state.version, 1.0)
-            assert state == actor.state
-
-    asyncio.run(follow())
     whole, *changes = actor.sent
     assert max(changes) < whole / 20
 
 
-def test_whole_state_is_sent_to_who_knows_another() -> None:
+async def test_whole_state_is_sent_to_who_knows_another() -> None:
     """A gateway that could not apply the last state, or has that of another controller."""
     actor = Actor()
     client = ControllerClient(cast(Any, actor))
-
-    async def follow() -> None:
-        first = await client.watch("", 1.0)
-        assert first is not None
-        actor.set(entry(3, "slow"))
-        assert await client.watch(first.version, 1.0) == actor.state
-        actor.set(entry(4, "slow"))
-        assert await client.watch(first.version, 1.0) == actor.state
-        client._state = FleetState("other-1")
-        assert await client.watch("other-1", 1.0) == actor.state
-
-    asyncio.run(follow())
+    first = await client.watch("gateway", "", 1.0)
+    assert first is not None
+    actor.set(entry(3, "slow"))
+    assert await client.watch("gateway", first.version, 1.0) == actor.state
+    actor.set(entry(4, "slow"))
+    assert await client.watch("gateway", first.version, 1.0) == actor.state
+    handle = SimpleNamespace(changes=Actor("other"))
+    client = ControllerClient(cast(Any, handle))
+    of_other = await client.watch("gateway", "", 1.0)
+    assert of_other is not None
+    handle.changes = actor
+    assert await client.watch("gateway", of_other.version, 1.0) == actor.state
 
 
 def test_removals_that_are_forgotten_are_told_by_a_whole_state() -> None:
@@ -164,4 +163,4 @@ def test_controller_of_an_earlier_release_is_asked_for_its_whole_state() -> None
                 return actor.state
 
     client = ControllerClient(cast(Any, Earlier()))
-    assert asyncio.run(client.watch("", 1.0)) == actor.state
+    assert asyncio.run(client.watch("gateway", "", 1.0)) == actor.state

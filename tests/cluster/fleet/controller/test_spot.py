@@ -75,7 +75,7 @@ def test_watcher_polls_until_there_is_a_notice() -> None:
     assert slept == [INTERVAL_S] * 3
 
 
-def test_invalid_http_response_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_http_response_is_no_notice() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def respond() -> None:
@@ -86,7 +86,6 @@ def test_invalid_http_response_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> 
 
         thread = threading.Thread(target=respond)
         thread.start()
-        monkeypatch.setattr(spot, "_METADATA", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr(spot, "_TIMEOUT_S", 60.0)
-        assert spot.fetch("/", {}) is None
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert spot.fetch("/", {}, address=address, timeout_s=60.0) is None
         thread.join(60)

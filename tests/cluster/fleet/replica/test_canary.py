@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from local_replica import local_replica
 from local_server import local_config
-from serving import DEADLINE_S, run
+from serving import DEADLINE_S
 
 from quire.cluster.fleet.replica.canary import run_canary
 from quire.cluster.fleet.replica.client import ReplicaClient
@@ -36,26 +36,22 @@ async def fill(client: ReplicaClient) -> None:
 
 
 @pytest.mark.parametrize("computes", [True, False])
-def test_replica_that_refuses_the_canary_is_proved_by_its_steps(
+async def test_replica_that_refuses_the_canary_is_proved_by_its_steps(
     make_model: Callable[..., Path], computes: bool
 ) -> None:
     config = local_config(make_model("llama"), max_num_seqs=1, max_queue_len=1)
-
-    async def scenario() -> None:
-        with local_replica(config) as replica:
-            client = ReplicaClient(replica.address, "replica-0", heartbeat_s=0.05)
-            replica.brake.slow_down()  # so that the requests do not end
-            try:
-                await fill(client)
-                if computes:
-                    await run_canary(client, DEADLINE_S)
-                    assert client.num_running == 2, "the requests ended: the canary may have been served"
-                else:
-                    replica.brake.hold()
-                    with pytest.raises(ReplicaUnavailable):
-                        await run_canary(client, 0.5)
-            finally:
-                replica.brake.release()
-                await client.close()
-
-    run(scenario())
+    with local_replica(config) as replica:
+        client = ReplicaClient(replica.address, "replica-0", heartbeat_s=0.05)
+        replica.brake.slow_down()  # so that the requests do not end
+        try:
+            await fill(client)
+            if computes:
+                await run_canary(client, DEADLINE_S)
+                assert client.num_running == 2, "the requests ended: the canary may have been served"
+            else:
+                replica.brake.hold()
+                with pytest.raises(ReplicaUnavailable):
+                    await run_canary(client, 0.5)
+        finally:
+            replica.brake.release()
+            await client.close()

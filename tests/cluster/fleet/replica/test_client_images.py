@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
+import pytest
 
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.text.requests.request import Request
@@ -65,17 +66,20 @@ class FakeConnection:
                 await asyncio.sleep(0)
 
 
-def with_client(scenario: Callable[[ReplicaClient, FakeConnection], Coroutine[Any, Any, None]]) -> None:
-    async def run() -> None:
-        connection = FakeConnection()
-        client = ReplicaClient("fake", "replica-0", connection=connection)
-        client.start()
-        try:
-            await scenario(client, connection)
-        finally:
-            await client.close()
+@pytest.fixture
+def connection() -> FakeConnection:
+    return FakeConnection()
 
-    asyncio.run(run())
+
+@pytest.fixture
+@asynccontextmanager
+async def client(connection: FakeConnection) -> AsyncIterator[ReplicaClient]:
+    client = ReplicaClient("fake", "replica-0", connection=connection)
+    client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def request(n: int = 1) -> Request:
@@ -85,49 +89,46 @@ def request(n: int = 1) -> Request:
     return Request("r", prompt, sampling, media=(item,), media_tensors={DIGEST: TENSORS})
 
 
-def test_images_are_sent_when_the_replica_asks() -> None:
-    async def scenario(client: ReplicaClient, connection: FakeConnection) -> None:
-        running = client.submit(request(n=2))
-        submits = [message for message in connection.sent if isinstance(message, Submit)]
-        assert [len(message.media) for message in submits] == [1]
-        await asyncio.sleep(0.01)
-        assert not connection.uploads
-        connection.answer(MediaWanted(running.handles[1], (DIGEST, b"another digest!!")))
-        await connection.until(lambda: len(connection.uploads) == 4)
-        assembly = MediaAssembly(connection.uploads[0].layout)
-        for piece in connection.uploads:
-            assembly.add(piece.offset, piece.data)
-        np.testing.assert_array_equal(assembly.tensors()["pixel_values"], TENSORS["pixel_values"])
-
-    with_client(scenario)
-
-
-def test_image_that_is_asked_for_again_is_sent_from_its_beginning() -> None:
-    async def scenario(client: ReplicaClient, connection: FakeConnection) -> None:
-        running = client.submit(request())
-        connection.answer(MediaWanted(running.handles[0], (DIGEST,)))
-        await connection.until(lambda: bool(connection.uploads))
-        connection.answer(MediaWanted(running.handles[0], (DIGEST,)))
-        await connection.until(lambda: sum(piece.offset == 0 for piece in connection.uploads) == 2)
-        await connection.until(lambda: connection.uploads[-1].offset == 3 * MEDIA_PIECE_BYTES)
-        last = [piece.offset for piece in connection.uploads][-4:]
-        assert last == [index * MEDIA_PIECE_BYTES for index in range(4)]
-
-    with_client(scenario)
+async def test_images_are_sent_when_the_replica_asks(
+    client: ReplicaClient, connection: FakeConnection
+) -> None:
+    running = client.submit(request(n=2))
+    submits = [message for message in connection.sent if isinstance(message, Submit)]
+    assert [len(message.media) for message in submits] == [1]
+    await asyncio.sleep(0.01)
+    assert not connection.uploads
+    connection.answer(MediaWanted(running.handles[1], (DIGEST, b"another digest!!")))
+    await connection.until(lambda: len(connection.uploads) == 4)
+    assembly = MediaAssembly(connection.uploads[0].layout)
+    for piece in connection.uploads:
+        assembly.add(piece.offset, piece.data)
+    np.testing.assert_array_equal(assembly.tensors()["pixel_values"], TENSORS["pixel_values"])
 
 
-def test_images_of_a_request_that_has_ended_are_forgotten() -> None:
-    async def scenario(client: ReplicaClient, connection: FakeConnection) -> None:
-        ended, aborted = client.submit(request()), client.submit(request())
-        connection.answer(TokenBatch(1, finished=(Finish(ended.handles[0], FinishReason.STOP),)))
-        await connection.until(lambda: client.num_running == 1)
-        aborted.abort()
-        for handle in (ended.handles[0], aborted.handles[0], 77):
-            connection.answer(MediaWanted(handle, (DIGEST,)))
-        kept = client.submit(request())
-        connection.answer(MediaWanted(kept.handles[0], (DIGEST,)))
-        await connection.until(lambda: len(connection.uploads) == 4)
-        await asyncio.sleep(0.01)
-        assert len(connection.uploads) == 4
+async def test_image_that_is_asked_for_again_is_sent_from_its_beginning(
+    client: ReplicaClient, connection: FakeConnection
+) -> None:
+    running = client.submit(request())
+    connection.answer(MediaWanted(running.handles[0], (DIGEST,)))
+    await connection.until(lambda: bool(connection.uploads))
+    connection.answer(MediaWanted(running.handles[0], (DIGEST,)))
+    await connection.until(lambda: sum(piece.offset == 0 for piece in connection.uploads) == 2)
+    await connection.until(lambda: connection.uploads[-1].offset == 3 * MEDIA_PIECE_BYTES)
+    last = [piece.offset for piece in connection.uploads][-4:]
+    assert last == [index * MEDIA_PIECE_BYTES for index in range(4)]
 
-    with_client(scenario)
+
+async def test_images_of_a_request_that_has_ended_are_forgotten(
+    client: ReplicaClient, connection: FakeConnection
+) -> None:
+    ended, aborted = client.submit(request()), client.submit(request())
+    connection.answer(TokenBatch(1, finished=(Finish(ended.handles[0], FinishReason.STOP),)))
+    await connection.until(lambda: client.num_running == 1)
+    aborted.abort()
+    for handle in (ended.handles[0], aborted.handles[0], 77):
+        connection.answer(MediaWanted(handle, (DIGEST,)))
+    kept = client.submit(request())
+    connection.answer(MediaWanted(kept.handles[0], (DIGEST,)))
+    await connection.until(lambda: len(connection.uploads) == 4)
+    await asyncio.sleep(0.01)
+    assert len(connection.uploads) == 4

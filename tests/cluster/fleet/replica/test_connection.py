@@ -15,32 +15,26 @@ def threads() -> set[str]:
     return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
-def test_connections_share_the_threads_of_one_context(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        connections = [ZmqConnection(f"ipc://{tmp_path}/{number}") for number in range(400)]
-        before = threads()
-        connections[0].open()
-        with_one = threads()
-        for connection in connections[1:]:
-            connection.open()
-        assert threads() <= with_one  # a thread of an earlier test may have ended
-        await asyncio.gather(*(connection.close(0) for connection in connections))
-        assert not threads() & (with_one - before)
-
-    asyncio.run(scenario())
+async def test_connections_share_the_threads_of_one_context(tmp_path: Path) -> None:
+    connections = [ZmqConnection(f"ipc://{tmp_path}/{number}") for number in range(400)]
+    before = threads()
+    connections[0].open()
+    with_one = threads()
+    for connection in connections[1:]:
+        connection.open()
+    assert threads() <= with_one  # a thread of an earlier test may have ended
+    await asyncio.gather(*(connection.close(0) for connection in connections))
+    assert not threads() & (with_one - before)
 
 
-def test_what_was_sent_leaves_although_another_connection_stays_open(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-            router.bind(f"ipc://{tmp_path}/replica")
-            staying, ending = (ZmqConnection(f"ipc://{tmp_path}/replica") for _ in range(2))
-            staying.open()
-            ending.open()
-            ending.send(b"abort")
-            await ending.close(10_000)
-            assert await asyncio.to_thread(router.poll, 60_000)
-            assert router.recv_multipart()[1] == b"abort"
-            await staying.close(0)
-
-    asyncio.run(scenario())
+async def test_what_was_sent_leaves_although_another_connection_stays_open(tmp_path: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(f"ipc://{tmp_path}/replica")
+        staying, ending = (ZmqConnection(f"ipc://{tmp_path}/replica") for _ in range(2))
+        staying.open()
+        ending.open()
+        ending.send(b"abort")
+        await ending.close(10_000)
+        assert await asyncio.to_thread(router.poll, 60_000)
+        assert router.recv_multipart()[1] == b"abort"
+        await staying.close(0)

@@ -102,6 +102,30 @@ def test_stages_are_placed_whole_if_a_node_can_hold_one(
     assert total == {"CPU": 1 + pp * tp, "GPU": pp * tp}
 
 
+@pytest.mark.parametrize(
+    ("tp", "groups", "num_bundles"),
+    [
+        (16, 2, 3),
+        (16, 16, 17),  # a group is a rank
+        (32, 2, 33),  # no node holds a group
+        (8, 2, 9),  # one node holds all
+    ],
+)
+def test_ranks_that_attend_together_are_placed_whole_if_a_node_can_hold_them(
+    tp: int, groups: int, num_bundles: int
+) -> None:
+    engine, _ = replica(1, tp)
+    split = ParallelSplit(1, tp, groups, tp)
+    arrangement = arrange(bundles_for(engine), split, BIG_NODES, [])
+    assert len(arrangement.bundles) == num_bundles
+    if num_bundles == 1 + groups:
+        assert arrangement.bundle_of == (0, *(1 + rank // (tp // groups) for rank in range(tp)))
+        where = describe_places(split, [f"node{rank // 8}" for rank in range(tp)])
+        assert (
+            where == "all 16 ranks on node0 and node1, which exchange tokens over the network in every layer"
+        )
+
+
 def test_log_says_which_stage_is_where() -> None:
     _, split = replica(2, 2)
     assert describe_places(split, ["a"] * 4) == ""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from serving import PROMPT, ServerFactory, first_delta, run
+from serving import PROMPT, ServerFactory, first_delta
 
 from quire.cluster.client.client import AsyncClient
 from quire.cluster.config.tenants import TenantOptions, Tenants
@@ -157,35 +157,31 @@ def test_idle_tenants_are_forgotten_and_running_ones_are_not() -> None:
         limited.refusal()
 
 
-def test_limits_hold_over_grpc_and_other_tenants_are_served(serve: ServerFactory) -> None:
+async def test_limits_hold_over_grpc_and_other_tenants_are_served(serve: ServerFactory) -> None:
     tenants = Tenants(
         TenantOptions(), {"gold": TenantOptions(max_concurrent_requests=1, tokens_per_minute=20)}
     )
     endless = SamplingParams(max_tokens=200, ignore_eos=True)
-
-    async def scenario() -> None:
-        async with (
-            serve(security=Security(tenants=constant(tenants))) as server,
-            AsyncClient(server.target) as client,
-        ):
-            server.brake.slow_down()
-            events = client.generate_stream(PROMPT, endless, tenant="gold")
-            await first_delta(events)
-            with pytest.raises(QuotaExceeded) as caught:
-                await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="gold")
-            assert (caught.value.tenant, caught.value.quota) == ("gold", "concurrent_requests")
-            await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="tin")
-            server.brake.speed_up()
-            async for _ in events:
-                pass
-            with pytest.raises(QuotaExceeded) as caught:
-                await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="gold")
-            assert caught.value.quota == "tokens_per_minute"
-            assert caught.value.retry_after_s is not None
-            # 200 tokens and the prompt's at 20 per minute, less what the run itself refilled.
-            assert 60 < caught.value.retry_after_s < 660
-            await asyncio.gather(
-                *(client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="tin") for _ in range(8))
-            )
-
-    run(scenario())
+    async with (
+        serve(security=Security(tenants=constant(tenants))) as server,
+        AsyncClient(server.target) as client,
+    ):
+        server.brake.slow_down()
+        events = client.generate_stream(PROMPT, endless, tenant="gold")
+        await first_delta(events)
+        with pytest.raises(QuotaExceeded) as caught:
+            await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="gold")
+        assert (caught.value.tenant, caught.value.quota) == ("gold", "concurrent_requests")
+        await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="tin")
+        server.brake.speed_up()
+        async for _ in events:
+            pass
+        with pytest.raises(QuotaExceeded) as caught:
+            await client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="gold")
+        assert caught.value.quota == "tokens_per_minute"
+        assert caught.value.retry_after_s is not None
+        # 200 tokens and the prompt's at 20 per minute, less what the run itself refilled.
+        assert 60 < caught.value.retry_after_s < 660
+        await asyncio.gather(
+            *(client.generate(PROMPT, SamplingParams(max_tokens=1), tenant="tin") for _ in range(8))
+        )

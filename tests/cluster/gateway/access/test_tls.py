@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from certificates import HAS_OPENSSL, Pair, make_authority, make_certificate
-from serving import PROMPT, ServerFactory, run
+from serving import PROMPT, ServerFactory
 
 from quire.cluster.client.client import AsyncClient
 from quire.cluster.config.server_options import ServerOptions
@@ -61,22 +61,18 @@ async def subject(url: str, authority: Path, cert: Path | None = None) -> str:
         writer.close()
 
 
-def test_calls_work_over_tls(serve: ServerFactory, certificates: Certificates) -> None:
+async def test_calls_work_over_tls(serve: ServerFactory, certificates: Certificates) -> None:
     options = ServerOptions(tls_cert=certificates.server.cert, tls_key=certificates.server.key)
-
-    async def scenario() -> None:
-        async with serve(security=Security.load(options), http=True) as server:
-            async with AsyncClient(server.target, tls_ca=certificates.authority.cert) as client:
-                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
-            async with AsyncClient(server.target) as client:
-                with pytest.raises(ReplicaUnavailable):
-                    await client.generate(PROMPT, GREEDY, resumable=False)  # is not sent again
-            assert await subject(server.url, certificates.authority.cert) == "server"
-
-    run(scenario())
+    async with serve(security=Security.load(options), http=True) as server:
+        async with AsyncClient(server.target, tls_ca=certificates.authority.cert) as client:
+            assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
+        async with AsyncClient(server.target) as client:
+            with pytest.raises(ReplicaUnavailable):
+                await client.generate(PROMPT, GREEDY, resumable=False)  # is not sent again
+        assert await subject(server.url, certificates.authority.cert) == "server"
 
 
-def test_client_without_a_certificate_of_the_authority_cannot_connect(
+async def test_client_without_a_certificate_of_the_authority_cannot_connect(
     serve: ServerFactory, certificates: Certificates
 ) -> None:
     options = ServerOptions(
@@ -85,52 +81,43 @@ def test_client_without_a_certificate_of_the_authority_cannot_connect(
         tls_client_ca=certificates.authority.cert,
     )
     ca = certificates.authority.cert
-
-    async def scenario() -> None:
-        async with serve(security=Security.load(options), http=True) as server:
-            async with AsyncClient(server.target, tls_ca=ca, tls_cert=certificates.client.both) as client:
-                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
-            assert await subject(server.url, ca, certificates.client.both) == "server"
-            for cert in (None, certificates.stranger.both):
-                async with AsyncClient(server.target, tls_ca=ca, tls_cert=cert) as client:
-                    with pytest.raises(ReplicaUnavailable):
-                        await client.generate(PROMPT, GREEDY, resumable=False)
-                # TLS 1.3: the client's side of the handshake ends before the server has refused its certificate.
-                with pytest.raises((ssl.SSLError, ConnectionError, AssertionError)):
-                    await subject(server.url, ca, cert)
-
-    run(scenario())
+    async with serve(security=Security.load(options), http=True) as server:
+        async with AsyncClient(server.target, tls_ca=ca, tls_cert=certificates.client.both) as client:
+            assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
+        assert await subject(server.url, ca, certificates.client.both) == "server"
+        for cert in (None, certificates.stranger.both):
+            async with AsyncClient(server.target, tls_ca=ca, tls_cert=cert) as client:
+                with pytest.raises(ReplicaUnavailable):
+                    await client.generate(PROMPT, GREEDY, resumable=False)
+            # TLS 1.3: the client's side of the handshake ends before the server has refused its certificate.
+            with pytest.raises((ssl.SSLError, ConnectionError, AssertionError)):
+                await subject(server.url, ca, cert)
 
 
-def test_changed_certificate_is_used_by_the_next_handshake(
+async def test_changed_certificate_is_used_by_the_next_handshake(
     serve: ServerFactory, certificates: Certificates, tmp_path: Path
 ) -> None:
     cert, key, now = tmp_path / "cert.pem", tmp_path / "key.pem", 0.0
     shutil.copy(certificates.server.cert, cert)
     shutil.copy(certificates.server.key, key)
     ca = certificates.authority.cert
-
-    async def scenario() -> None:
-        nonlocal now
-        watched = WatchedFiles(
-            [cert, key], lambda: load_certificate(cert, key), "the certificate", clock=lambda: now
-        )
-        async with serve(security=Security(certificate=watched), http=True) as server:
-            async with AsyncClient(server.target, tls_ca=ca) as client:
-                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
-            assert await subject(server.url, ca) == "server"
-            assert await grpc_subject(server.target, ca) == "server"
-            shutil.copy(certificates.successor.cert, cert)
-            now += 1.0
-            assert await subject(server.url, ca) == "server"  # the key is still the old one
-            shutil.copy(certificates.successor.key, key)
-            now += 1.0
-            assert await subject(server.url, ca) == "successor"
-            assert await grpc_subject(server.target, ca) == "successor"
-            async with AsyncClient(server.target, tls_ca=ca) as client:
-                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
-
-    run(scenario())
+    watched = WatchedFiles(
+        [cert, key], lambda: load_certificate(cert, key), "the certificate", clock=lambda: now
+    )
+    async with serve(security=Security(certificate=watched), http=True) as server:
+        async with AsyncClient(server.target, tls_ca=ca) as client:
+            assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
+        assert await subject(server.url, ca) == "server"
+        assert await grpc_subject(server.target, ca) == "server"
+        shutil.copy(certificates.successor.cert, cert)
+        now += 1.0
+        assert await subject(server.url, ca) == "server"  # the key is still the old one
+        shutil.copy(certificates.successor.key, key)
+        now += 1.0
+        assert await subject(server.url, ca) == "successor"
+        assert await grpc_subject(server.target, ca) == "successor"
+        async with AsyncClient(server.target, tls_ca=ca) as client:
+            assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
 
 
 async def grpc_subject(target: str, authority: Path) -> str:

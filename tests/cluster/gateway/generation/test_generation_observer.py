@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from local_replica import local_replica
-from serving import DEADLINE_S, PROMPT, run
+from serving import DEADLINE_S, PROMPT
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
@@ -55,28 +55,10 @@ def test_observers_pass_on_every_call_to_each() -> None:
     assert first.calls == second.calls == ["watch r", "moved replica-0 drain", None]
 
 
-def test_service_reports_each_call_and_its_end(make_model: Callable[..., Path]) -> None:
+async def test_service_reports_each_call_and_its_end(make_model: Callable[..., Path]) -> None:
     model = str(make_model("llama"))
     options = EngineOptions(model, served_model_name="tiny", device="cpu", num_kv_blocks=64)
     recorder = Recorder()
-
-    async def scenario() -> None:
-        with local_replica(resolve(options, Machine.this())) as local:
-            replica = ReplicaClient(local.address, "replica-0", heartbeat_s=0.1)
-            replica.start()
-            models = serve_single_replica(local.config, Tokenizer(model), replica)
-            service = GenerationService(models, recorder)
-            try:
-                async with asyncio.timeout(DEADLINE_S):
-                    while not models.is_ready:
-                        await models.wait_for_change()
-                await _complete(service)
-                await _repeat(service)
-                await _refuse(service)
-                await _leave(service)
-                await _abort(service)
-            finally:
-                await models.close()
 
     async def _complete(service: GenerationService) -> None:
         call = GenerationCall(PROMPT, SamplingParams(max_tokens=3, ignore_eos=True), request_id="r")
@@ -129,4 +111,19 @@ def test_service_reports_each_call_and_its_end(make_model: Callable[..., Path]) 
             assert [event async for event in generation.events]
         assert recorder.calls == []
 
-    run(scenario())
+    with local_replica(resolve(options, Machine.this())) as local:
+        replica = ReplicaClient(local.address, "replica-0", heartbeat_s=0.1)
+        replica.start()
+        models = serve_single_replica(local.config, Tokenizer(model), replica)
+        service = GenerationService(models, recorder)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                while not models.is_ready:
+                    await models.wait_for_change()
+            await _complete(service)
+            await _repeat(service)
+            await _refuse(service)
+            await _leave(service)
+            await _abort(service)
+        finally:
+            await models.close()

@@ -18,7 +18,6 @@ from serving import (
     drain,
     eventually,
     first_delta,
-    run,
     until_free,
 )
 from tcp_proxy import TcpProxy, tcp_proxy
@@ -77,40 +76,36 @@ def text_of(events: list[inference_pb2.GenerateEvent]) -> str:
     return "".join(event.delta.text for event in events)
 
 
-def test_repeat_reads_the_same_events_of_a_running_and_of_a_finished_request(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server, inference(server.target) as stub:
-            before = (await server.replica.status(DEADLINE_S)).num_finished  # canaries
-            first = stub.GenerateStream(request())
-            await first.read()
-            running, repeated = await asyncio.gather(rest(first), read(stub.GenerateStream(request())))
-            later = await read(stub.GenerateStream(request()))
-            whole = await stub.Generate(request())
-            assert running == repeated[1:] == later[1:]
-            assert [event.sequence_number for event in later] == list(range(len(later)))
-            assert whole.outputs[0].text == text_of(later)
-            assert (await server.replica.status(DEADLINE_S)).num_finished == before + 1
+async def test_repeat_reads_the_same_events_of_a_running_and_of_a_finished_request(
+    serve: ServerFactory,
+) -> None:
+    async with serve() as server, inference(server.target) as stub:
+        before = (await server.replica.status(DEADLINE_S)).num_finished  # canaries
+        first = stub.GenerateStream(request())
+        await first.read()
+        running, repeated = await asyncio.gather(rest(first), read(stub.GenerateStream(request())))
+        later = await read(stub.GenerateStream(request()))
+        whole = await stub.Generate(request())
+        assert running == repeated[1:] == later[1:]
+        assert [event.sequence_number for event in later] == list(range(len(later)))
+        assert whole.outputs[0].text == text_of(later)
+        assert (await server.replica.status(DEADLINE_S)).num_finished == before + 1
 
-    run(scenario())
 
-
-def test_resume_sends_exactly_the_rest_after_every_event(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server, inference(server.target) as stub:
-            for request_id, sampling in (
-                ("one", inference_pb2.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)),
-                ("two", inference_pb2.SamplingParams(n=2, max_tokens=NUM_TOKENS, prompt_logprobs=1)),
-            ):
-                call = request(request_id=request_id, sampling=sampling)
-                whole = await read(stub.GenerateStream(call))
-                for number in range(len(whole)):
-                    call.after_sequence_number = number
-                    assert await read(stub.GenerateStream(call)) == whole[number + 1 :]
-                call.after_sequence_number = len(whole)
-                with pytest.raises(grpc.aio.AioRpcError, match=f"the last event so far has {len(whole) - 1}"):
-                    await read(stub.GenerateStream(call))
-
-    run(scenario())
+async def test_resume_sends_exactly_the_rest_after_every_event(serve: ServerFactory) -> None:
+    async with serve() as server, inference(server.target) as stub:
+        for request_id, sampling in (
+            ("one", inference_pb2.SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)),
+            ("two", inference_pb2.SamplingParams(n=2, max_tokens=NUM_TOKENS, prompt_logprobs=1)),
+        ):
+            call = request(request_id=request_id, sampling=sampling)
+            whole = await read(stub.GenerateStream(call))
+            for number in range(len(whole)):
+                call.after_sequence_number = number
+                assert await read(stub.GenerateStream(call)) == whole[number + 1 :]
+            call.after_sequence_number = len(whole)
+            with pytest.raises(grpc.aio.AioRpcError, match=f"the last event so far has {len(whole) - 1}"):
+                await read(stub.GenerateStream(call))
 
 
 @pytest.mark.parametrize(
@@ -127,150 +122,123 @@ def test_resume_sends_exactly_the_rest_after_every_event(serve: ServerFactory) -
         ({"request_id": "", "resumable": True}, InvalidRequest),
     ],
 )
-def test_other_content_or_unknown_request_is_refused(
+async def test_other_content_or_unknown_request_is_refused(
     serve: ServerFactory, fields: dict[str, Any], kind: type[QuireError]
 ) -> None:
-    async def scenario() -> None:
-        async with serve() as server:
+    async with serve() as server:
+        async with inference(server.target) as stub:
+            await stub.Generate(request())
+        with pytest.raises(kind):
             async with inference(server.target) as stub:
-                await stub.Generate(request())
-            with pytest.raises(kind):
-                async with inference(server.target) as stub:
-                    await stub.Generate(request(**fields))
-
-    run(scenario())
+                await stub.Generate(request(**fields))
 
 
-def test_failed_request_runs_again_but_its_resume_raises_the_error(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server, AsyncClient(server.target) as client:
-            server.brake.slow_down()
-            events = client.generate_stream(PROMPT, ENDLESS, request_id="r")
-            await first_delta(events)
-            await client.abort("r")
-            with pytest.raises(RequestAborted):
-                await drain(events)
-            async with inference(server.target) as stub:
-                call = client._generate_stream(PROMPT, ENDLESS, {"request_id": "r"}).request
-                call.after_sequence_number = 0
-                with pytest.raises(grpc.aio.AioRpcError, match="was aborted"):
-                    await read(stub.GenerateStream(call))
-            events = client.generate_stream(PROMPT, ENDLESS, request_id="r")
-            await first_delta(events)
-            await events.aclose()
-            await until_free(client)
-
-    run(scenario())
+async def test_failed_request_runs_again_but_its_resume_raises_the_error(serve: ServerFactory) -> None:
+    async with serve() as server, AsyncClient(server.target) as client:
+        server.brake.slow_down()
+        events = client.generate_stream(PROMPT, ENDLESS, request_id="r")
+        await first_delta(events)
+        await client.abort("r")
+        with pytest.raises(RequestAborted):
+            await drain(events)
+        async with inference(server.target) as stub:
+            call = client._generate_stream(PROMPT, ENDLESS, {"request_id": "r"}).request
+            call.after_sequence_number = 0
+            with pytest.raises(grpc.aio.AioRpcError, match="was aborted"):
+                await read(stub.GenerateStream(call))
+        events = client.generate_stream(PROMPT, ENDLESS, request_id="r")
+        await first_delta(events)
+        await events.aclose()
+        await until_free(client)
 
 
-def test_resumable_request_without_reader_ends_after_the_window(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with (
-            serve(retention=SHORT_WINDOW) as server,
-            AsyncClient(server.target) as observer,
-            tcp_proxy(server.target) as proxy,
-        ):
-            server.brake.slow_down()
-            client = AsyncClient(proxy.address)
-            await first_delta(client.generate_stream(PROMPT, ENDLESS, request_id="r"))
-            await client.close()
-            assert server.replica.num_running == 1
-            await until_free(observer)
-            assert server.replica.num_running == 0
-            await until_free(observer)
-
-    run(scenario())
+async def test_resumable_request_without_reader_ends_after_the_window(serve: ServerFactory) -> None:
+    async with (
+        serve(retention=SHORT_WINDOW) as server,
+        AsyncClient(server.target) as observer,
+        tcp_proxy(server.target) as proxy,
+    ):
+        server.brake.slow_down()
+        client = AsyncClient(proxy.address)
+        await first_delta(client.generate_stream(PROMPT, ENDLESS, request_id="r"))
+        await client.close()
+        assert server.replica.num_running == 1
+        await until_free(observer)
+        assert server.replica.num_running == 0
+        await until_free(observer)
 
 
-def test_request_that_is_not_resumable_ends_with_its_connection(serve: ServerFactory) -> None:
+async def test_request_that_is_not_resumable_ends_with_its_connection(serve: ServerFactory) -> None:
     """A resumable request would run to its end, because the window is longer."""
-
-    async def scenario() -> None:
-        limits = RetentionLimits(resume_window_s=3600.0)
-        async with serve(retention=limits) as server, AsyncClient(server.target) as observer:
-            server.brake.slow_down()
-            async with AsyncClient(server.target) as client:
-                await first_delta(client.generate_stream(PROMPT, ENDLESS, request_id="r", resumable=False))
-            await until_free(observer)
-            assert len(server.brake.steps) < NUM_ENDLESS_TOKENS
-
-    run(scenario())
+    limits = RetentionLimits(resume_window_s=3600.0)
+    async with serve(retention=limits) as server, AsyncClient(server.target) as observer:
+        server.brake.slow_down()
+        async with AsyncClient(server.target) as client:
+            await first_delta(client.generate_stream(PROMPT, ENDLESS, request_id="r", resumable=False))
+        await until_free(observer)
+        assert len(server.brake.steps) < NUM_ENDLESS_TOKENS
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, TWO], ids=["one", "two"])
-def test_async_client_survives_a_break_after_every_event(
+async def test_async_client_survives_a_break_after_every_event(
     serve: ServerFactory, sampling: SamplingParams
 ) -> None:
-    async def scenario() -> None:
-        async with serve() as server, tcp_proxy(server.target) as proxy, AsyncClient(proxy.address) as client:
-            whole = [event async for event in client.generate_stream(PROMPT, sampling)]
-            for broken_after in range(len(whole)):
-                events: list[StreamEvent] = []
-                async for event in client.generate_stream(PROMPT, sampling):
-                    if len(events) == broken_after:
-                        proxy.break_connections()
-                    events.append(event)
-                assert joined(events) == joined(whole)
-                assert numbers(events) == list(range(1, len(numbers(events)) + 1))
-            assert proxy.num_connections > 2
-            await until_free(client)
-
-    run(scenario())
+    async with serve() as server, tcp_proxy(server.target) as proxy, AsyncClient(proxy.address) as client:
+        whole = [event async for event in client.generate_stream(PROMPT, sampling)]
+        for broken_after in range(len(whole)):
+            events: list[StreamEvent] = []
+            async for event in client.generate_stream(PROMPT, sampling):
+                if len(events) == broken_after:
+                    proxy.break_connections()
+                events.append(event)
+            assert joined(events) == joined(whole)
+            assert numbers(events) == list(range(1, len(numbers(events)) + 1))
+        assert proxy.num_connections > 2
+        await until_free(client)
 
 
-def test_async_client_survives_a_connection_cut_at_any_byte(serve: ServerFactory) -> None:
+async def test_async_client_survives_a_connection_cut_at_any_byte(serve: ServerFactory) -> None:
     """The steps are shorter than the message of a delta, so that every delta is lost once, and cut in the middle."""
-
-    async def scenario() -> None:
-        async with serve() as server, tcp_proxy(server.target) as proxy:
+    async with serve() as server, tcp_proxy(server.target) as proxy:
+        async with AsyncClient(proxy.address) as client:
+            whole = [event async for event in client.generate_stream(PROMPT, GREEDY)]
+        for num_bytes in range(0, proxy.num_bytes - CLOSING_BYTES, 50):
             async with AsyncClient(proxy.address) as client:
-                whole = [event async for event in client.generate_stream(PROMPT, GREEDY)]
-            for num_bytes in range(0, proxy.num_bytes - CLOSING_BYTES, 50):
-                async with AsyncClient(proxy.address) as client:
-                    proxy.cut_after, before = num_bytes, proxy.num_connections - proxy.num_cuts
-                    proxy.break_connections()  # gRPC may still have that of the last client
-                    events = [event async for event in client.generate_stream(PROMPT, GREEDY)]
-                    assert proxy.num_connections - proxy.num_cuts > before
-                assert joined(events) == joined(whole)
-                assert numbers(events) == list(range(1, len(numbers(events)) + 1))
-            assert proxy.num_cuts > 1  # fewer than there are places, if a slow machine sends fewer bytes
-
-    run(scenario())
+                proxy.cut_after, before = num_bytes, proxy.num_connections - proxy.num_cuts
+                proxy.break_connections()  # gRPC may still have that of the last client
+                events = [event async for event in client.generate_stream(PROMPT, GREEDY)]
+                assert proxy.num_connections - proxy.num_cuts > before
+            assert joined(events) == joined(whole)
+            assert numbers(events) == list(range(1, len(numbers(events)) + 1))
+        assert proxy.num_cuts > 1  # fewer than there are places, if a slow machine sends fewer bytes
 
 
-def test_client_waits_for_a_slow_connection(serve: ServerFactory) -> None:
+async def test_client_waits_for_a_slow_connection(serve: ServerFactory) -> None:
     """As over TLS on another continent, or of a server without a processor."""
+    async with serve() as server, tcp_proxy(server.target) as proxy:
+        delays = iter((0.7, 0.7))
+        proxy.delay_s = lambda: next(delays, 0.0)
+        async with AsyncClient(proxy.address) as client:
+            output = await client.generate(PROMPT, GREEDY)
+        assert len(output.outputs[0].token_ids) == NUM_TOKENS
+        assert next(delays, None) is None
 
-    async def scenario() -> None:
-        async with serve() as server, tcp_proxy(server.target) as proxy:
-            delays = iter((0.7, 0.7))
-            proxy.delay_s = lambda: next(delays, 0.0)
+
+async def test_unary_call_survives_a_connection_cut_at_any_byte(serve: ServerFactory) -> None:
+    async with serve() as server, tcp_proxy(server.target) as proxy:
+        async with AsyncClient(proxy.address) as client:
+            whole = await client.generate(PROMPT, GREEDY)
+        for num_bytes in range(0, proxy.num_bytes - CLOSING_BYTES, 100):
             async with AsyncClient(proxy.address) as client:
+                proxy.cut_after, before = num_bytes, proxy.num_connections - proxy.num_cuts
+                proxy.break_connections()  # gRPC may still have that of the last client
                 output = await client.generate(PROMPT, GREEDY)
-            assert len(output.outputs[0].token_ids) == NUM_TOKENS
-            assert next(delays, None) is None
-
-    run(scenario())
-
-
-def test_unary_call_survives_a_connection_cut_at_any_byte(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server, tcp_proxy(server.target) as proxy:
-            async with AsyncClient(proxy.address) as client:
-                whole = await client.generate(PROMPT, GREEDY)
-            for num_bytes in range(0, proxy.num_bytes - CLOSING_BYTES, 100):
-                async with AsyncClient(proxy.address) as client:
-                    proxy.cut_after, before = num_bytes, proxy.num_connections - proxy.num_cuts
-                    proxy.break_connections()  # gRPC may still have that of the last client
-                    output = await client.generate(PROMPT, GREEDY)
-                    assert proxy.num_connections - proxy.num_cuts > before
-                assert output.outputs == whole.outputs
-            assert proxy.num_cuts > 1
-
-    run(scenario())
+                assert proxy.num_connections - proxy.num_cuts > before
+            assert output.outputs == whole.outputs
+        assert proxy.num_cuts > 1
 
 
-def test_synchronous_client_survives_a_break_after_every_event(serve: ServerFactory) -> None:
+async def test_synchronous_client_survives_a_break_after_every_event(serve: ServerFactory) -> None:
     def check(proxy: TcpProxy, loop: asyncio.AbstractEventLoop) -> None:
         with Client(proxy.address) as client:
             whole = list(client.generate_stream(PROMPT, GREEDY))
@@ -284,88 +252,71 @@ def test_synchronous_client_survives_a_break_after_every_event(serve: ServerFact
             loop.call_soon_threadsafe(proxy.break_connections)
             assert client.generate(PROMPT, GREEDY).outputs[0].token_ids == joined(whole)[0][1]
 
-    async def scenario() -> None:
-        async with serve() as server, tcp_proxy(server.target) as proxy:
-            await asyncio.to_thread(check, proxy, asyncio.get_running_loop())
-
-    run(scenario())
+    async with serve() as server, tcp_proxy(server.target) as proxy:
+        await asyncio.to_thread(check, proxy, asyncio.get_running_loop())
 
 
-def test_server_that_has_forgotten_the_request_computes_it_again(serve: ServerFactory) -> None:
+async def test_server_that_has_forgotten_the_request_computes_it_again(serve: ServerFactory) -> None:
     limits = RetentionLimits(resume_window_s=0.0, retention_s=0.0)
+    async with (
+        serve(retention=limits) as server,
+        tcp_proxy(server.target) as proxy,
+        AsyncClient(proxy.address) as client,
+    ):
+        sampling = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0)
+        whole = [event async for event in client.generate_stream(PROMPT, sampling, request_id="r")]
+        server.brake.slow_down()
+        stream = client.generate_stream(PROMPT, sampling, request_id="r")
+        events = [await anext(stream), await anext(stream)]
+        await asyncio.to_thread(server.brake.catch)
+        proxy.break_connections()
 
-    async def scenario() -> None:
-        async with (
-            serve(retention=limits) as server,
-            tcp_proxy(server.target) as proxy,
-            AsyncClient(proxy.address) as client,
-        ):
-            sampling = SamplingParams(max_tokens=100, ignore_eos=True, logprobs=0)
-            whole = [event async for event in client.generate_stream(PROMPT, sampling, request_id="r")]
-            server.brake.slow_down()
-            stream = client.generate_stream(PROMPT, sampling, request_id="r")
-            events = [await anext(stream), await anext(stream)]
-            await asyncio.to_thread(server.brake.catch)
-            proxy.break_connections()
+        async def has_ended() -> bool:
+            return not server.replica.num_running
 
-            async def has_ended() -> bool:
-                return not server.replica.num_running
-
-            await eventually(has_ended)
-            server.brake.speed_up()
-            server.brake.release()
-            events += [event async for event in stream]
-            assert joined(events) == joined(whole)
-
-    run(scenario())
+        await eventually(has_ended)
+        server.brake.speed_up()
+        server.brake.release()
+        events += [event async for event in stream]
+        assert joined(events) == joined(whole)
 
 
-def test_client_gives_up_where_the_request_cannot_be_continued(serve: ServerFactory) -> None:
+async def test_client_gives_up_where_the_request_cannot_be_continued(serve: ServerFactory) -> None:
     """A call that does not tell what it has received, as that of an earlier release."""
-
-    async def scenario() -> None:
-        async with serve() as server:
-            with pytest.raises(RequestNotFound, match="is not known here"):
-                async with inference(server.target) as stub:
-                    await read(stub.GenerateStream(request(resumable=True, after_sequence_number=3)))
-
-    run(scenario())
+    async with serve() as server:
+        with pytest.raises(RequestNotFound, match="is not known here"):
+            async with inference(server.target) as stub:
+                await read(stub.GenerateStream(request(resumable=True, after_sequence_number=3)))
 
 
-def test_client_raises_at_once_where_no_server_runs() -> None:
-    async def scenario() -> None:
-        async with AsyncClient("127.0.0.1:1") as client:
-            async with asyncio.timeout(DEADLINE_S):
-                with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
-                    await client.generate(PROMPT)
-
-    run(scenario())
+async def test_client_raises_at_once_where_no_server_runs() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        async with asyncio.timeout(DEADLINE_S):
+            with pytest.raises(ServerUnreachable, match=r"127\.0\.0\.1:1"):
+                await client.generate(PROMPT)
 
 
-def test_closed_stream_aborts_its_request_at_once(serve: ServerFactory) -> None:
+async def test_closed_stream_aborts_its_request_at_once(serve: ServerFactory) -> None:
     def close(target: str) -> None:
         with Client(target) as client:
             events = client.generate_stream(PROMPT, ENDLESS)
             next(events)
             events.close()
 
-    async def scenario() -> None:
-        async with serve() as server, AsyncClient(server.target) as client:
-            server.brake.slow_down()
-            await asyncio.to_thread(close, server.target)
-            await until_free(client)
-            task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
+    async with serve() as server, AsyncClient(server.target) as client:
+        server.brake.slow_down()
+        await asyncio.to_thread(close, server.target)
+        await until_free(client)
+        task = asyncio.create_task(client.generate(PROMPT, ENDLESS))
 
-            async def is_running() -> bool:
-                return server.replica.num_running == 1
+        async def is_running() -> bool:
+            return server.replica.num_running == 1
 
-            await eventually(is_running)
-            task.cancel()
-            await asyncio.wait((task,))
-            await until_free(client)
-            assert len(server.brake.steps) < NUM_ENDLESS_TOKENS
-
-    run(scenario())
+        await eventually(is_running)
+        task.cancel()
+        await asyncio.wait((task,))
+        await until_free(client)
+        assert len(server.brake.steps) < NUM_ENDLESS_TOKENS
 
 
 def joined(events: list[StreamEvent]) -> list[tuple[str, list[int]]]:

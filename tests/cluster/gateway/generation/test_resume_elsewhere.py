@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 from gateway_process import gateway_process
 from local_replica import LocalReplica, local_replica
 from local_server import LocalGateway, local_config, local_gateway
-from serving import DEADLINE_S, PROMPT, first_delta, run
+from serving import DEADLINE_S, PROMPT, first_delta
 from tcp_proxy import tcp_proxy
 
 from quire import AsyncClient, SamplingParams
@@ -96,24 +95,21 @@ def outcome(events: list[StreamEvent]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_another_gateway_continues_after_every_event(model: Path, kind: str) -> None:
-    async def scenario() -> None:
-        with local_replica(local_config(model)) as replica:
-            async with gateway_of(replica) as first:
-                call = request(SAMPLINGS[kind])
-                whole = await read(first.target, call)
-                events = [event for _, event in whole]
-                assert isinstance(events[0], RequestStarted)
-                async with gateway_of(replica) as second:
-                    for number, received in enumerate(prefixes(events)):
-                        resumed = request(SAMPLINGS[kind], after_sequence_number=number)
-                        resumed.received.CopyFrom(resume_position_to_message(received))
-                        rest = await read(second.target, resumed)
-                        assert [each for each, _ in rest] == list(range(number + 1, number + 1 + len(rest)))
-                        joined = events[: number + 1] + [event for _, event in rest]
-                        assert outcome(joined) == outcome(events)
-
-    run(scenario())
+async def test_another_gateway_continues_after_every_event(model: Path, kind: str) -> None:
+    with local_replica(local_config(model)) as replica:
+        async with gateway_of(replica) as first:
+            call = request(SAMPLINGS[kind])
+            whole = await read(first.target, call)
+            events = [event for _, event in whole]
+            assert isinstance(events[0], RequestStarted)
+            async with gateway_of(replica) as second:
+                for number, received in enumerate(prefixes(events)):
+                    resumed = request(SAMPLINGS[kind], after_sequence_number=number)
+                    resumed.received.CopyFrom(resume_position_to_message(received))
+                    rest = await read(second.target, resumed)
+                    assert [each for each, _ in rest] == list(range(number + 1, number + 1 + len(rest)))
+                    joined = events[: number + 1] + [event for _, event in rest]
+                    assert outcome(joined) == outcome(events)
 
 
 def prefixes(events: list[StreamEvent]) -> list[ResumePosition]:
@@ -125,26 +121,22 @@ def prefixes(events: list[StreamEvent]) -> list[ResumePosition]:
     return found
 
 
-def test_gateway_that_read_other_events_continues_after_the_tokens(model: Path) -> None:
+async def test_gateway_that_read_other_events_continues_after_the_tokens(model: Path) -> None:
     """The client returns to its first gateway, whose events have other boundaries than those of the second."""
-
-    async def scenario() -> None:
-        call = request(SAMPLINGS["drawn"])
-        with local_replica(local_config(model)) as replica:
-            async with gateway_of(replica) as gateway:
-                replica.brake.slow_down()
-                while not is_in_parts(events := [event for _, event in await read(gateway.target, call)]):
-                    call.request_id += "r"  # the gateway read all tokens at once
-                replica.brake.speed_up()
-                merged = [events[0], *merge_first_deltas(events[1:])]
-                assert len(merged) < len(events)
-                received = prefixes(merged)[1]
-                call.after_sequence_number = 1
-                call.received.CopyFrom(resume_position_to_message(received))
-                rest = [event for _, event in await read(gateway.target, call)]
-                assert outcome(merged[:2] + renumbered(rest)) == outcome(events)
-
-    run(scenario())
+    call = request(SAMPLINGS["drawn"])
+    with local_replica(local_config(model)) as replica:
+        async with gateway_of(replica) as gateway:
+            replica.brake.slow_down()
+            while not is_in_parts(events := [event for _, event in await read(gateway.target, call)]):
+                call.request_id += "r"  # the gateway read all tokens at once
+            replica.brake.speed_up()
+            merged = [events[0], *merge_first_deltas(events[1:])]
+            assert len(merged) < len(events)
+            received = prefixes(merged)[1]
+            call.after_sequence_number = 1
+            call.received.CopyFrom(resume_position_to_message(received))
+            rest = [event for _, event in await read(gateway.target, call)]
+            assert outcome(merged[:2] + renumbered(rest)) == outcome(events)
 
 
 def is_in_parts(events: list[StreamEvent]) -> bool:
@@ -170,27 +162,19 @@ def renumbered(events: list[StreamEvent]) -> list[StreamEvent]:
     return events
 
 
-def test_no_tenant_continues_the_request_of_another_one(model: Path) -> None:
-    async def scenario() -> None:
-        call = request(SAMPLINGS["drawn"], tenant="a")
-        with local_replica(local_config(model)) as replica:
-            async with gateway_of(replica) as first, gateway_of(replica) as second:
-                events = [event for _, event in await read(first.target, call)]
-                stolen = request(SAMPLINGS["drawn"], tenant="b", after_sequence_number=len(events) - 3)
-                stolen.received.CopyFrom(resume_position_to_message(prefixes(events)[-3]))
-                with pytest.raises(RequestNotFound, match="its output differs from what was received"):
-                    await read(second.target, stolen)
-
-    run(scenario())
+async def test_no_tenant_continues_the_request_of_another_one(model: Path) -> None:
+    call = request(SAMPLINGS["drawn"], tenant="a")
+    with local_replica(local_config(model)) as replica:
+        async with gateway_of(replica) as first, gateway_of(replica) as second:
+            events = [event for _, event in await read(first.target, call)]
+            stolen = request(SAMPLINGS["drawn"], tenant="b", after_sequence_number=len(events) - 3)
+            stolen.received.CopyFrom(resume_position_to_message(prefixes(events)[-3]))
+            with pytest.raises(RequestNotFound, match="its output differs from what was received"):
+                await read(second.target, stolen)
 
 
-def test_client_of_two_gateways_continues_at_the_next_one(model: Path) -> None:
+async def test_client_of_two_gateways_continues_at_the_next_one(model: Path) -> None:
     sampling = SamplingParams(n=2, max_tokens=100, ignore_eos=True)
-
-    async def scenario() -> None:
-        with local_replica(local_config(model)) as replica:
-            async with gateway_of(replica) as first, gateway_of(replica) as second:
-                await follow(replica, first.target, second.target)
 
     async def follow(replica: LocalReplica, first: str, second: str) -> None:
         async with (
@@ -211,14 +195,17 @@ def test_client_of_two_gateways_continues_at_the_next_one(model: Path) -> None:
             whole = [event async for event in observer.generate_stream(PROMPT, sampling, request_id="r")]
             assert outcome(events) == outcome(whole)
 
-    run(scenario())
+    with local_replica(local_config(model)) as replica:
+        async with gateway_of(replica) as first, gateway_of(replica) as second:
+            await follow(replica, first.target, second.target)
 
 
 @pytest.mark.slow  # the process of the gateway imports for some seconds
-def test_client_of_two_gateways_survives_the_kill_of_one(model: Path) -> None:
+async def test_client_of_two_gateways_survives_the_kill_of_one(model: Path) -> None:
     sampling = SamplingParams(n=2, seed=3, max_tokens=100, ignore_eos=True)
 
-    async def scenario(replica: LocalReplica, address: str, process: subprocess.Popen[str]) -> None:
+    with local_replica(local_config(model)) as replica, gateway_process(model, replica.address) as peer:
+        address, process = peer
         async with (
             gateway_of(replica) as survivor,
             AsyncClient(survivor.target) as observer,
@@ -239,6 +226,3 @@ def test_client_of_two_gateways_survives_the_kill_of_one(model: Path) -> None:
             for each in (await output).outputs:
                 assert each.token_ids == outcome(whole)[f"output {each.index}"]["tokens"]
             assert await client.is_ready()
-
-    with local_replica(local_config(model)) as replica, gateway_process(model, replica.address) as peer:
-        run(scenario(replica, *peer))

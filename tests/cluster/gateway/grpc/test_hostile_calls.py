@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 from google.protobuf import descriptor_pool, message_factory
 from random_messages import random_message
-from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, eventually, first_delta, run
+from serving import DEADLINE_S, ENDLESS, PROMPT, ServerFactory, eventually, first_delta
 
 from quire.cluster.client.client import AsyncClient
 from quire.cluster.gateway.grpc import server as gateway_server
@@ -80,34 +80,30 @@ def no_faults_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("num_messages", [150, pytest.param(10_000, marks=SLOW)])
-def test_random_messages_are_served_or_refused(
+async def test_random_messages_are_served_or_refused(
     serve: ServerFactory, caplog: pytest.LogCaptureFixture, num_messages: int
 ) -> None:
     """Messages of every method with every field at random, and valid messages with random bytes changed."""
     answered: Counter[str] = Counter()
+    async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+        caplog.clear()
+        limit = asyncio.Semaphore(8)
 
-    async def scenario() -> None:
-        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
-            caplog.clear()
-            limit = asyncio.Semaphore(8)
+        async def send(seed: int) -> None:
+            rng = random.Random(seed)
+            method = rng.choice(METHODS) if seed % 3 else METHODS[seed // 3 % 2]
+            message = random_message(message_factory.GetMessageClass(method.input_type)(), rng)
+            raw = bytearray(message.SerializeToString())
+            for _ in range(rng.choice((0, 0, 1, 3))):
+                if raw:
+                    raw[rng.randrange(len(raw))] = rng.randrange(256)
+            async with limit:
+                answered[await call(channel, method, bytes(raw))] += 1
 
-            async def send(seed: int) -> None:
-                rng = random.Random(seed)
-                method = rng.choice(METHODS) if seed % 3 else METHODS[seed // 3 % 2]
-                message = random_message(message_factory.GetMessageClass(method.input_type)(), rng)
-                raw = bytearray(message.SerializeToString())
-                for _ in range(rng.choice((0, 0, 1, 3))):
-                    if raw:
-                        raw[rng.randrange(len(raw))] = rng.randrange(256)
-                async with limit:
-                    answered[await call(channel, method, bytes(raw))] += 1
-
-            await asyncio.gather(*map(send, range(num_messages)))
-            await until_idle(server)
-            async with AsyncClient(server.target) as client:  # still as good as new
-                assert (await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs[0].token_ids
-
-    asyncio.run(asyncio.wait_for(scenario(), SLOW_TIMEOUT_S))
+        await asyncio.gather(*map(send, range(num_messages)))
+        await until_idle(server)
+        async with AsyncClient(server.target) as client:  # still as good as new
+            assert (await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs[0].token_ids
     assert sum(answered.values()) == num_messages
     assert answered["INVALID_ARGUMENT"]
     no_faults_logged(caplog)
@@ -133,7 +129,7 @@ def _hostile_bytes(rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("num_connections", [200, pytest.param(10_000, marks=SLOW)])
-def test_broken_connections_leave_nothing_behind(
+async def test_broken_connections_leave_nothing_behind(
     serve: ServerFactory, caplog: pytest.LogCaptureFixture, num_connections: int
 ) -> None:
     """Connections to both ports with noise, then closed, half-closed or reset; and streams dropped as they run."""
@@ -157,34 +153,31 @@ def test_broken_connections_leave_nothing_behind(
         await first_delta(client.generate_stream(PROMPT, ENDLESS))
         await client.close()
 
-    async def scenario() -> None:
-        async with serve(http=True) as server:
-            ports = [int(address.rpartition(":")[2]) for address in (server.target, server.url)]
-            await connect(ports[0], 0)
-            await drop_stream(server.target)
-            await until_idle(server)
-            caplog.clear()
-            before = _descriptors(), len(asyncio.all_tasks())
-            limit = asyncio.Semaphore(32)
+    async with serve(http=True) as server:
+        ports = [int(address.rpartition(":")[2]) for address in (server.target, server.url)]
+        await connect(ports[0], 0)
+        await drop_stream(server.target)
+        await until_idle(server)
+        caplog.clear()
+        before = _descriptors(), len(asyncio.all_tasks())
+        limit = asyncio.Semaphore(32)
 
-            async def attack(seed: int) -> None:
-                async with limit:
-                    if seed % 20 == 0:
-                        await drop_stream(server.target)
-                    else:
-                        await connect(ports[seed % 2], seed)
+        async def attack(seed: int) -> None:
+            async with limit:
+                if seed % 20 == 0:
+                    await drop_stream(server.target)
+                else:
+                    await connect(ports[seed % 2], seed)
 
-            await asyncio.gather(*map(attack, range(num_connections)))
-            await until_idle(server)
+        await asyncio.gather(*map(attack, range(num_connections)))
+        await until_idle(server)
 
-            async def is_as_before() -> bool:
-                return _descriptors() <= before[0] + 4 and len(asyncio.all_tasks()) <= before[1] + 1
+        async def is_as_before() -> bool:
+            return _descriptors() <= before[0] + 4 and len(asyncio.all_tasks()) <= before[1] + 1
 
-            await eventually(is_as_before)
-            async with AsyncClient(server.target) as client:
-                assert (await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs[0].token_ids
-
-    asyncio.run(asyncio.wait_for(scenario(), SLOW_TIMEOUT_S))
+        await eventually(is_as_before)
+        async with AsyncClient(server.target) as client:
+            assert (await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs[0].token_ids
     no_faults_logged(caplog)
 
 
@@ -192,16 +185,13 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_message_above_the_limit_is_refused(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
-            raw = inference_pb2.GenerateRequest(text="x" * (5 << 20)).SerializeToString()
-            assert await call(channel, METHODS[0], raw) == "RESOURCE_EXHAUSTED"
-
-    run(scenario())
+async def test_message_above_the_limit_is_refused(serve: ServerFactory) -> None:
+    async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+        raw = inference_pb2.GenerateRequest(text="x" * (5 << 20)).SerializeToString()
+        assert await call(channel, METHODS[0], raw) == "RESOURCE_EXHAUSTED"
 
 
-def test_connections_beyond_the_limit_are_closed(
+async def test_connections_beyond_the_limit_are_closed(
     serve: ServerFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise idle connections take every file descriptor, also those that HTTP and the gateway itself need."""
@@ -214,26 +204,23 @@ def test_connections_beyond_the_limit_are_closed(
         except ConnectionError:
             return False
 
-    async def scenario() -> None:
-        async with serve() as server:
-            caplog.clear()
-            host, _, port = server.target.rpartition(":")
-            idle = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
-            for _, writer in idle:
-                writer.write(_PREFACE)
-            are_open = [await is_open(connection) for connection in idle]
-            assert sum(are_open) <= 3, are_open
-            for _, writer in idle:
-                writer.close()
+    async with serve() as server:
+        caplog.clear()
+        host, _, port = server.target.rpartition(":")
+        idle = [await asyncio.open_connection(host, int(port)) for _ in range(6)]
+        for _, writer in idle:
+            writer.write(_PREFACE)
+        are_open = [await is_open(connection) for connection in idle]
+        assert sum(are_open) <= 3, are_open
+        for _, writer in idle:
+            writer.close()
 
-            async def is_served() -> bool:
-                async with AsyncClient(server.target) as client:
-                    try:
-                        return bool((await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs)
-                    except ServerUnreachable:
-                        return False
+        async def is_served() -> bool:
+            async with AsyncClient(server.target) as client:
+                try:
+                    return bool((await client.generate(PROMPT, SamplingParams(max_tokens=2))).outputs)
+                except ServerUnreachable:
+                    return False
 
-            await eventually(is_served)
-
-    run(scenario())
+        await eventually(is_served)
     no_faults_logged(caplog)

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from loop_stall import shortest_stall
-from serving import ServerFactory, run
+from serving import ServerFactory
 
 from quire.cluster.client.wire.grpc_status import from_grpc_error
 from quire.proto import inference_pb2
@@ -49,20 +49,17 @@ async def call(channel: grpc.aio.Channel, method: str, raw: bytes) -> QuireError
     raise AssertionError("the call did not fail")
 
 
-def test_malformed_message_is_an_invalid_request_without_a_traceback(
+async def test_malformed_message_is_an_invalid_request_without_a_traceback(
     serve: ServerFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scenario() -> None:
-        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
-            caplog.clear()
-            for method in METHODS:
-                for raw in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f"):  # no field number, a text without an end
-                    error = await call(channel, method, raw)
-                    assert isinstance(error, InvalidRequest), (method, error)
-                    assert "is not a valid message" in str(error)
-            assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-    run(scenario())
+    async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+        caplog.clear()
+        for method in METHODS:
+            for raw in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f"):  # no field number, a text without an end
+                error = await call(channel, method, raw)
+                assert isinstance(error, InvalidRequest), (method, error)
+                assert "is not a valid message" in str(error)
+        assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 # Requests with one small field or with one long list; encoded messages that follow each other are merged.
@@ -86,19 +83,15 @@ def hostile_message(fields: dict[str, Any]) -> bytes:
     return raw * ((4 << 20) // len(raw))
 
 
-def test_no_valid_message_of_4_mb_stalls_the_event_loop(serve: ServerFactory) -> None:
+async def test_no_valid_message_of_4_mb_stalls_the_event_loop(serve: ServerFactory) -> None:
     stalled: dict[str, float] = {}
+    async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
+        for name, fields in HOSTILE.items():
+            raw = hostile_message(fields)
 
-    async def scenario() -> None:
-        async with serve() as server, grpc.aio.insecure_channel(server.target) as channel:
-            for name, fields in HOSTILE.items():
-                raw = hostile_message(fields)
+            async def refused(raw: bytes = raw, name: str = name) -> None:
+                error: Any = await call(channel, "/quire.v1.Inference/GenerateStream", raw)
+                assert isinstance(error, InvalidRequest), (name, error)
 
-                async def refused(raw: bytes = raw, name: str = name) -> None:
-                    error: Any = await call(channel, "/quire.v1.Inference/GenerateStream", raw)
-                    assert isinstance(error, InvalidRequest), (name, error)
-
-                stalled[name] = await shortest_stall(refused, MAX_STALL)
-
-    run(scenario())
+            stalled[name] = await shortest_stall(refused, MAX_STALL)
     assert max(stalled.values()) <= MAX_STALL, stalled

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from serving import DEADLINE_S, PROMPT, ServerFactory, run
+from serving import DEADLINE_S, PROMPT, ServerFactory
 
 from quire.cluster.client.client import AsyncClient, Client
 from quire.cluster.client.wire.tokens import Token, TokenSet
@@ -25,52 +25,43 @@ from quire.proto.sampling import SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 
-def test_every_call_but_health_needs_a_token(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve(
-            security=Security(tokens=constant(TokenSet([Token.of("one"), Token.of("two")])))
-        ) as server:
-            async with AsyncClient(server.target, token="two") as client:
-                assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
-                assert [event async for event in client.generate_stream(PROMPT, GREEDY)]
-            for token in (None, "three", ""):
-                async with AsyncClient(server.target, token=token) as client:
-                    assert await client.is_ready()
-                    for call in (client.models(), client.status(), client.generate(PROMPT)):
-                        with pytest.raises(Unauthenticated):
-                            await call
+async def test_every_call_but_health_needs_a_token(serve: ServerFactory) -> None:
+    async with serve(
+        security=Security(tokens=constant(TokenSet([Token.of("one"), Token.of("two")])))
+    ) as server:
+        async with AsyncClient(server.target, token="two") as client:
+            assert (await client.generate(PROMPT, GREEDY)).outputs[0].token_ids
+            assert [event async for event in client.generate_stream(PROMPT, GREEDY)]
+        for token in (None, "three", ""):
+            async with AsyncClient(server.target, token=token) as client:
+                assert await client.is_ready()
+                for call in (client.models(), client.status(), client.generate(PROMPT)):
                     with pytest.raises(Unauthenticated):
-                        await anext(client.generate_stream(PROMPT))
+                        await call
+                with pytest.raises(Unauthenticated):
+                    await anext(client.generate_stream(PROMPT))
 
-    run(scenario())
 
-
-def test_reflection_lists_the_services(serve: ServerFactory) -> None:
+async def test_reflection_lists_the_services(serve: ServerFactory) -> None:
     from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-    async def scenario() -> None:
-        async with (
-            serve(ready=False) as server,
-            grpc.aio.insecure_channel(server.target) as channel,
-        ):
-            stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
-            call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-            response = await call.read()
-            names = {service.name for service in response.list_services_response.service}
-            assert {"quire.v1.Inference", "quire.v1.Admin", "grpc.health.v1.Health"} <= names
-            call.cancel()
-
-    run(scenario())
+    async with (
+        serve(ready=False) as server,
+        grpc.aio.insecure_channel(server.target) as channel,
+    ):
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
+        call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+        response = await call.read()
+        names = {service.name for service in response.list_services_response.service}
+        assert {"quire.v1.Inference", "quire.v1.Admin", "grpc.health.v1.Health"} <= names
+        call.cancel()
 
 
-def test_port_in_use_raises(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve(ready=False) as server:
-            second = Gateway(server.services, server.target)
-            with pytest.raises(ConfigError, match=f"cannot listen on {server.target}"):
-                await second.start()
-
-    run(scenario())
+async def test_port_in_use_raises(serve: ServerFactory) -> None:
+    async with serve(ready=False) as server:
+        second = Gateway(server.services, server.target)
+        with pytest.raises(ConfigError, match=f"cannot listen on {server.target}"):
+            await second.start()
 
 
 def test_unreachable_server_raises_replica_unavailable() -> None:

@@ -113,14 +113,11 @@ def test_documents_of_text_are_text(client: Anthropic) -> None:
     assert len(counts) == 1
 
 
-def test_async_client_streams(server: ThreadedServer, anthropic: ModuleType) -> None:
-    async def scenario() -> None:
-        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
-            await asyncio.to_thread(write_output, server, "Well.")
-            async with client.messages.stream(model="tiny", max_tokens=9, messages=MESSAGES) as stream:
-                assert "".join([text async for text in stream.text_stream]) == "Well."
-
-    asyncio.run(scenario())
+async def test_async_client_streams(server: ThreadedServer, anthropic: ModuleType) -> None:
+    async with anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        await asyncio.to_thread(write_output, server, "Well.")
+        async with client.messages.stream(model="tiny", max_tokens=9, messages=MESSAGES) as stream:
+            assert "".join([text async for text in stream.text_stream]) == "Well."
 
 
 @pytest.mark.parametrize(

@@ -182,37 +182,32 @@ def test_tenant_runs_as_many_responses_as_are_free(
         assert begin(gold).status_code == 200
 
 
-def test_shutdown_ends_a_response_with_its_reason(make_model: Callable[..., Path], tmp_path: Path) -> None:
+async def test_shutdown_ends_a_response_with_its_reason(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
     model = chat_model(make_model("llama"), tmp_path)
-
-    async def scenario() -> None:
-        async with (
-            local_server(model, http=True, **OPTIONS) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
-        ):
-            assert server.http is not None
-            server.brake.slow_down()
-            body = {name: value for name, value in LONG.items() if name != "model"}
-            begun = (await http.post("/v1/responses", json=body)).json()
-            events = http.stream("GET", f"/v1/responses/{begun['id']}", params={"stream": True})
-            async with events as response:
-                await asyncio.gather(server.gateway.stop(0.2), server.http.stop(0.2))
-                lines = [line async for line in response.aiter_lines()]
-            assert "shutting_down" in lines[-2], lines[-3:]
-
-    asyncio.run(scenario())
+    async with (
+        local_server(model, http=True, **OPTIONS) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=CALL_TIMEOUT_S) as http,
+    ):
+        assert server.http is not None
+        server.brake.slow_down()
+        body = {name: value for name, value in LONG.items() if name != "model"}
+        begun = (await http.post("/v1/responses", json=body)).json()
+        events = http.stream("GET", f"/v1/responses/{begun['id']}", params={"stream": True})
+        async with events as response:
+            await asyncio.gather(server.gateway.stop(0.2), server.http.stop(0.2))
+            lines = [line async for line in response.aiter_lines()]
+        assert "shutting_down" in lines[-2], lines[-3:]
 
 
-def test_events_that_are_too_many_are_dropped() -> None:
-    async def scenario() -> None:
-        log = EventLog(max_bytes=20)
-        log.add(b"event: a\n\n")
-        reader = log.read()
-        assert await anext(reader) == b"event: a\n\n"
-        log.add(b"event: b\n\nevent: c\n\n")
-        with pytest.raises(RequestNotFound, match="more than 20 bytes of events"):
-            await anext(reader)
-        log.add(b"event: d\n\n")
-        assert log.num_bytes == 0
-
-    asyncio.run(scenario())
+async def test_events_that_are_too_many_are_dropped() -> None:
+    log = EventLog(max_bytes=20)
+    log.add(b"event: a\n\n")
+    reader = log.read()
+    assert await anext(reader) == b"event: a\n\n"
+    log.add(b"event: b\n\nevent: c\n\n")
+    with pytest.raises(RequestNotFound, match="more than 20 bytes of events"):
+        await anext(reader)
+    log.add(b"event: d\n\n")
+    assert log.num_bytes == 0

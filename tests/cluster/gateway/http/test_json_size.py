@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from loop_stall import shortest_stall
-from serving import ServerFactory, run
+from serving import ServerFactory
 
 from quire.cluster.text.requests.json_values import MAX_ITEMS, MAX_PARTS, JsonSize
 
@@ -107,21 +107,17 @@ HOSTILE = {
 }
 
 
-def test_no_body_of_16_mb_stalls_the_event_loop(serve: ServerFactory) -> None:
+async def test_no_body_of_16_mb_stalls_the_event_loop(serve: ServerFactory) -> None:
     stalled: dict[str, float] = {}
+    async with serve(http=True) as server, httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
+        client.headers["content-type"] = "application/json"
+        for name, (path, body) in HOSTILE.items():
 
-    async def scenario() -> None:
-        async with serve(http=True) as server, httpx.AsyncClient(base_url=server.url, timeout=60.0) as client:
-            client.headers["content-type"] = "application/json"
-            for name, (path, body) in HOSTILE.items():
+            async def answered(name: str = name, path: str = path, body: bytes = body.encode()) -> None:
+                response = await client.post(path, content=body)
+                assert response.status_code == (200 if "name" in name else 400), (name, response.text)
 
-                async def answered(name: str = name, path: str = path, body: bytes = body.encode()) -> None:
-                    response = await client.post(path, content=body)
-                    assert response.status_code == (200 if "name" in name else 400), (name, response.text)
-
-                stalled[name] = await shortest_stall(answered, MAX_STALL)
-
-    run(scenario())
+            stalled[name] = await shortest_stall(answered, MAX_STALL)
     assert max(stalled.values()) <= MAX_STALL, stalled
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -286,17 +285,12 @@ def test_chat_options_reach_the_model(server: ThreadedServer, client: openai.Ope
     assert [(choice.model_extra or {})["stop_reason"] for choice in made.choices] == ["qqq"] * 2
 
 
-def test_async_client_streams(server: ThreadedServer) -> None:
-    async def scenario() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            whole = await client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
-            stream = await client.chat.completions.create(
-                model="tiny", messages=MESSAGES, stream=True, **GREEDY
-            )
-            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            assert "".join(parts) == whole.choices[0].message.content
-
-    asyncio.run(scenario())
+async def test_async_client_streams(server: ThreadedServer) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        whole = await client.chat.completions.create(model="tiny", messages=MESSAGES, **GREEDY)
+        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, **GREEDY)
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(parts) == whole.choices[0].message.content
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from chat_model import PARSERS, chat_model
 from local_replica import LocalReplica, local_replica
 from local_server import local_config, local_gateway
-from serving import DEADLINE_S, run
+from serving import DEADLINE_S
 
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.gateway.http.stream_position import StreamPosition
@@ -26,6 +26,7 @@ from quire.cluster.text.requests.outputs import (
 )
 from quire.cluster.text.requests.tokenizer import Tokenizer
 from quire.proto.errors import InvalidRequest
+from quire.scheduler.core.replies import retained_outputs
 
 COMPLETION = "/v1/completions", {"prompt": "The quick", "max_tokens": 6, "n": 2, "return_token_ids": True}
 CHAT = (
@@ -139,69 +140,61 @@ def _texts(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat", "tools"])
-def test_another_gateway_continues_after_every_event(model: Path, kind: str) -> None:
+async def test_another_gateway_continues_after_every_event(
+    model: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A scripted reply cannot be computed again: the replica keeps it as long as a busy machine takes for the test.
+    monkeypatch.setattr(retained_outputs, "RETENTION_S", 3600.0)
     path, fields = {"completion": COMPLETION, "chat": CHAT, "tools": TOOLS}[kind]
     body = COMMON | fields
-
-    async def scenario() -> None:
-        async with two_gateways(model) as (replica, (first, second)):
-            if kind == "tools":
-                tokens = replica_tokens(model, REPLY)
-                replica.script.write(tokens)
-                body["max_tokens"] = len(tokens)
-            whole = await read(first, path, body)
-            ids = [event_id for event_id, data in whole if data != "[DONE]" and data["choices"]]
-            assert all(ids)
-            assert len(set(ids)) == len(ids) > 2
-            for number in range(1, len(whole)):
-                last = max((event_id for event_id, _ in whole[:number] if event_id), key=ids.index)
-                num_received = ids.index(last) + 1
-                rest = await read(second, path, body, last)
-                assert outcome(whole[:num_received] + rest) == outcome(whole)
-                assert outcome(whole)["done"] == 1
-            if kind == "tools":
-                message = outcome(whole)[0]
-                assert message["ids 0"] == "1"
-                assert (message["name 0"], json.loads(message["arguments 0"])) == ("now", {"a": 1})
-                assert message["reasoning_content"] == "Hm."
-
-    run(scenario())
+    async with two_gateways(model) as (replica, (first, second)):
+        if kind == "tools":
+            tokens = replica_tokens(model, REPLY)
+            replica.script.write(tokens)
+            body["max_tokens"] = len(tokens)
+        whole = await read(first, path, body)
+        ids = [event_id for event_id, data in whole if data != "[DONE]" and data["choices"]]
+        assert all(ids)
+        assert len(set(ids)) == len(ids) > 2
+        for number in range(1, len(whole)):
+            last = max((event_id for event_id, _ in whole[:number] if event_id), key=ids.index)
+            num_received = ids.index(last) + 1
+            rest = await read(second, path, body, last)
+            assert outcome(whole[:num_received] + rest) == outcome(whole)
+            assert outcome(whole)["done"] == 1
+        if kind == "tools":
+            message = outcome(whole)[0]
+            assert message["ids 0"] == "1"
+            assert (message["name 0"], json.loads(message["arguments 0"])) == ("now", {"a": 1})
+            assert message["reasoning_content"] == "Hm."
 
 
 def replica_tokens(model: Path, text: str) -> list[int]:
     return Tokenizer(str(model)).encode(text, add_special_tokens=False)
 
 
-def test_client_that_left_reads_on_at_its_gateway(model: Path) -> None:
+async def test_client_that_left_reads_on_at_its_gateway(model: Path) -> None:
     path, fields = COMPLETION
     body = COMMON | fields | {"seed": 5}
-
-    async def scenario() -> None:
-        async with two_gateways(model) as (_, (http, _)):
-            whole = await read(http, path, body | {"request_id": "whole"})
-            begun = await read(http, path, body, most=2)
-            rest = await read(http, path, body, begun[-1][0])
-            assert outcome(begun + rest) == outcome(whole)
-
-    run(scenario())
+    async with two_gateways(model) as (_, (http, _)):
+        whole = await read(http, path, body | {"request_id": "whole"})
+        begun = await read(http, path, body, most=2)
+        rest = await read(http, path, body, begun[-1][0])
+        assert outcome(begun + rest) == outcome(whole)
 
 
-def test_another_gateway_continues_a_stream_that_still_runs(model: Path) -> None:
+async def test_another_gateway_continues_a_stream_that_still_runs(model: Path) -> None:
     path, fields = CHAT
     body = COMMON | fields | {"seed": 5, "logprobs": False, "max_tokens": 400}
-
-    async def scenario() -> None:
-        async with two_gateways(model) as (replica, (first, second)):
-            whole = await read(first, path, body | {"request_id": "whole"})
-            replica.brake.slow_down()
-            begun = await read(first, path, body, most=2)
-            await asyncio.to_thread(replica.brake.catch)  # no gateway can have read the end
-            reading = asyncio.create_task(read(second, path, body, begun[-1][0]))
-            replica.brake.speed_up()
-            replica.brake.release()
-            assert outcome(begun + await reading) == outcome(whole)
-
-    run(scenario())
+    async with two_gateways(model) as (replica, (first, second)):
+        whole = await read(first, path, body | {"request_id": "whole"})
+        replica.brake.slow_down()
+        begun = await read(first, path, body, most=2)
+        await asyncio.to_thread(replica.brake.catch)  # no gateway can have read the end
+        reading = asyncio.create_task(read(second, path, body, begun[-1][0]))
+        replica.brake.speed_up()
+        replica.brake.release()
+        assert outcome(begun + await reading) == outcome(whole)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from chat_model import PARSERS, chat_model
 from local_server import Server, local_server
-from serving import ENDLESS, PROMPT, drain, first_delta, run
+from serving import ENDLESS, PROMPT, drain, first_delta
 
 from quire import AsyncClient
 from quire.proto.errors import ShuttingDown
@@ -56,7 +56,7 @@ def check_error(path: str, body: dict[str, Any]) -> None:
         }  # fmt: skip
 
 
-def test_shutdown_ends_running_requests_with_its_error(model: Path) -> None:
+async def test_shutdown_ends_running_requests_with_its_error(model: Path) -> None:
     """Streams end with an error event, the other calls with a status, in the form of their protocol."""
 
     async def stream(http: httpx.AsyncClient, path: str, has_begun: asyncio.Event) -> None:
@@ -77,46 +77,40 @@ def test_shutdown_ends_running_requests_with_its_error(model: Path) -> None:
         assert int(response.headers["retry-after"]) >= 1
         check_error(path, response.json())
 
-    async def scenario() -> None:
-        async with (
-            local_server(model, http=True, **OPTIONS) as server,
-            httpx.AsyncClient(base_url=server.url, timeout=60) as http,
-            AsyncClient(server.target) as client,
-        ):
-            server.brake.slow_down()
-            endless = client.generate_stream(PROMPT, ENDLESS)
-            await first_delta(endless)
-            begun = [asyncio.Event() for _ in CALLS]
-            streams = [asyncio.create_task(stream(http, *each)) for each in zip(CALLS, begun, strict=True)]
-            for event in begun:
-                await event.wait()
-            server.brake.hold()
-            calls = [asyncio.create_task(call(http, path)) for path in CALLS]
-            async with asyncio.timeout(60):
-                while server.replica.num_running < 1 + 2 * len(CALLS):
-                    await asyncio.sleep(0.01)
-            stopping = asyncio.create_task(stop(server))
-            await asyncio.gather(*streams, *calls)
-            with pytest.raises(ShuttingDown, match=REASON):
-                await drain(endless)
-            await stopping
-            assert server.replica.num_running == 0
-
-    run(scenario())
+    async with (
+        local_server(model, http=True, **OPTIONS) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=60) as http,
+        AsyncClient(server.target) as client,
+    ):
+        server.brake.slow_down()
+        endless = client.generate_stream(PROMPT, ENDLESS)
+        await first_delta(endless)
+        begun = [asyncio.Event() for _ in CALLS]
+        streams = [asyncio.create_task(stream(http, *each)) for each in zip(CALLS, begun, strict=True)]
+        for event in begun:
+            await event.wait()
+        server.brake.hold()
+        calls = [asyncio.create_task(call(http, path)) for path in CALLS]
+        async with asyncio.timeout(60):
+            while server.replica.num_running < 1 + 2 * len(CALLS):
+                await asyncio.sleep(0.01)
+        stopping = asyncio.create_task(stop(server))
+        await asyncio.gather(*streams, *calls)
+        with pytest.raises(ShuttingDown, match=REASON):
+            await drain(endless)
+        await stopping
+        assert server.replica.num_running == 0
 
 
-def test_shutdown_answers_a_request_whose_body_does_not_arrive(model: Path) -> None:
-    async def scenario() -> None:
-        async with local_server(model, http=True, **OPTIONS) as server:
-            host, _, port = server.url.removeprefix("http://").partition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n")
-            writer.write(b"content-type: application/json\r\ncontent-length: 100\r\n\r\n")
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            await stop(server)
-            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 503 ")
-            check_error("/v1/messages", json.loads(body))
-            writer.close()
-
-    run(scenario())
+async def test_shutdown_answers_a_request_whose_body_does_not_arrive(model: Path) -> None:
+    async with local_server(model, http=True, **OPTIONS) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\n")
+        writer.write(b"content-type: application/json\r\ncontent-length: 100\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await stop(server)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        check_error("/v1/messages", json.loads(body))
+        writer.close()

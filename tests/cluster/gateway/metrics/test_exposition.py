@@ -53,6 +53,7 @@ class FakePool:
     """Pool of one replica that answers and of one that has not answered yet."""
 
     num_waiting = 8
+    num_warmed_tokens = 16
 
     def __init__(self) -> None:
         self.clients = {

@@ -31,7 +31,7 @@ NOT_DRAWN = {
     "vllm:spec_decode_num_accepted_tokens_per_pos", "quire_recovery_kept_tokens",
     "quire_forced_tokens", "quire_kv_offers", "quire_kv_pulls", "quire_kv_pulled_tokens",
     "quire_kv_recomputed_tokens", "quire_kv_ahead_tokens", "quire_split_prompts", "quire_kv_pull_rate",
-    "quire_replica_role",
+    "quire_replica_role", "quire_gateway_warmed_tokens",
     "quire_stored_kv_bytes", "quire_stored_kv_reads", "quire_stored_kv_writes",
     "quire_stored_kv_corrupt", "quire_stored_kv_failed_reads", "quire_stored_kv_late_reads",
 }  # fmt: skip

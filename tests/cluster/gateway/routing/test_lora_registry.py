@@ -71,85 +71,76 @@ def names_of(client: ReplicaClient) -> dict[str, str]:
     return {} if status is None else {each.name: each.path for each in status.loras}
 
 
-def test_request_keeps_its_adapter_when_it_moves_to_a_replica_that_joined_later(
+async def test_request_keeps_its_adapter_when_it_moves_to_a_replica_that_joined_later(
     adapted: Adapted, replicas: list[LocalReplica]
 ) -> None:
-    async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16)
-        pool.adapters.configure(replicas[0].config.lora)
-        try:
-            first, second = (connect(each, f"replica-{index}") for index, each in enumerate(replicas))
-            pool.add(first)
-            await until(lambda: pool.is_ready)
-            await pool.adapters.load([first], "sql", adapted.path)
-            reference = pool.adapters.find("sql")
-            replicas[0].brake.slow_down()
-            running = pool.submit(Request("mine", np.array(PROMPT, np.int32), GREEDY, lora=reference))
-            tokens: list[int] = []
-            async with asyncio.timeout(DEADLINE_S):
-                async for _, update in running:
-                    tokens += update.token_ids
-                    if tokens and "replica-1" not in pool.clients:
-                        pool.add(second)
-                        first.send(Drain(0.0))
-            assert tokens == adapted.expected
-            await until(lambda: names_of(second) == {"sql": adapted.path})
-            pool.adapters.unload(pool.clients.values(), "sql")
-            await until(lambda: names_of(second) == {"sql": ""})
-        finally:
-            await pool.close()
-
-    asyncio.run(scenario())
+    pool = ReplicaPool("tiny", 16)
+    pool.adapters.configure(replicas[0].config.lora)
+    try:
+        first, second = (connect(each, f"replica-{index}") for index, each in enumerate(replicas))
+        pool.add(first)
+        await until(lambda: pool.is_ready)
+        await pool.adapters.load([first], "sql", adapted.path)
+        reference = pool.adapters.find("sql")
+        replicas[0].brake.slow_down()
+        running = pool.submit(Request("mine", np.array(PROMPT, np.int32), GREEDY, lora=reference))
+        tokens: list[int] = []
+        async with asyncio.timeout(DEADLINE_S):
+            async for _, update in running:
+                tokens += update.token_ids
+                if tokens and "replica-1" not in pool.clients:
+                    pool.add(second)
+                    first.send(Drain(0.0))
+        assert tokens == adapted.expected
+        await until(lambda: names_of(second) == {"sql": adapted.path})
+        pool.adapters.unload(pool.clients.values(), "sql")
+        await until(lambda: names_of(second) == {"sql": ""})
+    finally:
+        await pool.close()
 
 
-def test_second_gateway_learns_adapters_from_replicas(
+async def test_second_gateway_learns_adapters_from_replicas(
     adapted: Adapted, replicas: list[LocalReplica], tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        pools = [ReplicaPool("tiny", 16) for _ in range(2)]
-        try:
-            for pool in pools:
-                pool.adapters.configure(replicas[0].config.lora)
-                for index, replica in enumerate(replicas):
-                    pool.add(connect(replica, f"replica-{index}"))
-            await until(lambda: all(pool.is_ready for pool in pools))
-            ours, theirs = (pool.adapters for pool in pools)
-            await ours.load(pools[0].clients.values(), "sql", adapted.path)
-            await until(lambda: theirs.find("sql") is not None)
-            assert theirs.find("sql") == ours.find("sql")
-            with pytest.raises(LoraLoadError, match="no such directory"):
-                await theirs.load(pools[1].clients.values(), "sql", str(tmp_path / "gone"), replace=True)
-            await until(
-                lambda: all(names_of(each).get("sql") == adapted.path for each in pools[1].clients.values())
-            )
-            theirs.unload(pools[1].clients.values(), "sql")
-            await until(lambda: ours.find("sql") is None)
-        finally:
-            for pool in pools:
-                await pool.close()
-
-    asyncio.run(scenario())
-
-
-def test_adapter_can_be_unloaded_after_the_clock_went_back(
-    adapted: Adapted, replicas: list[LocalReplica], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16)
-        pool.adapters.configure(replicas[0].config.lora)
-        pool.add(connect(replicas[0], "replica-0"))
-        try:
-            await until(lambda: pool.is_ready)
-            await pool.adapters.load(pool.clients.values(), "sql", adapted.path)
-            monkeypatch.setattr("time.time_ns", lambda: 1)
-            pool.adapters.unload(pool.clients.values(), "sql")
-            assert pool.adapters.find("sql") is None
-            await pool.adapters.load(pool.clients.values(), "sql", adapted.path)
-            assert pool.adapters.find("sql") is not None
-        finally:
+    pools = [ReplicaPool("tiny", 16) for _ in range(2)]
+    try:
+        for pool in pools:
+            pool.adapters.configure(replicas[0].config.lora)
+            for index, replica in enumerate(replicas):
+                pool.add(connect(replica, f"replica-{index}"))
+        await until(lambda: all(pool.is_ready for pool in pools))
+        ours, theirs = (pool.adapters for pool in pools)
+        await ours.load(pools[0].clients.values(), "sql", adapted.path)
+        await until(lambda: theirs.find("sql") is not None)
+        assert theirs.find("sql") == ours.find("sql")
+        with pytest.raises(LoraLoadError, match="no such directory"):
+            await theirs.load(pools[1].clients.values(), "sql", str(tmp_path / "gone"), replace=True)
+        await until(
+            lambda: all(names_of(each).get("sql") == adapted.path for each in pools[1].clients.values())
+        )
+        theirs.unload(pools[1].clients.values(), "sql")
+        await until(lambda: ours.find("sql") is None)
+    finally:
+        for pool in pools:
             await pool.close()
 
-    asyncio.run(scenario())
+
+async def test_adapter_can_be_unloaded_after_the_clock_went_back(
+    adapted: Adapted, replicas: list[LocalReplica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ReplicaPool("tiny", 16)
+    pool.adapters.configure(replicas[0].config.lora)
+    pool.add(connect(replicas[0], "replica-0"))
+    try:
+        await until(lambda: pool.is_ready)
+        await pool.adapters.load(pool.clients.values(), "sql", adapted.path)
+        monkeypatch.setattr("time.time_ns", lambda: 1)
+        pool.adapters.unload(pool.clients.values(), "sql")
+        assert pool.adapters.find("sql") is None
+        await pool.adapters.load(pool.clients.values(), "sql", adapted.path)
+        assert pool.adapters.find("sql") is not None
+    finally:
+        await pool.close()
 
 
 def test_later_version_of_a_name_wins_in_any_order() -> None:

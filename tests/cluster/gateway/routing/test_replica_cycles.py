@@ -40,13 +40,6 @@ LARGE_BYTES = 1 << 20
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture
-def launcher() -> Iterator[FakeLauncher]:
-    launcher = FakeLauncher()
-    yield launcher
-    launcher.close()
-
-
 @pytest.fixture(autouse=True)
 def no_log_records() -> Iterator[None]:
     """pytest keeps the records of a test's logs: each cycle has a warning, 1 KB of the memory that is measured."""

@@ -62,77 +62,64 @@ async def generate(pool: ReplicaPool) -> tuple[list[int], str]:
     raise AssertionError("the request has no end")
 
 
-def test_replica_that_starts_later_loads_the_latest_weights_first(
+async def test_replica_that_starts_later_loads_the_latest_weights_first(
     folders: tuple[Path, Path], replicas: list[LocalReplica]
 ) -> None:
     expected = Reference(folders[1]).generate(PROMPT, NUM_TOKENS)
-
-    async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16)
-        connect(pool, replicas[0], "replica-0")
-        await until_ready(pool, "replica-0")
-        await control_replicas(pool, update_command(str(folders[1]), "step-1", PauseMode.KEEP))
-        assert await generate(pool) == (expected, "step-1")
-        connect(pool, replicas[1], "replica-1")
-        await until_ready(pool, "replica-1")
-        pool.remove("replica-0", "the test removes it")
-        assert await generate(pool) == (expected, "step-1")
-        await pool.close()
-
-    asyncio.run(scenario())
+    pool = ReplicaPool("tiny", 16)
+    connect(pool, replicas[0], "replica-0")
+    await until_ready(pool, "replica-0")
+    await control_replicas(pool, update_command(str(folders[1]), "step-1", PauseMode.KEEP))
+    assert await generate(pool) == (expected, "step-1")
+    connect(pool, replicas[1], "replica-1")
+    await until_ready(pool, "replica-1")
+    pool.remove("replica-0", "the test removes it")
+    assert await generate(pool) == (expected, "step-1")
+    await pool.close()
 
 
-def test_gateway_learns_of_an_update_by_another_one(
+async def test_gateway_learns_of_an_update_by_another_one(
     folders: tuple[Path, Path], replicas: list[LocalReplica]
 ) -> None:
-    async def scenario() -> None:
-        pools = [ReplicaPool("tiny", 16) for _ in range(2)]
-        for pool in pools:
-            connect(pool, replicas[0], "replica-0")
-            await until_ready(pool, "replica-0")
-        connect(pools[1], replicas[1], "replica-1")
-        await control_replicas(pools[0], update_command(str(folders[1]), "step-1", PauseMode.KEEP))
-        async with asyncio.timeout(DEADLINE_S):
-            while [status.weights_version for status in pools[1].statuses] != ["step-1"] * 2:
-                await asyncio.sleep(0.01)
-        for pool in pools:
-            await pool.close()
-
-    asyncio.run(scenario())
+    pools = [ReplicaPool("tiny", 16) for _ in range(2)]
+    for pool in pools:
+        connect(pool, replicas[0], "replica-0")
+        await until_ready(pool, "replica-0")
+    connect(pools[1], replicas[1], "replica-1")
+    await control_replicas(pools[0], update_command(str(folders[1]), "step-1", PauseMode.KEEP))
+    async with asyncio.timeout(DEADLINE_S):
+        while [status.weights_version for status in pools[1].statuses] != ["step-1"] * 2:
+            await asyncio.sleep(0.01)
+    for pool in pools:
+        await pool.close()
 
 
-def test_update_after_the_clock_went_back_is_the_latest(
+async def test_update_after_the_clock_went_back_is_the_latest(
     folders: tuple[Path, Path], replicas: list[LocalReplica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16)
-        connect(pool, replicas[0], "replica-0")
-        await until_ready(pool, "replica-0")
-        for seconds, version in ((2_000, "step-1"), (1_000, "step-2")):
-            monkeypatch.setattr("time.time_ns", lambda now=seconds: now * 10**9)
-            await control_replicas(pool, update_command(str(folders[1]), version, PauseMode.KEEP))
-            async with asyncio.timeout(DEADLINE_S):
-                while [status.weights_version for status in pool.statuses] != [version]:
-                    await asyncio.sleep(0.01)
-        await pool.close()
-
-    asyncio.run(scenario())
+    pool = ReplicaPool("tiny", 16)
+    connect(pool, replicas[0], "replica-0")
+    await until_ready(pool, "replica-0")
+    for seconds, version in ((2_000, "step-1"), (1_000, "step-2")):
+        monkeypatch.setattr("time.time_ns", lambda now=seconds: now * 10**9)
+        await control_replicas(pool, update_command(str(folders[1]), version, PauseMode.KEEP))
+        async with asyncio.timeout(DEADLINE_S):
+            while [status.weights_version for status in pool.statuses] != [version]:
+                await asyncio.sleep(0.01)
+    await pool.close()
 
 
-def test_refused_update_leaves_the_weights_of_all_replicas(
+async def test_refused_update_leaves_the_weights_of_all_replicas(
     folders: tuple[Path, Path], replicas: list[LocalReplica]
 ) -> None:
-    async def scenario() -> None:
-        pool = ReplicaPool("tiny", 16)
-        for index, replica in enumerate(replicas):
-            connect(pool, replica, f"replica-{index}")
-        await until_ready(pool, "replica-0", "replica-1")
-        with pytest.raises(InvalidRequest, match="missing"):
-            await control_replicas(pool, update_command("/missing", "step-1", PauseMode.KEEP))
-        assert pool.weights.timestamp == ""
-        assert await generate(pool) == (Reference(folders[0]).generate(PROMPT, NUM_TOKENS), "")
-        await pool.close()
-        with pytest.raises(ReplicaUnavailable, match="no replica of tiny runs"):
-            await control_replicas(pool, update_command("/missing", "step-1", PauseMode.KEEP))
-
-    asyncio.run(scenario())
+    pool = ReplicaPool("tiny", 16)
+    for index, replica in enumerate(replicas):
+        connect(pool, replica, f"replica-{index}")
+    await until_ready(pool, "replica-0", "replica-1")
+    with pytest.raises(InvalidRequest, match="missing"):
+        await control_replicas(pool, update_command("/missing", "step-1", PauseMode.KEEP))
+    assert pool.weights.timestamp == ""
+    assert await generate(pool) == (Reference(folders[0]).generate(PROMPT, NUM_TOKENS), "")
+    await pool.close()
+    with pytest.raises(ReplicaUnavailable, match="no replica of tiny runs"):
+        await control_replicas(pool, update_command("/missing", "step-1", PauseMode.KEEP))

@@ -51,21 +51,15 @@ async def fetched(url: str, *domains: str) -> bytes:
     return found["here"].data
 
 
-def check_refused(answer: Answer, problem: str, path: str = "/a.png") -> None:
-    async def run() -> None:
-        async with web_server(answer) as port:
-            with pytest.raises(InvalidRequest, match=problem):
-                await fetched(f"http://127.0.0.1:{port}{path}", f"http://127.0.0.1:{port}")
-
-    asyncio.run(run())
+async def check_refused(answer: Answer, problem: str, path: str = "/a.png") -> None:
+    async with web_server(answer) as port:
+        with pytest.raises(InvalidRequest, match=problem):
+            await fetched(f"http://127.0.0.1:{port}{path}", f"http://127.0.0.1:{port}")
 
 
-def test_file_of_an_allowed_host_is_fetched() -> None:
-    async def run() -> None:
-        async with web_server(whole(b"file")) as port:
-            assert await fetched(f"http://127.0.0.1:{port}/a", f"http://127.0.0.1:{port}") == b"file"
-
-    asyncio.run(run())
+async def test_file_of_an_allowed_host_is_fetched() -> None:
+    async with web_server(whole(b"file")) as port:
+        assert await fetched(f"http://127.0.0.1:{port}/a", f"http://127.0.0.1:{port}") == b"file"
 
 
 @pytest.mark.parametrize(
@@ -89,12 +83,12 @@ def test_file_of_an_allowed_host_is_fetched() -> None:
         ("https://images.example:99999/a", ("images.example",), "cannot be read"),
     ],
 )
-def test_url_that_is_not_allowed_is_refused(url: str, domains: tuple[str, ...], problem: str) -> None:
+async def test_url_that_is_not_allowed_is_refused(url: str, domains: tuple[str, ...], problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        asyncio.run(fetched(url, *domains))
+        await fetched(url, *domains)
 
 
-def test_name_that_resolves_to_an_inner_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_name_that_resolves_to_an_inner_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {
         "mixed.example": ["8.8.8.8", "10.0.0.1"],
         "inner.example": ["127.0.0.1"],
@@ -107,60 +101,54 @@ def test_name_that_resolves_to_an_inner_address_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
     for host in answers:
         with pytest.raises(InvalidRequest, match=f"an address that is not public, {host}"):
-            asyncio.run(fetched(f"https://{host}/a", host))
+            await fetched(f"https://{host}/a", host)
 
 
-def test_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     resolved: list[str] = []
+    loop = asyncio.get_running_loop()
+    resolve = type(loop).getaddrinfo
 
-    async def run() -> bytes:
-        loop = asyncio.get_running_loop()
-        resolve = type(loop).getaddrinfo
+    async def getaddrinfo(self: Any, host: str, port: int, **options: Any) -> list[Any]:
+        resolved.append(str(host))
+        if host == "images.example":
+            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+        return list(await resolve(self, host, port, **options))
 
-        async def getaddrinfo(self: Any, host: str, port: int, **options: Any) -> list[Any]:
-            resolved.append(str(host))
-            if host == "images.example":
-                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
-            return list(await resolve(self, host, port, **options))
-
-        monkeypatch.setattr(type(loop), "getaddrinfo", getaddrinfo)
-        async with web_server(whole(b"file")) as port:
-            return await fetched(f"http://images.example:{port}/a", f"http://images.example:{port}")
-
-    assert asyncio.run(run()) == b"file"
+    monkeypatch.setattr(type(loop), "getaddrinfo", getaddrinfo)
+    async with web_server(whole(b"file")) as port:
+        found = await fetched(f"http://images.example:{port}/a", f"http://images.example:{port}")
+    assert found == b"file"
     assert resolved.count("images.example") == 1
 
 
-def test_redirect_passes_the_same_checks() -> None:
-    check_refused(
+async def test_redirect_passes_the_same_checks() -> None:
+    await check_refused(
         whole(b"", "302 Found", "Location: https://evil.example/a"), "not allowed, https://evil.example"
     )
-    check_refused(whole(b"", "302 Found", "Location: http://169.254.169.254/a"), "not allowed")
-    check_refused(whole(b"", "302 Found", "Location: /again"), "redirected more than 3 times")
+    await check_refused(whole(b"", "302 Found", "Location: http://169.254.169.254/a"), "not allowed")
+    await check_refused(whole(b"", "302 Found", "Location: /again"), "redirected more than 3 times")
 
     async def twice(path: str, writer: asyncio.StreamWriter) -> None:
         answer = whole(b"file") if path == "/b" else whole(b"", "307 Temporary Redirect", "Location: /b")
         await answer(path, writer)
 
-    async def run() -> None:
-        async with web_server(twice) as port:
-            assert await fetched(f"http://127.0.0.1:{port}/a", f"http://127.0.0.1:{port}") == b"file"
-
-    asyncio.run(run())
+    async with web_server(twice) as port:
+        assert await fetched(f"http://127.0.0.1:{port}/a", f"http://127.0.0.1:{port}") == b"file"
 
 
-def test_answers_other_than_a_file_are_refused() -> None:
-    check_refused(whole(b"", "404 Not Found"), "answers with status 404")
+async def test_answers_other_than_a_file_are_refused() -> None:
+    await check_refused(whole(b"", "404 Not Found"), "answers with status 404")
 
     async def garbage(path: str, writer: asyncio.StreamWriter) -> None:
         writer.write(b"what is this?\r\n\r\n")
 
-    check_refused(garbage, "cannot be fetched")
+    await check_refused(garbage, "cannot be fetched")
 
 
-def test_file_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_file_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "MAX_FILE_BYTES", 1000)
-    check_refused(whole(b"x" * 5000), "has more than 1,000 bytes")
+    await check_refused(whole(b"x" * 5000), "has more than 1,000 bytes")
 
     async def endless(path: str, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
@@ -168,11 +156,11 @@ def test_file_that_is_too_large_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             writer.write(b"x" * 100)
             await writer.drain()
 
-    check_refused(endless, "has more than 1,000 bytes")
+    await check_refused(endless, "has more than 1,000 bytes")
 
 
 @pytest.mark.parametrize("slow_head", [False, True])
-def test_host_that_sends_a_byte_at_a_time_is_cut_at_the_deadline(
+async def test_host_that_sends_a_byte_at_a_time_is_cut_at_the_deadline(
     slow_head: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetch, "FETCH_TIMEOUT_S", 0.5)
@@ -185,7 +173,7 @@ def test_host_that_sends_a_byte_at_a_time_is_cut_at_the_deadline(
             await writer.drain()
             await asyncio.sleep(0.05)
 
-    check_refused(trickle, "was not sent by its host within 0.5 s|cannot be fetched")
+    await check_refused(trickle, "was not sent by its host within 0.5 s|cannot be fetched")
 
 
 @pytest.mark.parametrize(

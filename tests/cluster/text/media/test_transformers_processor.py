@@ -16,8 +16,10 @@ from image_models import (
     picture,
     qwen_image_processor,
     save_processors,
+    save_tokenizer,
 )
 from PIL import Image
+from transformers.utils import is_torchvision_available
 
 from quire.cluster.text.media.image_source import ImageError, ImageSource
 from quire.cluster.text.media.transformers_processor import TransformersImageProcessor
@@ -27,6 +29,11 @@ from quire.proto.errors import ConfigError
 
 def image_processor(name: str, folder: str, **settings: Any) -> Any:
     module = importlib.import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
+    return getattr(module, name)(**settings)
+
+
+def torchvision_processor(name: str, folder: str, **settings: Any) -> Any:
+    module = importlib.import_module(f"transformers.models.{folder}.image_processing_{folder}")
     return getattr(module, name)(**settings)
 
 
@@ -79,6 +86,18 @@ FAMILIES = [
         {"image_seq_len": 4},
     ),
     ImageFamily(
+        "paddleocr_vl", "PaddleOCRVLProcessor",
+        lambda: image_processor("PaddleOCRVLImageProcessorPil", "paddleocr_vl", patch_size=4,
+                                size={"shortest_edge": 64, "longest_edge": 4096}),
+        ("</s>", "<|IMAGE_PLACEHOLDER|>"), "<|IMAGE_PLACEHOLDER|>", {}, {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+    ),
+    ImageFamily(
+        "deepseek_ocr2", "DeepseekOcr2Processor",
+        lambda: image_processor("DeepseekOcr2ImageProcessorPil", "deepseek_ocr2", size=SQUARE, tile_size=48,
+                                max_patches=3),
+        ("</s>", "<image>"), "<image>", {"patch_size": 4, "downsample_ratio": 2},
+    ),
+    ImageFamily(
         "glm4v", "Glm4vProcessor",
         lambda: image_processor("Glm4vImageProcessorPil", "glm4v", patch_size=4,
                                 size={"shortest_edge": 64, "longest_edge": 8192}),
@@ -86,6 +105,49 @@ FAMILIES = [
         {"image_token": "<|image|>", "video_token": "<|video|>"},
     ),
 ]  # fmt: skip
+ON_TORCHVISION = [
+    ImageFamily(
+        "llama4", "Llama4Processor",
+        lambda: torchvision_processor(
+            "Llama4ImageProcessor", "llama4", size={"height": 28, "width": 28}, max_patches=4
+        ),
+        ("<|eot|>", "<|image|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>",
+         "<|tile_y_separator|>"),
+        "<|patch|>", {"patch_size": 7},
+    ),
+    ImageFamily(
+        "step3p7", "Step3p7Processor",
+        lambda: torchvision_processor(
+            "Step3p7ImageProcessor", "step3p7", size={"height": 32, "width": 32}, patch_size=16, vision_patch_size=4,
+            downsampler_stride=4,
+        ),
+        ("<|eot|>", "<im_patch>", "<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>"),
+        "<im_patch>",
+    ),
+    ImageFamily(
+        "muse_spark", "MuseSparkProcessor",
+        lambda: torchvision_processor("MuseGlimmerImageProcessor", "muse_glimmer", patch_size=4, max_image_tokens=60),
+        ("<|eot|>", "<|patch|>", "<|image_start|>", "<|image_end|>", "<|video|>", "<|audio|>"), "<|patch|>",
+    ),
+    ImageFamily(
+        "minimax_m3_vl", "MiniMaxM3VLProcessor",
+        lambda: torchvision_processor(
+            "MiniMaxM3VLImageProcessor", "minimax_m3_vl", patch_size=4,
+            size={"shortest_edge": 64, "longest_edge": 4096},
+        ),
+        ("<|eot|>", "]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["), "]<]image[>[",
+    ),
+    ImageFamily(
+        "kimi_k25", "Kimi_K25Processor",
+        lambda: torchvision_processor("Kimi_K25ImageProcessor", "kimi_k25", patch_size=4),
+        ("<|eot|>", "<|media_pad|>"), "<|media_pad|>", {}, {"image_token": "<|media_pad|>"},
+    ),
+]  # fmt: skip
+PALIGEMMA = ImageFamily(
+    "paligemma", "PaliGemmaProcessor",
+    lambda: image_processor("SiglipImageProcessorPil", "siglip", size=SQUARE, image_seq_length=16),
+    ("</s>", "<s>", "<image>"), "<image>",
+)  # fmt: skip
 PIXTRAL = [
     ImageFamily(
         "pixtral", "PixtralProcessor",
@@ -182,6 +244,56 @@ def test_folder_without_a_processor_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match=r"has no processor|cannot be loaded"):
         TransformersImageProcessor(str(tmp_path), 7).load()
+
+
+@pytest.mark.parametrize("family", ON_TORCHVISION, ids=lambda family: family.model_type)
+def test_processor_on_torchvision_makes_what_the_familys_own_makes(
+    family: ImageFamily, tmp_path: Path
+) -> None:
+    if not is_torchvision_available():
+        pytest.skip("torchvision is not installed")
+    image_token_id = save_processors(family, tmp_path)
+    processor = TransformersImageProcessor(str(tmp_path), image_token_id)
+    pictures = [picture(70, 41, 1), picture(33, 90, 2)]
+    images = [processor.process(ImageSource(data=file_of(each)), {}, b"") for each in pictures]
+    reference, token = load_family_processor(family, tmp_path), images[0].placeholder
+    text = f"one {token} two {token}."
+    expected = reference(images=pictures, text=[text], return_tensors="pt", add_special_tokens=False)
+    expanded = Expansions(token, tuple(each.expansion for each in images)).expand(text)
+    own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+    assert own == expected["input_ids"][0].tolist()
+    assert own.count(image_token_id) == sum(each.num_embeddings for each in images)
+    pixels = np.concatenate([each.tensors["pixel_values"] for each in images])
+    np.testing.assert_array_equal(pixels, expected["pixel_values"].float().numpy())
+
+
+def test_model_whose_processor_needs_torchvision_says_so(tmp_path: Path) -> None:
+    if is_torchvision_available():
+        pytest.skip("torchvision is installed")
+    save_tokenizer(tmp_path, ON_TORCHVISION[0].tokens)
+    (tmp_path / "config.json").write_text('{"model_type": "llama4"}')
+    (tmp_path / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
+    with pytest.raises(ConfigError, match=r"(?i)torchvision"):
+        TransformersImageProcessor(str(tmp_path), 7).load()
+
+
+def test_paligemma_reads_images_before_the_text_and_the_end_of_a_line(tmp_path: Path) -> None:
+    """The processor of transformers writes these into the prompt itself; here a template does."""
+    image_token_id = save_processors(PALIGEMMA, tmp_path)
+    processor = TransformersImageProcessor(str(tmp_path), image_token_id)
+    pictures = [picture(70, 41, 1), picture(33, 90, 2)]
+    images = [processor.process(ImageSource(image=each), {}, b"") for each in pictures]
+    reference = load_family_processor(PALIGEMMA, tmp_path)
+    reference.tokenizer.bos_token = "<s>"
+    expected = reference(images=[pictures], text=["<image><image>caption en"], return_tensors="np")
+    text = "<image><image><s>caption en\n"
+    expanded = Expansions("<image>", tuple(each.expansion for each in images)).expand(text)
+    own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+    assert own == np.asarray(expected["input_ids"])[0].tolist()
+    assert own.count(image_token_id) == sum(each.num_embeddings for each in images) == 32
+    pixels = np.concatenate([each.tensors["pixel_values"] for each in images])
+    np.testing.assert_array_equal(pixels, np.asarray(expected["pixel_values"]))
+    assert all(each.tensors.keys() == {"pixel_values"} for each in images)
 
 
 @pytest.mark.parametrize("family", PIXTRAL, ids=lambda family: family.model_type)

@@ -198,50 +198,39 @@ def test_llm_chat_uses_the_model_s_sampling_defaults(chat_dir: Path) -> None:
             llm.chat([{"role": "king", "content": "x"}])
 
 
-def run(scenario: Any) -> None:
-    asyncio.run(scenario)
+async def test_chat_over_the_network_equals_generate(serve: ServerFactory, chat_dir: Path) -> None:
+    async with serve(model_dir=chat_dir) as server, AsyncClient(server.target) as client:
+        params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
+        options = {"template_options": {"quietly": True}, "tenant": "gold"}
+        whole = await client.chat(MESSAGES, params, **options)  # type: ignore[arg-type]
+        prompt = encode(server.tokenizer, Chat(MESSAGES, template_options={"quietly": True}))
+        assert whole.usage.prompt_tokens == len(prompt)
+        assert (await client.generate(prompt, params)).outputs == whole.outputs
+        events = [event async for event in client.chat_stream(MESSAGES, params, **options)]  # type: ignore[arg-type]
+        assert isinstance(events[0], RequestStarted)
+        assert (
+            "".join(event.text for event in events if isinstance(event, CompletionDelta))
+            == whole.outputs[0].text
+        )
+        assert isinstance(events[-1], CompletionFinished)
+        with pytest.raises(InvalidRequest, match="nobody is called king") as caught:
+            await client.chat([{"role": "king", "content": "x"}])
+        assert caught.value.field == "chat"
 
 
-def test_chat_over_the_network_equals_generate(serve: ServerFactory, chat_dir: Path) -> None:
-    async def scenario() -> None:
-        async with serve(model_dir=chat_dir) as server, AsyncClient(server.target) as client:
-            params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
-            options = {"template_options": {"quietly": True}, "tenant": "gold"}
-            whole = await client.chat(MESSAGES, params, **options)  # type: ignore[arg-type]
-            prompt = encode(server.tokenizer, Chat(MESSAGES, template_options={"quietly": True}))
-            assert whole.usage.prompt_tokens == len(prompt)
-            assert (await client.generate(prompt, params)).outputs == whole.outputs
-            events = [event async for event in client.chat_stream(MESSAGES, params, **options)]  # type: ignore[arg-type]
-            assert isinstance(events[0], RequestStarted)
-            assert (
-                "".join(event.text for event in events if isinstance(event, CompletionDelta))
-                == whole.outputs[0].text
-            )
-            assert isinstance(events[-1], CompletionFinished)
-            with pytest.raises(InvalidRequest, match="nobody is called king") as caught:
-                await client.chat([{"role": "king", "content": "x"}])
-            assert caught.value.field == "chat"
-
-    run(scenario())
-
-
-def test_reasoning_over_the_network_is_set_apart(serve: ServerFactory, chat_dir: Path) -> None:
+async def test_reasoning_over_the_network_is_set_apart(serve: ServerFactory, chat_dir: Path) -> None:
     """The template opens the reasoning, which the model never ends."""
-
-    async def scenario() -> None:
-        async with serve(model_dir=chat_dir) as server, AsyncClient(server.target) as client:
-            params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
-            options = {"thinking": True}
-            (whole,) = (await client.chat(MESSAGES, params, template_options=options)).outputs
-            assert whole.message == AssistantMessage(None, whole.text.strip("\r\n") or None)
-            stream = client.chat_stream(MESSAGES, params, template_options=options)
-            deltas = [event.chat async for event in stream if isinstance(event, CompletionDelta)]
-            assert collect_message(delta for chat in deltas for delta in chat or ()) == whole.message
-            (plain,) = (await client.chat(MESSAGES, params)).outputs
-            assert plain.message == AssistantMessage(plain.text)
-            assert (await client.generate("One", params)).outputs[0].message is None
-
-    run(scenario())
+    async with serve(model_dir=chat_dir) as server, AsyncClient(server.target) as client:
+        params = SamplingParams(max_tokens=10, seed=5, ignore_eos=True)
+        options = {"thinking": True}
+        (whole,) = (await client.chat(MESSAGES, params, template_options=options)).outputs
+        assert whole.message == AssistantMessage(None, whole.text.strip("\r\n") or None)
+        stream = client.chat_stream(MESSAGES, params, template_options=options)
+        deltas = [event.chat async for event in stream if isinstance(event, CompletionDelta)]
+        assert collect_message(delta for chat in deltas for delta in chat or ()) == whole.message
+        (plain,) = (await client.chat(MESSAGES, params)).outputs
+        assert plain.message == AssistantMessage(plain.text)
+        assert (await client.generate("One", params)).outputs[0].message is None
 
 
 async def start(*arguments: str, **streams: Any) -> asyncio.subprocess.Process:
@@ -249,63 +238,52 @@ async def start(*arguments: str, **streams: Any) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-c", program, *arguments, **streams)
 
 
-def test_chat_command_reads_turns_from_a_pipe(serve: ServerFactory, chat_dir: Path) -> None:
+async def test_chat_command_reads_turns_from_a_pipe(serve: ServerFactory, chat_dir: Path) -> None:
     """Each line is a turn of one conversation; the second prompt includes the first turn and its output."""
-
-    async def scenario() -> None:
-        async with serve(model_dir=chat_dir) as server:
-            arguments = "--target", server.target, "--max-tokens", "5", "--seed", "1", "--system", "Be brief."
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-            process = await start("chat", *arguments, **pipes)
-            output, errors = await asyncio.wait_for(process.communicate(b"One\n\nTwo\n"), 60)
-            assert (process.returncode, errors) == (0, b"")
-            assert output.endswith(b"\n")
-            lens = {new.seq_id: len(new.token_ids) for plan in server.brake.steps for new in plan.new}
-            first, second = list(lens.values())[-2:]  # after the canary's
-            assert second > first + 5
-
-    run(scenario())
+    async with serve(model_dir=chat_dir) as server:
+        arguments = "--target", server.target, "--max-tokens", "5", "--seed", "1", "--system", "Be brief."
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = await start("chat", *arguments, **pipes)
+        output, errors = await asyncio.wait_for(process.communicate(b"One\n\nTwo\n"), 60)
+        assert (process.returncode, errors) == (0, b"")
+        assert output.endswith(b"\n")
+        lens = {new.seq_id: len(new.token_ids) for plan in server.brake.steps for new in plan.new}
+        first, second = list(lens.values())[-2:]  # after the canary's
+        assert second > first + 5
 
 
-def test_chat_command_fails_once_without_a_template(serve: ServerFactory) -> None:
-    async def scenario() -> None:
-        async with serve() as server:
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-            process = await start("chat", "--target", server.target, **pipes)
-            output, errors = await asyncio.wait_for(process.communicate(b"One\nTwo\n"), 60)
-            assert (process.returncode, output) == (2, b"")
-            assert errors.decode().startswith("quire: chat: is not supported: the model has no chat template")
-
-    run(scenario())
+async def test_chat_command_fails_once_without_a_template(serve: ServerFactory) -> None:
+    async with serve() as server:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = await start("chat", "--target", server.target, **pipes)
+        output, errors = await asyncio.wait_for(process.communicate(b"One\nTwo\n"), 60)
+        assert (process.returncode, output) == (2, b"")
+        assert errors.decode().startswith("quire: chat: is not supported: the model has no chat template")
 
 
-def test_chat_command_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> None:
+async def test_chat_command_at_a_terminal(serve: ServerFactory, chat_dir: Path) -> None:
     """Ctrl-C ends an output and Ctrl-D the conversation."""
-
-    async def scenario() -> None:
-        async with serve(model_dir=chat_dir) as server:
-            master, slave = pty.openpty()
-            streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
-            arguments = "--target", server.target, "--max-tokens", "300"
-            process = await start("chat", *arguments, **streams)
-            os.close(slave)
-            try:
-                await read_until(master, "> ")
-                os.write(master, b"One\n")
-                await until(lambda: server.replica.num_running == 1)
-                server.brake.hold()
-                process.send_signal(signal.SIGINT)
-                await read_until(master, "(aborted)", "> ")  # Ctrl-D works only at the prompt
-                server.brake.release()
-                await until(lambda: server.replica.num_running == 0)
-                os.write(master, b"\x04")
-                assert await asyncio.wait_for(process.wait(), 60) == 0
-            finally:
-                os.close(master)
-                if process.returncode is None:
-                    process.kill()
-
-    run(scenario())
+    async with serve(model_dir=chat_dir) as server:
+        master, slave = pty.openpty()
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        arguments = "--target", server.target, "--max-tokens", "300"
+        process = await start("chat", *arguments, **streams)
+        os.close(slave)
+        try:
+            await read_until(master, "> ")
+            os.write(master, b"One\n")
+            await until(lambda: server.replica.num_running == 1)
+            server.brake.hold()
+            process.send_signal(signal.SIGINT)
+            await read_until(master, "(aborted)", "> ")  # Ctrl-D works only at the prompt
+            server.brake.release()
+            await until(lambda: server.replica.num_running == 0)
+            os.write(master, b"\x04")
+            assert await asyncio.wait_for(process.wait(), 60) == 0
+        finally:
+            os.close(master)
+            if process.returncode is None:
+                process.kill()
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -323,19 +301,16 @@ async def read_until(terminal: int, *wanted: str) -> None:
             seen += (await loop.run_in_executor(None, os.read, terminal, 4096)).decode(errors="replace")
 
 
-def test_ctrl_c_with_a_pipe_ends_the_chat_command(serve: ServerFactory, chat_dir: Path) -> None:
-    async def scenario() -> None:
-        async with serve(model_dir=chat_dir) as server:
-            pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-            process = await start("chat", "--target", server.target, "--max-tokens", "300", **pipes)
-            assert process.stdin is not None
-            process.stdin.write(b"One\n")
-            await process.stdin.drain()
-            await until(lambda: server.replica.num_running == 1)
-            server.brake.hold()
-            process.send_signal(signal.SIGINT)
-            _, errors = await asyncio.wait_for(process.communicate(), 60)
-            assert (process.returncode, errors) == (INTERRUPTED, b"")
-            server.brake.release()
-
-    run(scenario())
+async def test_ctrl_c_with_a_pipe_ends_the_chat_command(serve: ServerFactory, chat_dir: Path) -> None:
+    async with serve(model_dir=chat_dir) as server:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        process = await start("chat", "--target", server.target, "--max-tokens", "300", **pipes)
+        assert process.stdin is not None
+        process.stdin.write(b"One\n")
+        await process.stdin.drain()
+        await until(lambda: server.replica.num_running == 1)
+        server.brake.hold()
+        process.send_signal(signal.SIGINT)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+        assert (process.returncode, errors) == (INTERRUPTED, b"")
+        server.brake.release()

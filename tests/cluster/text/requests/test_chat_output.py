@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_model import TEMPLATE
 from transformers import AutoTokenizer
 
 from quire.cluster.text.chat_format.deltas import (
@@ -35,16 +36,6 @@ from quire.proto.options.sections import ChatOptions
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import Finish, FinishReason
 
-TEMPLATE = """
-{%- if tools %}{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}{% endif -%}
-{%- for message in messages -%}
-{{ message.role }}: {{ message.content }}
-{%- for call in message.tool_calls or [] -%}
-<tool_call>{{ call.function.name }}={{ call.function.arguments | tojson }}</tool_call>
-{%- endfor %}
-{% endfor -%}
-{%- if add_generation_prompt %}assistant:{% if enable_thinking is false %}<think></think>{% endif %}{% endif -%}
-"""
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 USER = {"role": "user", "content": "When?"}
 REPLY = '<think>Hm.</think>I ask.<tool_call>{"name": "now", "arguments": {"a": 1}}</tool_call>'
