@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
-import os
-import platform
 import shlex
 import statistics
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from quire.cluster.os_utils.measurement import write_measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +29,10 @@ class Figure:
     note: str = ""
 
 
-def machine() -> str:
-    """Return the processor, the number of cores and the Python version in one line."""
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else ():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
 def write_figures(path: Path, figures: dict[str, Figure]) -> None:
-    """Write {"command", "date", "machine", "figures": {name: {"value", "unit", "note"}}} as JSON, atomically."""
-    record = {
-        "command": shlex.join(["python", *_program(), *map(_portable, sys.argv[1:])]),
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "figures": {name: asdict(figure) for name, figure in figures.items()},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(path)
+    """Write the figures as JSON; see write_measurement."""
+    command = shlex.join(["python", *_program(), *map(_portable, sys.argv[1:])])
+    write_measurement(path, command, {name: asdict(figure) for name, figure in figures.items()})
 
 
 def _program() -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.figure_plots import Plot
 from benchmarks.figure_tables import (
     accuracy,
     beside_transformers,
     chosen,
+    compared,
     engines,
     faults,
     speculation,
@@ -25,12 +27,14 @@ class Section:
     Attributes:
         file: name in benchmarks/results/ without the ending, or setting |-> name.
         table: makes a Markdown table of the main figures, as lines. With settings it gets setting |-> figures.
+        plots: of the first file's figures.
     """
 
     title: str
     file: str | Mapping[str, str]
     text: str
     table: Callable[[Any], list[str]]
+    plots: Sequence[Plot] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -99,6 +103,22 @@ SECTIONS = (
             balanced__step_ms="with moving experts (ms)",
             balanced__busiest_before="busiest rank before",
             balanced__busiest_after="and after",
+        ),
+    ),
+    Section(
+        "Two pipeline stages",
+        "stages",
+        "A random Llama of 46 million parameters on two CPU ranks, with 16 sequences and a queue. A rank waits for "
+        "plans, for the other stage and in collectives. The two cores had other work; computing is processor time.",
+        chosen(
+            stages__rank0__waited="first stage waits",
+            stages__rank1__waited="last stage waits",
+            stages__rank0__processor_ms="first stage computes",
+            stages__rank1__processor_ms="last stage computes",
+            tensor__rank0__waited="tensor-parallel rank waits",
+            tensor__rank0__processor_ms="and computes",
+            stages__tokens_per_s="two stages",
+            tensor__tokens_per_s="tensor-parallel",
         ),
     ),
     Section(
@@ -276,6 +296,19 @@ SECTIONS = (
             fleet__hit_rate__websearch_multiturn__8__cache_aware="web agents, 8 replicas, by cached prefix",
             fleet__hit_rate__websearch_multiturn__8__random="web agents, 8 replicas, random",
         ),
+        (
+            Plot(
+                "routing",
+                "Prompt tokens found cached, web agents",
+                "replicas",
+                "share",
+                {
+                    "by cached prefix": "fleet.hit_rate.websearch_multiturn.*.cache_aware",
+                    "round robin": "fleet.hit_rate.websearch_multiturn.*.round_robin",
+                    "random": "fleet.hit_rate.websearch_multiturn.*.random",
+                },
+            ),
+        ),
     ),
     Section(
         "Autoscaling",
@@ -322,31 +355,68 @@ SECTIONS = (
             chunk__8192__ttft_ms__p99="the same, to the first token, p99",
             replicas__1__output_tokens_per_s_of_each="1 replica: throughput",
             replicas__8__output_tokens_per_s_of_each="8 replicas: throughput of each",
+            ranks__1__output_tokens_per_s="1 rank: throughput",
+            ranks__8__output_tokens_per_s="8 ranks: throughput",
+        ),
+        (
+            Plot(
+                "chunks",
+                "Time between tokens by the tokens of a step",
+                "tokens of a step",
+                "milliseconds",
+                {"p99": "chunk.*.itl_ms.p99", "p50": "chunk.*.itl_ms.p50"},
+                log_x=True,
+            ),
+            Plot(
+                "replicas",
+                "Throughput by replicas, at the same load for each",
+                "replicas",
+                "output tokens/s of each",
+                {"": "replicas.*.output_tokens_per_s_of_each"},
+            ),
+            Plot(
+                "ranks",
+                "Throughput of one replica by its ranks",
+                "ranks",
+                "output tokens/s",
+                {"": "ranks.*.output_tokens_per_s"},
+            ),
         ),
     ),
     Section(
-        "Two hundred replicas and twenty gateways",
+        "A thousand replicas and a hundred gateways",
         "large_fleet",
-        "Gateways, the controller, step loops and schedulers that serve, in one process and in simulated time, every "
-        "gateway connected to every replica. Processor time is that of one gateway, one scheduler or the controller "
-        "per simulated second, on two cores that were busy with other work. Half a request per second for each "
-        "replica.",
+        "Gateways, the controller and schedulers that serve, in one process and in simulated time, each gateway "
+        "connected to 130 replicas. Processor time is of one of each per simulated second. "
+        "Half a request per second of each.",
         chosen(
-            large_fleet__idle__gateway_cpu="a gateway, without load",
             large_fleet__traffic__gateway_cpu="a gateway, under traffic",
             large_fleet__traffic__gateway_messages="its messages",
+            large_fleet__memory__gateway_mb="its memory for all replicas",
             large_fleet__traffic__replica_cpu="a scheduler, under traffic",
             large_fleet__traffic__replica_messages="its messages",
             large_fleet__traffic__controller_cpu="the controller, under traffic",
-            large_fleet__memory__link_kb="memory of a gateway for each replica",
             large_fleet__shared__busiest="80 % share a prefix: busiest replica over the mean",
             large_fleet__shared__ttft_ms__p99="the same: first token, p99",
-            large_fleet__traffic__ttft_ms__p99="without a prefix in common: first token, p99",
             large_fleet__loss__noticed_s="a tenth killed at once: noticed",
             large_fleet__loss__failed="the same: failed requests",
             large_fleet__loss__replaced_s="the same: replaced",
             large_fleet__restart__adopted_s="another controller: all replicas adopted",
             large_fleet__restart__controller_cpu_s="its processor time for that",
+        ),
+    ),
+    Section(
+        "Fleets that grow",
+        {
+            "64 x 16, all pairs": "large_fleet_all",
+            "64 x 16": "large_fleet_64",
+            "256 x 64": "large_fleet_256",
+        },
+        "Replicas x gateways. In the last two columns each gateway uses 16.",
+        compared(
+            large_fleet__connections="pairs",
+            large_fleet__traffic__gateway_messages="messages of a gateway",
+            large_fleet__traffic__replica_messages="of a replica",
         ),
     ),
     Section(
@@ -368,6 +438,63 @@ SECTIONS = (
             sharing__coding_multiturn__saved="saved by sharing, coding",
             sharing__websearch_multiturn__saved="saved by sharing, web search",
             sharing__mooncake_conversation__saved="saved by sharing, conversations",
+        ),
+        (
+            Plot(
+                "waste",
+                "Held memory without a token",
+                "tokens of a block; 8,192: contiguous",
+                "%",
+                {"": "paged.*.waste"},
+                log_x=True,
+            ),
+            Plot(
+                "batch",
+                "Sequences that run at once",
+                "tokens of a block; 8,192: contiguous",
+                "sequences",
+                {"": "paged.*.running"},
+                log_x=True,
+            ),
+            Plot(
+                "admission",
+                "Throughput at equal memory",
+                "tokens of a block; 8,192: contiguous",
+                "requests/s",
+                {"": "paged.*.requests_per_s"},
+                log_x=True,
+            ),
+        ),
+    ),
+    Section(
+        "Outputs and beams",
+        "paged_engine",
+        "Blocks that the outputs and beams of a request share: the demo model, with the mean lengths of the "
+        "PagedAttention paper's traces. The file also has throughputs with preemption by the tokens of a block, "
+        "which are not shown: a single run of each, on a machine so busy that they differ by chance.",
+        chosen(
+            sharing__alpaca__outputs__2__saved="saved, 2 outputs, lengths of Alpaca",
+            sharing__alpaca__outputs__6__saved="6 outputs",
+            sharing__alpaca__beams__2__saved="2 beams",
+            sharing__alpaca__beams__6__saved="6 beams",
+            sharing__sharegpt__outputs__2__saved="saved, 2 outputs, lengths of ShareGPT",
+            sharing__sharegpt__outputs__6__saved="6 outputs",
+            sharing__sharegpt__beams__2__saved="2 beams",
+            sharing__sharegpt__beams__6__saved="6 beams",
+        ),
+        (
+            Plot(
+                "sharing",
+                "Blocks saved by sharing within a request",
+                "outputs, or beams",
+                "%",
+                {
+                    "beams, ShareGPT": "sharing.sharegpt.beams.*.saved",
+                    "beams, Alpaca": "sharing.alpaca.beams.*.saved",
+                    "outputs, ShareGPT": "sharing.sharegpt.outputs.*.saved",
+                    "outputs, Alpaca": "sharing.alpaca.outputs.*.saved",
+                },
+            ),
         ),
     ),
     Section(

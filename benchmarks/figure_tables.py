@@ -47,6 +47,19 @@ def chosen(**rows: str) -> Callable[[Figures], list[str]]:
     return table
 
 
+def compared(**rows: str) -> Callable[[Mapping[str, Figures]], list[str]]:
+    """As `chosen`, with settings as columns."""
+
+    def table(settings: Mapping[str, Figures]) -> list[str]:
+        lines = table_header(["measured", *settings])
+        for key, label in rows.items():
+            found = [figures[key.replace("__", ".")] for figures in settings.values()]
+            lines.append(table_row([label, *(f"{number(each['value'])} {each['unit']}" for each in found)]))
+        return lines
+
+    return table
+
+
 def state_hits(figures: Figures) -> list[str]:
     """Traces and memory as rows, policies and splits as columns."""
     names = [name.removeprefix("state_memory.").split(".", 2) for name in figures]

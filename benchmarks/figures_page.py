@@ -1,6 +1,7 @@
-"""Generate docs/benchmarks.md from benchmarks/results/: `python -m benchmarks.figures_page [--check]`.
+"""Generate docs/benchmarks.md and its plots from benchmarks/results/: `python -m benchmarks.figures_page [--check]`.
 
-Every figure on the page is read from a result file, which also holds the command, date and machine that produced it.
+Every figure on the page is read from a result file, which also holds the command, the date, the machine and the
+commit that produced it.
 Results of `benchmarks.gpu` are in folders of their own, benchmarks/results/gpu/<device>-<date>.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.figure_sections import SECTIONS
 from benchmarks.figure_tables import table_header, table_row
@@ -18,7 +21,8 @@ from benchmarks.gpu.table import problem_lines
 from benchmarks.gpu.table import rows as gpu_rows
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, IMAGES = DOCS / "benchmarks.md", DOCS / "images"
 
 INTRODUCTION = """\
 # Benchmarks
@@ -45,16 +49,32 @@ def page(gpu_results: Path = RESULTS / "gpu") -> str:
             measured = {key: name for key, name in section.file.items() if name in records}
             table = section.table({key: records[name]["figures"] for key, name in measured.items()})
         named = ", ".join(f"`{name}.json`" for name in records)
-        measured_on = "; ".join(
-            dict.fromkeys(f"{each['date']}, {each['machine']}" for each in records.values())
-        )
+        measured_on = "; ".join(dict.fromkeys(map(_origin, records.values())))
         parts += [
             f"## {section.title}\n",
             f"{section.text}\n",
             "\n".join(table) + "\n",
+            *(f"![{plot.title}](images/{plot.file_name})\n" for plot in section.plots),
             f"{named}, {measured_on}.\n",
         ]
     return "\n".join(parts)
+
+
+def plots() -> dict[Path, str]:
+    """Return file |-> its plot as SVG. Raises KeyError if a result file lacks the figures of one."""
+    found: dict[Path, str] = {}
+    for section in SECTIONS:
+        path = _path(section.files[0])
+        figures = json.loads(path.read_text())["figures"] if path.exists() else {}  # not measured yet
+        for plot in section.plots if figures else ():
+            found[IMAGES / plot.file_name] = plot.draw(figures)
+    return found
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    """Return the day, the processor and, if it was recorded, the commit of a result."""
+    machine, _, _ = record["machine"].partition(", Python")
+    return ", ".join(filter(None, (record["date"], machine, record.get("commit"))))
 
 
 def _path(name: str) -> Path:
@@ -87,11 +107,13 @@ def main() -> None:
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if docs/benchmarks.md is out of date"
     )
-    text = page()
+    files = {PAGE: page(), **plots()}
     if not parser.parse_args().check:
-        PAGE.write_text(text)
-    elif not PAGE.exists() or PAGE.read_text() != text:
-        sys.exit("docs/benchmarks.md is out of date: run python -m benchmarks.figures_page")
+        for path, text in files.items():
+            path.write_text(text)
+    for path, text in files.items():
+        if not path.exists() or path.read_text() != text:
+            sys.exit(f"docs/{path.relative_to(DOCS)} is out of date: run python -m benchmarks.figures_page")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import multiprocessing
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -190,7 +190,9 @@ class _Launcher:
         self._numbers = itertools.count()
         self._live: dict[str, _Live] = {}
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> _Live:
+    def launch(
+        self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
+    ) -> _Live:
         number = next(self._numbers)
         record = ReplicaRecord(
             replica_id, deployment.name, deployment.version, self._endpoints[number], 256, "none",
@@ -218,7 +220,11 @@ class _Launcher:
 
     def connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
         return ReplicaClient(
-            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, keys=self._keys
+            record.endpoint,
+            record.replica_id,
+            silence_timeout_s=silence_timeout_s,
+            load_only=True,
+            keys=self._keys,
         )
 
     def notice(self, node_id: str) -> None:

@@ -1,6 +1,6 @@
 """Prompts with images over HTTP: their rate, the time to their first token, and what they cost other streams.
 
-    python -m benchmarks.images --json benchmarks/results/images.json [--minutes 8]
+    python -m benchmarks.images --json benchmarks/results/images.json [--minutes 8] [-- --tensor-parallel-size 2 ...]
 
 A server of a small random Qwen2.5-VL (`random_models.make_vision_model`) gets chats with JPEG files in data URLs. The
 time to the first token is that of a call for one token, with an image of one megapixel: `cold` is a new image;
@@ -237,6 +237,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="after which no other round of gaps begins"
     )
+    parser.add_argument("options", nargs="*", help="of the server, behind --")
     return parser.parse_args()
 
 
@@ -245,7 +246,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quire-images-") as name:
         folder = Path(name)
         make_vision_model(folder)
-        with ServerProcess(str(folder), *OPTIONS, "--served-model-name", "vision") as server:
+        with ServerProcess(
+            str(folder), *OPTIONS, *arguments.options, "--served-model-name", "vision"
+        ) as server:
             server.wait_ready(START_TIMEOUT_S)
             figures = asyncio.run(measure(server.http_url, "vision", arguments.minutes))
     report(figures, arguments.json)

@@ -117,7 +117,7 @@ def pull_seconds(way: str, keys: CurveKeys | None) -> list[float]:
         ids = np.arange(1, NUM_BLOCKS, dtype=np.int32)
         for number in range(1, REPEATS + 1):
             order = KvPull(number, 1, (endpoint,), np.array([ids.size], np.int32), ids, ids, TIMEOUT_S)
-            service.apply(KvOrders(pulls=(order,)))
+            service.apply_pulls(KvOrders(pulls=(order,)))
             seconds.append(await_pull(service))
     return seconds
 

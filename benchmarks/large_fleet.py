@@ -3,7 +3,7 @@
     python -m benchmarks.large_fleet [--replicas N] [--gateways N] --json benchmarks/results/large_fleet.json
 
 Gateways (their connection to the controller, pools, routers and clients), the controller, and each replica's step
-loop and scheduler are those that serve; every gateway is connected to every replica. Ranks take the time of a
+loop and scheduler are those that serve; each gateway is connected to its subset of replicas. Ranks take the time of a
 roofline, and frames pass through memory at once: sockets and encryption are in `benchmarks.idle_fleet`. The event
 loop moves its clock instead of waiting, and counts the processor time of whom it runs: the costs per simulated second
 are those that each process of a fleet would have, which is too large for one machine.
@@ -20,7 +20,9 @@ second, of one gateway, one replica and the controller:
 - ``restart``: the controller ends, and another one adopts all replicas. ``adopted_s`` is the time until all are ready
   in its state; its processor time is in all, not per second.
 
-``memory.link_kb`` is what a gateway holds for each replica.
+``connections`` is the number of pairs of a gateway and a replica that it uses, ``memory.link_kb`` what a gateway
+holds for each of these, with its entry for each replica of the fleet, and ``memory.gateway_mb`` the same of one
+gateway.
 """
 
 from __future__ import annotations
@@ -28,17 +30,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-import multiprocessing
 import os
-import pickle
 import random
 import selectors
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection as Pipe
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -50,10 +50,10 @@ from benchmarks.in_memory import MemoryStore, ReceivedFrames
 from benchmarks.replay import ReplicaModel
 from quire.cluster.config.deployment import Deployment, ScalingLimits
 from quire.cluster.config.engine_options import EngineOptions
-from quire.cluster.fleet.controller.fleet import Fleet
+from quire.cluster.fleet.controller.controller_client import FollowedState
+from quire.cluster.fleet.controller.fleet import REST_AFTER_S, Fleet
 from quire.cluster.fleet.controller.fleet_state import (
     Demand,
-    FleetChanges,
     FleetState,
     NodeEntry,
     ReplicaState,
@@ -63,6 +63,7 @@ from quire.cluster.fleet.controller.replica_lifecycle import STABLE_AFTER_S
 from quire.cluster.fleet.replica.client import ReplicaClient
 from quire.cluster.fleet.replica.launch_progress import OnProgress
 from quire.cluster.fleet.replica.record import ReplicaRecord
+from quire.cluster.fleet.routing.subset import SUBSET_SIZE
 from quire.cluster.gateway.routing.controller_sync import ControllerSync, _SyncedModel
 from quire.cluster.gateway.routing.replica_pool import ReplicaPool
 from quire.cluster.gateway.routing.served_models import ServedModel, ServedModels
@@ -72,6 +73,7 @@ from quire.cluster.simulation.traces import FIRST_TOKEN, VOCAB_SIZE
 from quire.cluster.text.requests.request import Request
 from quire.proto import stream
 from quire.proto.errors import QuireError, ReplicaUnavailable
+from quire.proto.replica_status import ReplicaStatus
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import GatewayMessage, ReplicaMessage
 from quire.scheduler.service.loop import IDLE_CHECK_S
@@ -87,8 +89,8 @@ LAUNCH_S = 2.0
 SILENCE_TIMEOUT_S = 70.0
 READY_TIMEOUT_S = 600.0
 # Until every replica has been idle for some rounds of what happens at intervals, and counts as stable: the controller
-# replaces replicas that fail within their first minute one at a time.
-CALM_S = STABLE_AFTER_S + 5.0
+# replaces replicas that fail within their first minute one at a time. Then the controller rests, too.
+CALM_S = max(STABLE_AFTER_S, REST_AFTER_S) + 5.0
 START = 1_700_000_000.0
 
 OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="benchmark")
@@ -304,7 +306,9 @@ class _Launcher:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> _Replica:
+    def launch(
+        self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
+    ) -> _Replica:
         record = ReplicaRecord(
             replica_id, deployment.name, deployment.version, f"memory://{replica_id}",
             self._world.model.num_blocks, "none", (f"node-of-{replica_id}",), (1,),
@@ -341,23 +345,22 @@ class _Controller:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._state = FleetState("")
+        self._followed = FollowedState()
 
     async def keys(self) -> None:
         return None
 
-    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
-        fleet, known = self._world.fleet, since if since == self._state.version else ""
+    async def statuses(self) -> list[ReplicaStatus]:
+        raise AssertionError("nobody looks at this fleet")
+
+    async def watch(self, gateway_id: str, since: str, timeout_s: float) -> FleetState | None:
+        fleet, known = self._world.fleet, self._followed.known(since)
         self._world.num_messages["controller"] += 2
         asking = asyncio.get_running_loop().create_task(
-            fleet.changes(known, timeout_s), context=context_of("controller")
+            fleet.follow(gateway_id, known, timeout_s), context=context_of("controller")
         )
         encoded = await asking
-        if encoded is None or fleet is not self._world.fleet:
-            return None
-        changes: FleetChanges = pickle.loads(encoded)  # noqa: S301  of this process
-        self._state = changes.applied_to(self._state)
-        return self._state
+        return self._followed.receive(encoded) if fleet is self._world.fleet else None
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         self._world.num_messages["controller"] += 1
@@ -371,18 +374,20 @@ class _Gateway(ControllerSync):
     """A gateway without servers and without processes for texts: its prompts are token ids."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(_Controller(world), ServedModels())
+        super().__init__(_Controller(world), ServedModels(), subset_size=world.subset_size)
         self._world = world
 
     @property
     def pool(self) -> ReplicaPool:
         return self._models.find(MODEL).pool
 
-    def num_ready(self) -> int:
-        """Return the replicas that it may choose."""
-        return sum(
-            not model.pool.why_unavailable(name) for model in self._models for name in model.pool.clients
-        )
+    def used(self) -> dict[str, bool]:
+        """Return replica_id |-> whether it may choose the replica, of its subset."""
+        return {
+            name: not model.pool.why_unavailable(name)
+            for model in self._models
+            for name in model.pool.clients
+        }
 
     def _connect(self, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
         client = self._world.connect("gateway", record, silence_timeout_s)
@@ -406,8 +411,11 @@ class World:
         num_messages: owner |-> frames and calls that it sent and received.
     """
 
-    def __init__(self, loop: CountingLoop, num_replicas: int, num_gateways: int) -> None:
+    def __init__(
+        self, loop: CountingLoop, num_replicas: int, num_gateways: int, subset_size: int = SUBSET_SIZE
+    ) -> None:
         self.loop, self.num_replicas, self.num_gateways = loop, num_replicas, num_gateways
+        self.subset_size = subset_size
         self.model = ReplicaModel(num_blocks=1024)
         self.config = self.model.config()
         self.replicas: dict[str, _Replica] = {}
@@ -437,11 +445,15 @@ class World:
     def connect(self, owner: str, record: ReplicaRecord, silence_timeout_s: float) -> ReplicaClient:
         connection = _Connection(self, owner, self.replicas.get(record.replica_id))
         return ReplicaClient(
-            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, connection=connection
+            record.endpoint,
+            record.replica_id,
+            silence_timeout_s=silence_timeout_s,
+            load_only=owner == "controller",
+            connection=connection,
         )
 
-    async def start(self) -> float:
-        """Start the fleet and then the gateways; return the memory of each pair of them, in bytes."""
+    async def start(self) -> int:
+        """Start the fleet and then the gateways; return the memory of all gateways, in bytes."""
         limits = ScalingLimits(min_replicas=self.num_replicas, max_replicas=self.num_replicas)
         await self.fleet.deploy(Deployment(EngineOptions(MODEL), limits=limits))
         self._running = self.loop.create_task(self.fleet.run(), context=context_of("controller"))
@@ -452,14 +464,23 @@ class World:
             gateway = context.run(_Gateway, self)
             context.run(gateway.start)
             self.gateways.append(gateway)
-        await self._until("all gateways", self._all_ready)
-        return (_resident_bytes() - before) / (self.num_gateways * self.num_replicas)
+        await self._until("all gateways", lambda: self._are_gateways_known() and self._all_ready())
+        return _resident_bytes() - before
 
     def _num_known(self) -> int:
         return sum(entry.state is ReplicaState.READY for entry in self.fleet.state().replicas)
 
+    def _are_gateways_known(self) -> bool:
+        return len(self.fleet.state().gateways or ()) == self.num_gateways
+
+    def num_connections(self) -> int:
+        return sum(len(gateway.used()) for gateway in self.gateways)
+
     def _all_ready(self) -> bool:
-        return all(gateway.num_ready() == self.num_replicas for gateway in self.gateways)
+        """Return whether each gateway may choose all replicas of its subset, and each replica is in one."""
+        subsets = [gateway.used() for gateway in self.gateways]
+        is_complete = len(set().union(*subsets)) == self._num_known() == self.num_replicas
+        return is_complete and all(all(used.values()) for used in subsets)
 
     async def _until(self, what: str, condition: Callable[[], bool], interval_s: float = 0.5) -> float:
         """Return the simulated seconds until a condition holds."""
@@ -589,11 +610,16 @@ async def measure_traffic(
 async def measure(world: World, seconds: float) -> dict[str, Figure]:
     """Return the figures of all phases."""
     note = f"{world.num_replicas} replicas x {world.num_gateways} gateways"
-    link_bytes = await world.start()
+    num_bytes = await world.start()
+    num_connections = world.num_connections()
     figures = {
+        "large_fleet.connections": Figure(num_connections, "connections", note),
         "large_fleet.memory.link_kb": Figure(
-            link_bytes / 1024, "KB", f"of a gateway, for each replica; {note}"
-        )
+            num_bytes / num_connections / 1024, "KB", f"of a gateway, for each connection; {note}"
+        ),
+        "large_fleet.memory.gateway_mb": Figure(
+            num_bytes / world.num_gateways / 1024**2, "MB", f"of a gateway, for all replicas; {note}"
+        ),
     }
     await asyncio.sleep(CALM_S)
     meter = Meter(world, "idle", note)
@@ -642,43 +668,32 @@ def simulated_time(loop: CountingLoop) -> Iterator[None]:
         yield
 
 
-def _run(pipe: Pipe, num_replicas: int, num_gateways: int, seconds: float) -> None:
-    """Measure, and end without closing a hundred thousand connections in order."""
-    logging.disable(logging.CRITICAL)
-    random.seed(0)
-    loop = CountingLoop()
-    asyncio.set_event_loop(loop)
-
-    async def main() -> dict[str, Figure]:
-        return await measure(World(loop, num_replicas, num_gateways), seconds)
-
-    with simulated_time(loop):
-        pipe.send(loop.run_until_complete(main()))
-    os._exit(0)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--replicas", type=int, default=1000, help="(default: %(default)s)")
     parser.add_argument("--gateways", type=int, default=100, help="(default: %(default)s)")
     parser.add_argument(
+        "--subset", type=int, default=SUBSET_SIZE, help="replicas that a gateway uses (default: %(default)s)"
+    )
+    parser.add_argument(
         "--seconds", type=float, default=5.0, help="simulated, of each phase (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    pipe, end = context.Pipe()
-    process = context.Process(
-        target=_run, args=(end, arguments.replicas, arguments.gateways, arguments.seconds)
-    )
-    process.start()
-    end.close()
-    figures: dict[str, Figure] = {}
-    with suppress(EOFError):
-        figures = pipe.recv()
-    process.join()
-    if not figures:
-        raise SystemExit("the measurement failed; its error is above")
+    logging.disable(logging.CRITICAL)
+    random.seed(0)
+    loop = CountingLoop()
+    asyncio.set_event_loop(loop)
+
+    async def run() -> dict[str, Figure]:
+        return await measure(
+            World(loop, arguments.replicas, arguments.gateways, arguments.subset), arguments.seconds
+        )
+
+    with simulated_time(loop):
+        figures = loop.run_until_complete(run())
     report(figures, arguments.json)
+    sys.stdout.flush()
+    os._exit(0)  # without closing a hundred thousand connections in order
 
 
 if __name__ == "__main__":

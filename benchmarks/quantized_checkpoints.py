@@ -23,7 +23,9 @@ FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 MODELOPT_BLOCK = (128, 128)
 # The projections of a decoder layer, which all of these tools quantize.
-LINEAR = re.compile(r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123]|indexer\.w(?:q_b|k))\.weight$")
+LINEAR = re.compile(
+    r"\.(?:[a-z]+(?:_[ab])?_proj(?:_with_mqa)?|w[123]|w[qo]_[ab]|wkv|wgate|indexer\.wk)\.weight$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Scheme:
         block: (outputs, inputs) that share a scale; float8 only. Of modelopt: MODELOPT_BLOCK, or more than any
             weight has, for one scale.
         ignored: regular expression of the layers that stay in full precision.
+        has_powers_of_two: scales of float8 blocks are powers of two, stored as e8m0.
+        experts: scheme of the routed experts; None for that of all layers.
     """
 
     layout: str
@@ -50,6 +54,12 @@ class Scheme:
     is_float: bool = False
     block: tuple[int, int] | None = None
     ignored: str | None = None
+    has_powers_of_two: bool = False
+    experts: Scheme | None = None
+
+    def of_layer(self, name: str) -> Scheme:
+        """Return the scheme of a layer."""
+        return self if self.experts is None or ".experts." not in name else self.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +100,10 @@ def write_checkpoint(source: Path, out: Path, scheme: Scheme) -> dict[str, Tenso
                 written[name] = weight
                 continue
             layer = name.removesuffix(".weight")
-            rounded = _round(weight.double(), scheme)
+            own = scheme.of_layer(name)
+            rounded = _round(weight.double(), own)
             dequantized[name] = rounded.dequantized()
-            tensors = WRITERS[scheme.layout].tensors(rounded, scheme)
+            tensors = WRITERS[own.layout].tensors(rounded, own)
             written |= {f"{layer}.{key}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(written, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((out / "config.json").read_text())
@@ -132,7 +143,10 @@ def _round_to_float8(weight: Tensor, scheme: Scheme) -> Rounded:
     rows, columns = scheme.block or (1, num_inputs)
     blocks = torch.nn.functional.pad(weight, (0, -num_inputs % columns, 0, -num_outputs % rows))
     largest = blocks.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax(dim=(1, 3))
-    scales = (largest / 448).float().repeat_interleave(rows, 0)[:num_outputs]
+    scales = (largest / 448).float()
+    if scheme.has_powers_of_two:
+        scales = scales.log2().ceil().exp2()
+    scales = scales.repeat_interleave(rows, 0)[:num_outputs]
     groups = torch.arange(num_inputs) // columns
     codes = (weight / scales.double()[:, groups]).float().clamp(-448, 448).to(FLOAT8)
     return Rounded(codes, scales, torch.zeros(scales.shape, dtype=torch.int64), groups)
@@ -260,7 +274,10 @@ def _compressed_config(layout: str) -> Callable[[Scheme], dict[str, Any]]:
 
 def _float8(rounded: Rounded, scheme: Scheme) -> dict[str, Tensor]:
     rows = 1 if scheme.block is None else scheme.block[0]
-    return {"weight": rounded.codes, "weight_scale_inv": rounded.scales[::rows]}
+    scales = rounded.scales[::rows]
+    if scheme.has_powers_of_two:
+        scales = scales.to(torch.float8_e8m0fnu)
+    return {"weight": rounded.codes, "weight_scale_inv": scales}
 
 
 def _float8_config(scheme: Scheme) -> dict[str, Any]:

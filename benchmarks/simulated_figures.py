@@ -1,4 +1,4 @@
-"""Chunked prefill and scaling with replicas, in simulated time.
+"""Chunked prefill and scaling with replicas and ranks, in simulated time.
 
     python -m benchmarks.simulated_figures [--requests N] --json FILE
 
@@ -10,6 +10,8 @@ H100, whose steps take the time of their arithmetic and memory traffic. Every ru
   p99 of the time between tokens is that of the longest prompts. With the smallest, prompts do not keep up.
 - ``replicas.<number>``: the same trace at REPLICA_SPEED times its recorded speed for each replica, and as many times
   the requests, so that each has the same load for the same time.
+- ``ranks.<number>``: the whole trace at once on one replica of so many ranks, with two all-reduces per layer over
+  NVLink, as its data sheet has it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ CHUNKS = (128, 256, 512, 1024, 2048, 8192)
 CHUNK_SPEED = 3.0
 NUM_REPLICAS = (1, 2, 4, 8)
 REPLICA_SPEED = 2.0
+NUM_RANKS = (1, 2, 4, 8)
+NVLINK_BYTES_PER_S = 450e9
+# Of a Llama of 8 billion parameters, for each token.
+ALL_REDUCES, ALL_REDUCE_BYTES = 64, 2 * 2 * 4096
 
 
 def serve(trace: Trace, model: ReplicaModel, num_replicas: int = 1) -> tuple[Summary, FleetCost]:
@@ -73,6 +79,28 @@ def replica_figures(trace: Trace, model: ReplicaModel) -> dict[str, Figure]:
     return figures
 
 
+def rank_figures(trace: Trace, model: ReplicaModel) -> dict[str, Figure]:
+    figures: dict[str, Figure] = {}
+    at_once = trace.over(0.001)
+    for number in NUM_RANKS:
+        cost = model.step_time.cost
+        of_rank = replace(
+            cost,
+            weight_bytes=cost.weight_bytes / number,
+            flops_per_token=cost.flops_per_token / number,
+            kv_bytes_per_token=cost.kv_bytes_per_token / number,
+            num_all_reduces=ALL_REDUCES if number > 1 else 0,
+            all_reduce_bytes_per_token=ALL_REDUCE_BYTES * (number - 1) / number,
+        )
+        device = replace(model.step_time.device, link_bytes_per_s=NVLINK_BYTES_PER_S)
+        step_time = replace(model.step_time, cost=of_rank, device=device)
+        summary, fleet_cost = serve(at_once, replace(model, step_time=step_time))
+        rate = summary.num_output_tokens / fleet_cost.end_s
+        figures[f"ranks.{number}.output_tokens_per_s"] = Figure(rate, "tokens/s")
+        figures[f"ranks.{number}.itl_ms.p50"] = Figure(1e3 * summary.itl.quantile(0.5), "ms")
+    return figures
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, default=600, help="for each replica (default: %(default)s)")
@@ -82,6 +110,7 @@ def main() -> None:
     model = ReplicaModel(max_num_seqs=256, max_queue_len=NO_LIMIT, prefix_caching=False)
     figures = chunk_figures(trace.first(count), model)
     figures |= replica_figures(trace.first(count * NUM_REPLICAS[-1]), model)
+    figures |= rank_figures(trace.first(count), model)
     report(figures, arguments.json)
 
 

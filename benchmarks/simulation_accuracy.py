@@ -40,16 +40,14 @@ from quire.cluster.offline.cluster_engine import open_ranks
 from quire.cluster.simulation.calibration import measure_steps
 from quire.cluster.simulation.engine import make_engine
 from quire.cluster.simulation.fleet import SimulatedFleet, SimulatedRequest
-from quire.cluster.simulation.replica import GATEWAY, MeteredRanks
+from quire.cluster.simulation.replica import GATEWAY
 from quire.cluster.simulation.run import Summary
-from quire.cluster.simulation.step_time import MeasuredStep, StepTime, fit_coefficients, relative_errors
+from quire.cluster.simulation.step_time import StepTime, fit_coefficients, relative_errors
 from quire.cluster.simulation.traces import VOCAB_SIZE, TracedRequest
 from quire.proto.config import EngineConfig
 from quire.proto.sampling import SamplingParams
 from quire.proto.stream import GatewayMessage, ReplicaMessage, Submit, TokenBatch
-from quire.scheduler.core.scheduler import Scheduler
-from quire.scheduler.service.loop import StepLoop
-from quire.scheduler.service.worker_group import WorkerGroup
+from quire.scheduler import MeasuredStep, MeteredRanks, Scheduler, StepLoop, WorkerGroup
 
 LOAD = 0.6
 BLOCK = 16

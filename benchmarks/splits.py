@@ -75,9 +75,11 @@ def section() -> str:
         TITLE,
         "",
         "The split with the fewest GPUs that holds a model and a sequence, of up to four nodes of eight, and",
-        f"the next larger one; and a decode step of up to {WORKLOAD['max_num_seqs']} sequences of {SEQ_LEN:,}",
-        "tokens. Written by `python -m benchmarks.splits`; `quire fit MODEL --gpu h200 --nodes 2` shows all splits",
-        "of any model. Times are assumed as in `quire simulate` without measured coefficients.",
+        "the next larger one; of models with latents also the first whose tokens travel to their experts, with",
+        "the groups of ranks that attend for their own sequences; and a decode step of up to",
+        f"{WORKLOAD['max_num_seqs']} sequences of {SEQ_LEN:,} tokens. Written by `python -m benchmarks.splits`;",
+        "`quire fit MODEL --gpu h200 --nodes 2` shows all splits of any model. Times are assumed as in",
+        "`quire simulate` without measured coefficients.",
         "",
         "| model | GPU | stages x ranks | weights per GPU | KV tokens | sequences | step |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -86,7 +88,7 @@ def section() -> str:
     lines += [
         "",
         "KV is divided by stages too: a rank has that of its stage's layers. Latents (DeepSeek V3, Kimi K2) are",
-        "whole on every rank of a stage, so stages are what divides them.",
+        "whole on every rank of a stage; stages divide them, and groups that attend for their own sequences.",
     ]
     return "\n".join([*lines, "", ""])
 
@@ -97,7 +99,7 @@ def lines_of(title: str, gpu: str) -> list[str]:
 
 
 def splits_of(fields: dict[str, Any], gpu: str) -> list[Split]:
-    """Return the split with the fewest GPUs, and the fastest one with more."""
+    """Return the split with the fewest GPUs, the next larger one, and the first one whose tokens travel."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(fields))
         model = describe_files(EngineOptions(folder))
@@ -111,13 +113,15 @@ def splits_of(fields: dict[str, Any], gpu: str) -> list[Split]:
         return []
     size = first.pipeline * first.tensor
     larger = best_split([split for split in parts if split.pipeline * split.tensor > size])
-    return [first, *([larger] if larger is not None else [])]
+    travelling = best_split([split for split in found if split.attention_groups > 1])
+    return [first, *(split for split in (larger, travelling) if split is not None)]
 
 
 def _cells(split: Split) -> str:
     own = split.capacity
+    groups = f", {split.attention_groups} groups" if split.attention_groups > 1 else ""
     return (
-        f"{split.pipeline} x {split.tensor} | {own.weight_bytes / GIB:.1f} GiB | {own.num_kv_tokens:,} | "
+        f"{split.pipeline} x {split.tensor}{groups} | {own.weight_bytes / GIB:.1f} GiB | {own.num_kv_tokens:,} | "
         f"{split.num_sequences} | {1e3 * split.step_s:.1f} ms"
     )
 

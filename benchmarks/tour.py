@@ -30,13 +30,13 @@ from quire.cluster.config.engine_options import DEMO_MODEL, EngineOptions
 from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
-from quire.cluster.simulation.replica import GATEWAY, MeteredRanks
+from quire.cluster.simulation.replica import GATEWAY
 from quire.cluster.text.requests.outputs import CompletionDelta
 from quire.proto.block_tables import BlockTables, IntArray
 from quire.proto.config import EngineConfig
 from quire.proto.step import StepPlan, StepResult
 from quire.proto.stream import GatewayMessage, ReplicaMessage, Submit, TokenBatch
-from quire.scheduler import Scheduler, StepLoop, WorkerGroup
+from quire.scheduler import MeteredRanks, Scheduler, StepLoop, WorkerGroup
 
 COLORS = ["tab:blue", "tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:olive"]
 EMPTY, CACHED, SHARED = "white", "0.85", "0.25"

@@ -12,7 +12,7 @@ from benchmarks.gpu.op_case import Op, OpCase, random
 from benchmarks.gpu.sizes import Sizes
 from quire.kernels.activation import GatedActivation
 from quire.kernels.moe import ExpertWeights, gather_linear, scatter_linear, sort_choices
-from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, quantized_linear
+from quire.kernels.quantized_linear import FLOAT8, QuantizedWeight, float8_groups_linear
 from quire.worker.libraries.deep_gemm import BLOCK, DeepGemm, DeepGemmExperts
 from quire.worker.libraries.installed import DEEP_GEMM
 from quire.worker.weights.linear_weight import QuantizedLinearWeight
@@ -29,7 +29,7 @@ def block_float8_cases(sizes: Sizes, tokens: int) -> Iterator[OpCase]:
 
     def make_linear(index: int) -> Op:
         weight = _weight(sizes, narrow, hidden)
-        return partial(quantized_linear, random(sizes, tokens, hidden), weight)
+        return partial(float8_groups_linear, random(sizes, tokens, hidden), weight)
 
     def make_linear_peer(index: int) -> Op:
         weight = QuantizedLinearWeight(_weight(sizes, narrow, hidden))

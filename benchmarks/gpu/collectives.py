@@ -60,7 +60,7 @@ def on_thread(function: Callable[[], TorchDistributed | None]) -> TorchDistribut
 
 def _join(port: int, device: torch.device) -> TorchDistributed:
     with on_device(device):
-        return TorchDistributed(0, 1, _HOST, port, device, _TIMEOUT_S)
+        return TorchDistributed.join(0, 1, _HOST, port, device, _TIMEOUT_S)
 
 
 def _check_all_reduce(comm: TorchDistributed, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from benchmarks.gpu.timing import copy_rate, matmul_rate, seconds_per_call
 
 _PACKAGES = (
     "torch", "triton", "numpy", "transformers", "safetensors", "tokenizers", "msgpack", "flashinfer-python",
-    "flash-attn", "flash-attn-3", "deep-gemm",
+    "flash-attn", "flash-attn-3", "deep-gemm", "flash-linear-attention",
 )  # fmt: skip
 _QUERY = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,power.limit"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.libraries import decode_inputs, latent_peers
 from benchmarks.gpu.op_case import (
     BLOCK_SIZE,
     Op,
@@ -27,6 +28,7 @@ from quire.kernels.latent_attention import (
     latent_prefill_attention,
 )
 from quire.kernels.sparse_latent import index_scores, select_top_tokens, sparse_latent_attention
+from quire.worker.attention import AttentionInputs
 
 # Heads, numbers of a key, and chosen tokens of DeepSeek-V3.2's indexers.
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 2048
@@ -55,9 +57,16 @@ def latent_decode_case(sizes: Sizes, rows: int, length: int) -> OpCase:
             q, cache, tables, lens, model.attention_scale, model.kv_lora_rank, splits
         )
 
+    def make_step(index: int) -> tuple[Tensor, Tensor, AttentionInputs]:
+        cache, tables = _random_cache(sizes, rows, length)
+        q = strided(sizes, rows, model.num_attention_heads, model.cached_dim)
+        lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
+        return q, cache, decode_inputs(tables, lens)
+
     num_bytes = rows * length * model.cached_dim * getattr(torch, sizes.dtype).itemsize
     flops = 2 * rows * length * model.num_attention_heads * (model.cached_dim + model.kv_lora_rank)
-    return OpCase(f"latent_decode.{rows}x{length}", sizes.device, num_bytes, flops, make)
+    peers = latent_peers(sizes.device, model.attention_scale, model.kv_lora_rank, make_step)
+    return OpCase(f"latent_decode.{rows}x{length}", sizes.device, num_bytes, flops, make, peers)
 
 
 def latent_prefill_case(sizes: Sizes, length: int) -> OpCase:

@@ -33,6 +33,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.state_ops import state_cases
 from benchmarks.kernel_peers import norm_by_torch, swiglu_by_torch
 from quire.kernels.activation import clamped_silu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from quire.kernels.attention_variant import AttentionVariant
 from quire.kernels.block_tables import update_block_tables
 from quire.kernels.decode_splits import split_decodes
 from quire.kernels.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write
@@ -41,11 +42,11 @@ from quire.kernels.logits import process_logits
 from quire.kernels.moe import ExpertWeights, gather_linear, gather_terms, scatter_linear, sort_choices
 from quire.kernels.norm import add_rms_norm, add_rms_norm_float8, rms_norm
 from quire.kernels.paged_attention import paged_decode_attention, paged_prefill_attention
-from quire.kernels.paged_cache import copy_blocks
+from quire.kernels.paged_cache import copy_blocks, copy_scattered_blocks
 from quire.kernels.quantized_kv import quantize as quantize_kv
 from quire.kernels.quantized_linear import FLOAT8, float8_linear, quantize, quantized_linear
 from quire.kernels.routing import Routing, select_experts
-from quire.worker.attention import AttentionInputs
+from quire.worker.attention import AttentionInputs, SplitRule
 
 
 def cases(sizes: Sizes) -> Iterator[OpCase]:
@@ -70,13 +71,20 @@ def decodes(sizes: Sizes) -> Iterator[OpCase]:
     rows, length = sizes.decodes[-2]
     for stored in (torch.int8, FLOAT8):
         yield decode_case(sizes, rows, length, stored)
+    yield decode_case(sizes, rows, length, None, has_sinks=True)
+    for rows, length in sizes.decodes[-2:]:
+        yield drafts_case(sizes, rows, length)
 
 
-def decode_case(sizes: Sizes, rows: int, length: int, stored: torch.dtype | None) -> OpCase:
+def decode_case(
+    sizes: Sizes, rows: int, length: int, stored: torch.dtype | None, *, has_sinks: bool = False
+) -> OpCase:
     model, dtype = sizes.model, getattr(torch, sizes.dtype)
     heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
     numbers = rows * length * kv_heads * head_dim
     per_number = dtype.itemsize if stored is None else stored.itemsize + 4 / head_dim
+    sinks = torch.linspace(-1.0, 1.0, heads, device=sizes.device) if has_sinks else None
+    variant = AttentionVariant(sinks=sinks)
 
     def make(index: int) -> Op:
         cache, scales, tables = random_cache(sizes, rows, length, stored)
@@ -84,7 +92,7 @@ def decode_case(sizes: Sizes, rows: int, length: int, stored: torch.dtype | None
         lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
         splits = split_decodes(lens, tables.shape[1] * BLOCK_SIZE)
         scale = head_dim**-0.5
-        return lambda: paged_decode_attention(q, cache, tables, lens, scale, splits, kv_scales=scales)
+        return lambda: paged_decode_attention(q, cache, tables, lens, scale, splits, variant, scales)
 
     def make_sdpa(index: int) -> Op:
         q = random(sizes, rows, heads, 1, head_dim)
@@ -97,12 +105,43 @@ def decode_case(sizes: Sizes, rows: int, length: int, stored: torch.dtype | None
         return strided(sizes, rows, heads, head_dim), cache, decode_inputs(tables, lens)
 
     suffix = "" if stored is None else f".{str(stored).removeprefix('torch.')}"
-    peers = {"sdpa": make_sdpa} if stored is None else {}
+    suffix += ".sinks" if has_sinks else ""
+    peers = {"sdpa": make_sdpa} if not suffix else {}
     if stored is None:
-        peers |= attention_peers(sizes.device, head_dim**-0.5, make_step)
+        peers |= attention_peers(sizes.device, head_dim**-0.5, make_step, variant)
     return OpCase(
         f"decode{suffix}.{rows}x{length}", sizes.device, int(2 * numbers * per_number),
         4 * rows * length * heads * head_dim, make, peers,
+    )  # fmt: skip
+
+
+def drafts_case(sizes: Sizes, rows: int, length: int) -> OpCase:
+    """Return the decode of sequences with drafted tokens, beside one that reads the keys for each token."""
+    model, dtype, queries = sizes.model, getattr(torch, sizes.dtype), 1 + sizes.num_drafts
+    heads, kv_heads, head_dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+
+    def make_step(index: int) -> tuple[Tensor, Tensor, AttentionInputs]:
+        cache, _, tables = random_cache(sizes, rows, length, None)
+        lens = torch.arange(length - queries + 1, length + 1, dtype=torch.int32, device=sizes.device)
+        inputs = decode_inputs(tables.repeat_interleave(queries, dim=0), lens.repeat(rows))
+        return strided(sizes, rows * queries, heads, head_dim), cache, inputs
+
+    def make(index: int, max_run_rows: int = queries) -> Op:
+        q, cache, inputs = make_step(index)
+        tables, lens = inputs.block_tables, inputs.seq_lens
+        each_row = torch.arange(len(q), dtype=torch.int32, device=sizes.device)
+        splits = SplitRule(max_run_rows=max_run_rows).split(
+            lens, tables.shape[1] * BLOCK_SIZE, each_row // queries * queries
+        )
+        return lambda: paged_decode_attention(q, cache, tables, lens, head_dim**-0.5, splits)
+
+    def make_alone(index: int) -> Op:
+        return make(index, 1)
+
+    peers = {"alone": make_alone} | attention_peers(sizes.device, head_dim**-0.5, make_step)
+    return OpCase(
+        f"decode.drafts.{rows}x{length}", sizes.device, 2 * rows * length * kv_heads * head_dim * dtype.itemsize,
+        4 * rows * queries * length * heads * head_dim, make, peers,
     )  # fmt: skip
 
 
@@ -192,6 +231,9 @@ def small_ops(sizes: Sizes) -> Iterator[OpCase]:
         yield OpCase(f"fused_qk_norm_rope_kv_write.{tokens}", device, num_bytes, 0, make_rotate)
     yield OpCase(
         "copy_blocks.8", device, 16 * BLOCK_SIZE * model.kv_numbers * itemsize, 0, partial(_make_copy, sizes)
+    )
+    yield OpCase(
+        "swap_blocks.32", device, 64 * BLOCK_SIZE * model.kv_numbers * itemsize, 0, partial(_make_swap, sizes)
     )
     yield OpCase("update_block_tables.64", device, 64 * 16, 0, partial(_make_update, sizes))
 
@@ -320,6 +362,21 @@ def _make_copy(sizes: Sizes, index: int) -> Op:
         return caches
 
     return copy
+
+
+def _make_swap(sizes: Sizes, index: int) -> Op:
+    """Return copies of every other block to the host, in another order."""
+    model = sizes.model
+    shape = model.num_hidden_layers, 65, 2, model.num_key_value_heads, BLOCK_SIZE, model.head_dim
+    caches = random(sizes, *shape)
+    host = torch.zeros(shape, dtype=caches.dtype, pin_memory=sizes.device == "cuda")
+    pairs = torch.stack((torch.arange(1, 65, 2), torch.arange(32, 0, -1)), dim=1).to(sizes.device)
+
+    def swap() -> Tensor:
+        copy_scattered_blocks(pairs, caches, host)
+        return host
+
+    return swap
 
 
 def _make_update(sizes: Sizes, index: int) -> Op:

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Figure, machine
+from benchmarks.common import Figure
+from quire.cluster.os_utils.measurement import machine
 
 RESULT = "result.json"
 

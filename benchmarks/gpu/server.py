@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from quire.cluster.config.machine import Machine
 from quire.cluster.config.resolve import resolve
 from quire.cluster.offline.in_process import load_in_process
 from quire.cluster.text.requests.sequence_update import updates_by_handle
+from quire.proto.config import EngineConfig
 from quire.proto.lora import LoraReference
 from quire.proto.pooling import PoolingParams
 from quire.proto.sampling import SamplingParams
@@ -32,6 +35,8 @@ class Server:
     Args:
         compiles_ahead: on a GPU, compile kernels beside the reading of weights, which costs some seconds where they
             are in Triton's cache.
+        start: starts the ranks of a configuration, and returns it with their number of blocks, and the group; None:
+            one rank, in this process.
         options: engine options, beside the model.
 
     Attributes:
@@ -41,10 +46,18 @@ class Server:
         load_s: seconds from the start to ready.
     """
 
-    def __init__(self, folder: Path, *, compiles_ahead: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        compiles_ahead: bool = False,
+        start: Callable[[EngineConfig], tuple[EngineConfig, Any]] | None = None,
+        **options: Any,
+    ) -> None:
         started = time.perf_counter()
         config = resolve(EngineOptions(str(folder), skip_tokenizer_init=True, **options), Machine.this())
-        self.config, self.group = load_in_process(config, compiles_ahead=compiles_ahead)
+        self.group: Any
+        self.config, self.group = (start or partial(load_in_process, compiles_ahead=compiles_ahead))(config)
         self.load_s = time.perf_counter() - started
         self.scheduler = Scheduler(self.config)
         self._mailbox = InMemoryMailbox()
@@ -85,6 +98,10 @@ class Server:
         self._loop.step()
         return time.perf_counter() - started
 
+    def turn(self) -> None:
+        """Run one step of the loop, or rebuild the ranks after a failure."""
+        self._loop.turn()
+
     def run(self, num_steps: int) -> list[float]:
         """Run steps; return the seconds of each."""
         return [self.step() for _ in range(num_steps)]
@@ -115,7 +132,8 @@ class Server:
         self.group.close()
 
     def _on_message(self, message: ReplicaMessage) -> None:
-        assert isinstance(message, TokenBatch)
+        if not isinstance(message, TokenBatch):
+            return  # of a recovery
         self.num_vectors += 0 if message.pooled is None else len(message.pooled.lens)
         for handle, update in updates_by_handle(message):
             self.tokens[handle] += update.token_ids

@@ -39,21 +39,31 @@ STAGES = (
     Stage("again", 100),
     Stage("engine", 220),
     Stage("kernels", 120),
-    Stage("collectives", 40),
+    Stage("collectives", 30),
+    Stage("ranks", 60),
     Stage("reference", 90),
     Stage("variants", 130),
-    Stage("adapters", 60),
+    Stage("adapters", 50),
     Stage("latents", 60),
-    Stage("slices", 150),
-    Stage("drafts", 80),
-    Stage("embeddings", 40),
+    Stage("slices", 130),
+    Stage("drafts", 70),
+    Stage("embeddings", 30),
     Stage("checks", 140),
 )
 # A visit to a GPU in three commands of at most nine minutes: is it right, is it fast, and what would be faster.
 PARTS = {
     "right": ("environment", "tokens", "smoke", "again", "checks"),
     "speed": ("environment", "engine", "reference", "variants", "latents"),
-    "kernels": ("environment", "kernels", "slices", "collectives", "adapters", "drafts", "embeddings"),
+    "kernels": (
+        "environment",
+        "kernels",
+        "slices",
+        "collectives",
+        "ranks",
+        "adapters",
+        "drafts",
+        "embeddings",
+    ),
 }
 PART_S = 540.0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,10 @@ from benchmarks.gpu.op_case import Op, OpCase, random
 from benchmarks.gpu.sizes import Sizes
 from quire.kernels.recurrence import causal_conv, linear_attention, selective_scan
 from quire.kernels.state_runs import StateRuns
+from quire.worker.libraries.flash_linear_attention import CHUNK_LEN, FlashLinearAttention
+from quire.worker.libraries.installed import FLASH_LINEAR_ATTENTION
 
+DeltaRule = Callable[..., Tensor]
 # Taps of the short convolutions of all published models but few, and elements of a channel's state in Mamba.
 CONV_WIDTH, STATE_DIM = 4, 16
 
@@ -43,17 +46,32 @@ def attention_case(sizes: Sizes, rows: int, length: int) -> OpCase:
     model, tokens = sizes.model, rows * length
     heads, key_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
 
-    def make(index: int) -> Op:
+    def make(index: int, rule: DeltaRule = linear_attention) -> Op:
         q, k = (F.normalize(random(sizes, tokens, key_heads, dim), dim=-1) for _ in "qk")
         v, runs = random(sizes, tokens, heads, dim), _runs(sizes, rows, length)
         log_decay = F.logsigmoid(_floats(sizes, tokens, heads))
         beta, states = _floats(sizes, tokens, heads).sigmoid(), _floats(sizes, rows + 1, heads, dim, dim)
-        return lambda: (linear_attention(q, k, v, log_decay, beta, states, runs), states)
+        return lambda: (rule(q, k, v, log_decay, beta, states, runs, 1.0), states)
 
+    def make_peer(index: int) -> Op:
+        return make(index, FlashLinearAttention.load(torch.device(sizes.device)).delta_rule)
+
+    peers = {"fla": make_peer} if length >= CHUNK_LEN and has_fla(sizes) else {}
     num_bytes = 2 * rows * heads * dim * dim * 4 + 2 * tokens * (key_heads + heads) * dim * 2
     return OpCase(
-        f"linear_attention.{rows}x{length}", sizes.device, num_bytes, 8 * tokens * heads * dim * dim, make
+        f"linear_attention.{rows}x{length}",
+        sizes.device,
+        num_bytes,
+        8 * tokens * heads * dim * dim,
+        make,
+        peers,
     )
+
+
+def has_fla(sizes: Sizes) -> bool:
+    """Return whether flash-linear-attention is installed and fits the device."""
+    is_gpu = sizes.device == "cuda"
+    return is_gpu and not FLASH_LINEAR_ATTENTION.find_problem(torch.cuda.get_device_capability(sizes.device))
 
 
 def scan_case(sizes: Sizes, rows: int, length: int) -> OpCase:

@@ -68,6 +68,8 @@ GOALS = (
     Goal("drafts.eagle3.64x1024.step_ms", "8B: 64 rows, 3 tokens by EAGLE-3", 1, "ms"),
     Goal("embeddings.512.tokens_per_s", "8B: embeddings of 512 tokens", 1, "tokens/s"),
     Goal("embeddings.512.share_of_matmul", "its share of matmul", 100, "%"),
+    Goal("ranks.killed.freed_s", "memory of a killed rank free after", 1, "s"),
+    Goal("ranks.two.recovered_s", "2 ranks on one GPU: one replaced", 1, "s"),
     Goal("kernels.decode.64x1024.share_of_copy", "decode attention, 64 x 1k, of copy", 100, "%", "85"),
     Goal("kernels.decode.1x65536.share_of_copy", "decode attention, 1 x 64k, of copy", 100, "%", "85"),
     Goal("kernels.prefill.8192.tflops", "prefill attention, 8k", 1, "TFLOP/s", "400"),

@@ -20,8 +20,9 @@ COMMANDS = {
     ),
     "loading --model s --formats bfloat16,awq --repeats 1": (22, "loading.awq.quire.load_s_per_gb"),
     "paged_attention --requests 20": (27, "paged.8192.waste"),
-    "simulated_figures --requests 20": (44, "chunk.8192.itl_ms.p99"),
-    "large_fleet --replicas 4 --gateways 2 --seconds 1": (36, "large_fleet.loss.replaced_s"),
+    "simulated_figures --requests 20": (52, "chunk.8192.itl_ms.p99"),
+    "large_fleet --replicas 4 --gateways 2 --seconds 1": (38, "large_fleet.loss.replaced_s"),
+    "paged_engine --repeats 1": (30, "sharing.alpaca.beams.6.saved"),
     "memory --quick": (67, "memory.hit_rate.coding_multiturn"),
     "gateway --seconds 0.5 --streams 2 --gateways 1 2": (10, "gateway.grpc.2.two_gateways.added_ms_p99"),
 }

@@ -16,7 +16,7 @@ def test_figures_file_records_its_command(tmp_path: Path, monkeypatch: pytest.Mo
     for value in (1.0, 2.0):
         write_figures(out, {"offline.load_s": Figure(value, "s", "a note")})
     record = json.loads(out.read_text())
-    assert set(record) == {"command", "date", "machine", "figures"}
+    assert set(record) == {"command", "date", "machine", "commit", "figures"}
     assert record["command"].endswith("--peers DIR --json FILE --model s")
     assert record["figures"] == {"offline.load_s": {"value": 2.0, "unit": "s", "note": "a note"}}
     assert [path.name for path in out.parent.iterdir()] == [out.name], "nothing unfinished remains"

@@ -5,13 +5,31 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import figure_tables, figures_page
+from benchmarks.figure_plots import Plot
 from benchmarks.figure_sections import SECTIONS
 
 
 def test_page_names_every_result_file() -> None:
     shown = {name for section in SECTIONS for name in section.files}
     assert shown >= {path.stem for path in figures_page.RESULTS.glob("*.json")}
+
+
+def test_plot_has_the_figures_of_its_series() -> None:
+    plot = Plot("p", "Title", "ranks", "tokens/s", {"a": "x.*.a", "b": "x.*.b"})
+    figures = {
+        "x.1.a": {"value": 5.0},
+        "x.2.a": {"value": 7.5},
+        "x.2.b": {"value": 9.0},
+        "y.4.a": {"value": 1.0},
+    }
+    drawn = plot.draw(figures)
+    assert drawn.count("<circle") == 3
+    assert "<title>2: 7.5</title>" in drawn
+    with pytest.raises(KeyError):
+        plot.draw({"x.1.a": {"value": 5.0}})
 
 
 def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:

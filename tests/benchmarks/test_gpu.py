@@ -20,17 +20,21 @@ import torch
 import triton_device  # noqa: F401  (before Triton)
 from deadlines import PROGRAM_TIMEOUT_S
 from fake_deep_gemm import FakeDeepGemm
+from fake_fla import FakeFla
+from fake_flashinfer import FakeFlashInfer
 from kernel_references import find_reference
 from launched_kernels import ops_with_kernels
 from torch import Tensor
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import again, block_float8_ops, kernels, ops, smoke, table
+from benchmarks.gpu import again, block_float8_ops, kernels, libraries, ops, smoke, state_ops, table
 from benchmarks.gpu.device_time import summarize
 from benchmarks.gpu.record import Record, read_figure, read_results, read_stage
 from benchmarks.gpu.sizes import CPU, LLAMA_8B
 from benchmarks.gpu.stages import PART_S, PARTS, STAGES, Stage
 from quire.kernels import dispatch
+from quire.worker.libraries import flashinfer
+from quire.worker.libraries.flash_linear_attention import FlashLinearAttention
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = replace(
@@ -75,7 +79,7 @@ socket.socket.connect = connect_here
 IN_PROCESS = [stage.name for stage in STAGES if stage.name != "checks"]
 # Ends of figures that a dry run does not have.
 ON_GPU_ONLY = ("host_gap_us", "over_budget", "fp8_fast")
-LONG = ("smoke", "tokens", "reference", "variants", "adapters", "drafts")
+LONG = ("smoke", "tokens", "reference", "ranks", "variants", "adapters", "drafts")
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +158,50 @@ def test_products_by_deep_gemm_equal_those_of_quire(monkeypatch: pytest.MonkeyPa
             # Tokens, and inner activations of experts, in float8 have 4 significant bits.
             assert float((own - peer).float().norm()) < 0.08 * float(own.float().norm())
     assert fake.num_calls == 3
+
+
+def test_attention_by_flashinfer_equals_that_of_quire(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeFlashInfer()
+    fake.latent_dims = SMALLEST.latent_model.kv_lora_rank, SMALLEST.latent_model.qk_rope_head_dim
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(libraries, "installed_libraries", lambda device: ["flashinfer"])
+    monkeypatch.setattr(flashinfer, "HEAD_DIMS", (SMALLEST.model.head_dim,))
+    monkeypatch.setattr(flashinfer, "LATENT_DIMS", (fake.latent_dims,))
+    compared = []
+    with torch.inference_mode():
+        for case in ops.cases(replace(SMALLEST, dtype="bfloat16")):
+            if "flashinfer" in case.peers:
+                results = []
+                for make in (case.make, case.peers["flashinfer"]):
+                    torch.manual_seed(0)
+                    results.append(make(0)())
+                torch.testing.assert_close(*results, atol=2e-2, rtol=2e-2)
+                compared.append(case.name.split(".")[:-1])
+    assert fake.num_runs == len(compared)
+    assert [name for name in compared if name != ["decode"]] == [
+        ["decode", "sinks"],
+        *[["decode", "drafts"]] * 2,
+        ["prefill"],
+        ["latent_decode"],
+        ["latent_decode"],
+    ]
+
+
+def test_delta_rule_by_flash_linear_attention_equals_that_of_quire(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeFla()
+    backend = FlashLinearAttention(fake.chunk_gated_delta_rule, fake.chunk_kda)
+    monkeypatch.setattr(FlashLinearAttention, "load", classmethod(lambda cls, device: backend))
+    monkeypatch.setattr(state_ops, "has_fla", lambda sizes: True)
+    case = state_ops.attention_case(replace(SMALLEST, dtype="bfloat16"), 1, 70)
+    with torch.inference_mode():
+        results = []
+        for make in (case.make, case.peers["fla"]):
+            torch.manual_seed(0)
+            results.append(make(0)())
+    for own, peer in zip(*results, strict=True):
+        torch.testing.assert_close(peer, own, atol=0.02, rtol=0.02)
+    assert fake.num_calls == 1
+    assert not state_ops.attention_case(replace(SMALLEST, dtype="bfloat16"), 3, 1).peers
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,7 +30,7 @@ async def small_server(model: Path) -> AsyncIterator[dict[str, Door]]:
         yield {"grpc": grpc_door(channel, NUM_TOKENS), "http": over_http}
 
 
-def test_calls_are_served_or_refused_with_a_delay(make_model: Callable[..., Path]) -> None:
+async def test_calls_are_served_or_refused_with_a_delay(make_model: Callable[..., Path]) -> None:
     async def overload(door: Door, timeout_s: float | None) -> None:
         await closed_loop(door, 2, 0.1)
         calls = await open_loop(door, RATE, 0.3, timeout_s, random.Random(1))
@@ -42,12 +41,9 @@ def test_calls_are_served_or_refused_with_a_delay(make_model: Callable[..., Path
         assert all(call.retry_s is not None and call.retry_s > 0 for call in refused)
         assert (await send(door, None)).is_complete
 
-    async def scenario() -> None:
-        async with small_server(make_model("llama")) as doors:
-            await overload(doors["grpc"], None)
-            await overload(doors["http"], 60.0)
-
-    asyncio.run(scenario())
+    async with small_server(make_model("llama")) as doors:
+        await overload(doors["grpc"], None)
+        await overload(doors["http"], 60.0)
 
 
 def test_goodput_counts_complete_calls_evenly_over_their_time() -> None:

@@ -1,9 +1,10 @@
-"""Figures of the README: each number of its table is one of benchmarks/results."""
+"""Figures of the README: numbers, day, processor and commit of each row are those of benchmarks/results."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ SOURCES: dict[str, list[tuple[str, str] | tuple[str, str, float]]] = {
         for engine in ("quire", "vllm")
         for figure in (W1, W3)
     ],
-    "the same over HTTP, 1 and 16 streams": [
+    "60M-parameter Llama over HTTP, 1 and 16 streams": [
         ("http_servers", f"http_servers.{server}.{streams}.tokens_per_s")
         for server in ("quire", "vllm")
         for streams in (1, 16)
@@ -42,43 +43,68 @@ SOURCES: dict[str, list[tuple[str, str] | tuple[str, str, float]]] = {
     "a gateway alone, 256 streams, gRPC and HTTP": [
         ("gateway", f"gateway.{protocol}.256.tokens_per_s") for protocol in ("grpc", "http")
     ],
-    "`make demo`: two ranks, twelve streams": [("demo", "demo.throughput"), ("demo", "demo.ready")],
     "scheduler per step, 256 sequences running": [("scheduler", "scheduler.step_us.256.on", 1e-3)],
+    "an hour in which ranks, schedulers and gateways are killed": [
+        ("soak", f"soak.{figure}") for figure in ("requests", "faults", "problems")
+    ],
 }
 
 
+@dataclass(frozen=True)
+class Row:
+    """One row of a table.
+
+    Attributes:
+        measured_on: the line above the table: the day and the processor.
+    """
+
+    measured_on: str
+    cells: str
+    commit: str
+
+
 @cache
-def figures(file: str) -> dict[str, Any]:
+def result(file: str) -> dict[str, Any]:
     record: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
-    assert record["date"], f"{file} does not tell when it was measured"
-    assert record["machine"], f"{file} does not tell where it was measured"
-    found: dict[str, Any] = record["figures"]
-    return found
+    return record
 
 
-def rows() -> dict[str, str]:
-    """Return what each row of the table measures |-> its cells with numbers."""
+def rows() -> dict[str, Row]:
+    """Return what each row of the tables measures |-> the row."""
     text = (ROOT / "README.md").read_text()
     section = re.search(r"^## Figures$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     assert section is not None
-    lines = [line for line in section[1].splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-    return {name: " ".join(others) for name, *others in cells}
+    found: dict[str, Row] = {}
+    for measured_on, table in re.findall(r"^([^|\n]+):\n\n((?:\|.*\n)+)", section[1], re.MULTILINE):
+        for line in table.splitlines()[2:]:
+            name, *numbers, commit = [cell.strip() for cell in line.strip("|").split("|")]
+            found[name] = Row(measured_on, " ".join(numbers), commit.strip("`"))
+    return found
 
 
-def test_table_has_the_rows_with_sources() -> None:
+def test_tables_have_the_rows_with_sources() -> None:
     assert set(rows()) == set(SOURCES)
 
 
-@pytest.mark.parametrize("row", SOURCES)
-def test_each_number_rounds_a_measured_figure(row: str) -> None:
-    typed = NUMBER.findall(rows()[row])
-    assert len(typed) == len(SOURCES[row]), f"{typed} have {len(SOURCES[row])} sources"
-    for text, (file, name, *factor) in zip(typed, SOURCES[row], strict=True):
-        value, plain = figures(file)[name]["value"] * (factor[0] if factor else 1.0), text.replace(",", "")
+@pytest.mark.parametrize("name", SOURCES)
+def test_row_says_when_where_and_what_was_measured(name: str) -> None:
+    row = rows()[name]
+    for record in (result(file) for file, *_ in SOURCES[name]):
+        processor, _, _ = record["machine"].partition(",")
+        assert row.measured_on == f"{record['date']}, {processor}"
+        assert row.commit == record["commit"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_number_rounds_a_measured_figure(name: str) -> None:
+    typed = NUMBER.findall(rows()[name].cells)
+    assert len(typed) == len(SOURCES[name]), f"{typed} have {len(SOURCES[name])} sources"
+    for text, (file, figure, *factor) in zip(typed, SOURCES[name], strict=True):
+        value = result(file)["figures"][figure]["value"] * (factor[0] if factor else 1.0)
+        plain = text.replace(",", "")
         _, _, decimals = plain.partition(".")
         unit = 10.0 ** -len(decimals)
         while unit < 1e9 and not decimals and plain.endswith("000"):  # written in thousands
             plain, unit = plain[:-3], unit * 1000
         error = abs(float(text.replace(",", "")) - value)
-        assert error <= 0.5 * unit * (1 + 1e-9), f"{text} is {value:g} in {file}.json: {name}"
+        assert error <= 0.5 * unit * (1 + 1e-9), f"{text} is {value:g} in {file}.json: {figure}"

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.memory import lru_hit_rate, measure_windows
 from benchmarks.replay import replay, roofline
 from benchmarks.trace import Trace, read_trace
-from quire.cluster.simulation.step_time import StepWork
 from quire.cluster.simulation.traces import TracedRequest
+from quire.scheduler import StepWork
 
 
 def trace(*lengths: tuple[int, int], apart_s: float = 0.0) -> Trace:
