@@ -32,7 +32,7 @@ LOCK_TOOLS := build/lock-tools
 
 help:
 	@echo "make demo      two tensor-parallel workers serve concurrent gRPC requests, then shut down"
-	@echo "make test      the tests that need no GPU, without the slow ones (24 minutes on two cores)"
+	@echo "make test      the tests that need no GPU, without the slow ones (15 to 45 minutes on two cores, by the processor)"
 	@echo "make test-again     once more, one by one, the tests that failed in the last run"
 	@echo "make test-all  the tests that need no GPU, including the slow ones"
 	@echo "make test-random    the tests of make test in random order; prints the seed"

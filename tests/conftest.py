@@ -5,11 +5,15 @@ Heavy libraries are imported inside functions, so that tests of the control plan
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
+import inspect
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ModelFactory = Callable[..., Path]
+LogFactory = Callable[[str], list[str]]
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -105,12 +110,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: first.index(groups[item]) if groups[item] in first else len(first))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own.
+
+    A fixture whose value is an asynchronous context is entered there, and the test gets what it returns.
+    """
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+
+    async def run_test() -> None:
+        arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+        async with AsyncExitStack() as contexts:
+            for name, value in arguments.items():
+                if isinstance(value, AbstractAsyncContextManager):
+                    arguments[name] = await contexts.enter_async_context(value)
+            await pyfuncitem.obj(**arguments)
+
+    asyncio.run(run_test())
+    return True
+
+
 def _file_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()  # see collect_garbage_after_module
+    # Without groups each process would start servers of its own, at the same time.
+    if session.config.getoption("loadgroup", False) and not all("@" in item.nodeid for item in session.items):
+        raise pytest.UsageError(
+            "pytest-xdist groups no tests with this version of pytest: see constraints.txt"
+        )
 
 
 def _make_hypothesis_repeatable() -> None:
@@ -173,6 +204,27 @@ def demo_model_dir() -> Path:
     folder = Path(quire.cluster.cli.demo.__file__).parent / "model"
     assert (folder / "config.json").is_file(), f"the bundled demo model is missing from {folder}"
     return folder
+
+
+@pytest.fixture
+def log_of() -> Iterator[LogFactory]:
+    """`log_of("quire.worker.rank.actor")`: the list to which lines of a module's log are appended from now on.
+
+    A line is `WARNING: the text`. Handlers of the program may drop repetitions of a line, which this list has.
+    """
+    with ExitStack() as stack:
+
+        def listen(name: str) -> list[str]:
+            lines: list[str] = []
+            handler, logger = logging.Handler(), logging.getLogger(name)
+            handler.emit = lambda record: lines.append(f"{record.levelname}: {record.getMessage()}")  # type: ignore[method-assign]
+            stack.callback(logger.setLevel, logger.level)
+            stack.callback(logger.removeHandler, handler)
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(handler)
+            return lines
+
+        yield listen
 
 
 @pytest.fixture
@@ -256,6 +308,20 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m3_vl_text": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 40,
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 48,
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_n_heads": 4,
+        "index_head_dim": 16,
+        "index_block_size": 16,
+        "index_topk_blocks": 2,
+        "swiglu_limit": 0.5,
+    },
     "minimax_m2": {"num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8},
     "exaone4": {"sliding_window": 11, "sliding_window_pattern": 2},
     "starcoder2": {"sliding_window": 11},
@@ -311,6 +377,16 @@ _KIND_DEFAULTS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse", "sparse"],
         "topk_group": 3,
         "gated_norm_rank": 6,
+    }
+    | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24},
+    "hy_v4": _LATENT
+    | {
+        "q_lora_rank": 40,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"],
+        "topk_group": 3,
+        "hc_mult": 3,
+        "swiglu_limit": 0.5,
     }
     | {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 24},
     "gemma4_unified_text": {
@@ -414,7 +490,9 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
         for name, weight in sorted(model.named_parameters()):
             sharp = any(part in name for part in _SHARP)
             sharpness = 2.0 if sharp else 1.0
-            if weight.ndim == 1 and name.endswith("weight"):
+            if name.endswith(_FACTORS):
+                weight.copy_(1 + normal(weight, 0.1))
+            elif weight.ndim == 1 and name.endswith("weight"):
                 weight.copy_(sharpness - norm_offset + normal(weight, 0.1))
             elif weight.ndim == 1:
                 weight.copy_(normal(weight, 0.1))
@@ -428,10 +506,18 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("correction_bias"):
                 buffer.copy_(normal(buffer, 0.1))
+            if name.endswith("balancing_biases"):
+                buffer.copy_(normal(buffer, 0.1) - 1)
+                buffer[-1] = -1  # as transformers makes it while it loads a model
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + normal(buffer, 0.1))
+            if name.endswith("tid2eid"):  # the experts of each token id
+                scores = torch.rand(len(buffer), model.config.n_routed_experts, generator=generator)
+                buffer.copy_(scores.argsort(dim=1)[:, : buffer.shape[1]])
 
 
+# Vectors that multiply others, and are about 1.
+_FACTORS = ("hidden_states_scale", "residual_scale", "router_states_scale", ".temp")
 # Weights that are drawn larger, so that attention concentrates on few tokens.
 _SHARP = (
     "q_proj.",

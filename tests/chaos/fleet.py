@@ -6,6 +6,7 @@ NetworkSite: the same with the second node in a network of its own, which is cut
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -36,14 +37,18 @@ NUM_REPLICAS = NUM_GATEWAYS = 2
 NODE = {"CPU": 2}
 DEPLOYED = (
     "demo", "--min-replicas", "2", "--max-replicas", "2", "--num-kv-blocks", "512", "--drain-grace-s", "0.5",
-    "--audit",
+    "--kv-transfer", "--audit",
 )  # fmt: skip
 OPTIONS = *DEPLOYED, "--enable-chaos"
 # Of the network between the nodes, and of a short time in which no node is given up.
 LOSSES, RATES_BITS_PER_S = (0.02, 0.1, 0.3), (100_000, 1_000_000)
 CUT_S, DISTURBED_S = (0.5, 12.0), (1.0, 5.0)
+# After the order to drain the sequences leave, at the end of the grace period of 0.5 s, and are read.
+MOVES_S = 0.3, 1.5
 # For a replica to start again: on two busy cores 40 s, after the end of a node twice that.
 SETTLED_TIMEOUT_S = 300.0
+
+_log = logging.getLogger(__name__)
 
 
 class _Gateway:
@@ -111,6 +116,7 @@ class FleetSite:
             "raylet": self._kill_raylet,
             "head": self._pause_head,
             "update": self._update,
+            "transfer": self._kill_in_transfer,
         }
 
     @property
@@ -223,6 +229,23 @@ class FleetSite:
                 await self._of_replica(self._kill_rank)()
             while [replica.version for replica in await _ready(self.observer)] != [version] * NUM_REPLICAS:
                 await asyncio.sleep(0.2)
+
+    async def _kill_in_transfer(self) -> None:
+        """Drain a replica, whose sequences move with their blocks, and kill a rank of either side meanwhile."""
+        async with asyncio.timeout(SETTLED_TIMEOUT_S):
+            while len(replicas := await _ready(self.observer)) < NUM_REPLICAS:
+                await asyncio.sleep(0.2)
+        lender, reader = self._rng.sample(replicas, 2)
+        victim = self._rng.choice((lender, reader))
+        await self.observer.drain(lender.replica_id)
+        await asyncio.sleep(self._rng.uniform(*MOVES_S))
+        status = (await self.observer.fleet()).replicas
+        moved = sum(each.kv.num_kv_offers for each in status), sum(each.kv.num_kv_pulls for each in status)
+        _log.info(
+            "killing the %s after %d loans and %d reads", "lender" if victim is lender else "reader", *moved
+        )
+        with suppress(ProcessLookupError):  # the lender has drained and ended
+            os.kill(victim.ranks[0].pid, signal.SIGKILL)
 
     def _actors(self, name: str) -> Iterable[psutil.Process]:
         with suppress(psutil.NoSuchProcess):

@@ -8,7 +8,18 @@ from typing import Any
 
 from quire import SamplingParams, StructuredOutputsParams
 
-PROMPTS = "It was", "The captain of the ship", "Call me", "There is a", "Of the whale he said that"
+# Of one that is so long, reading the blocks from another replica may be faster than computing them.
+_TALE = " ".join(
+    f"The {number}th sailor told what he had seen of the whale on the voyage." for number in range(20)
+)
+PROMPTS = (
+    "It was",
+    "The captain of the ship",
+    "Call me",
+    "There is a",
+    "Of the whale he said that",
+    f"{_TALE} And",
+)
 NUM_TOKENS = 40
 ADAPTER = "sea"  # its name at the servers
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from quire.proto.block_tables import IntArray
-from quire.proto.codec import NO_INTS, NO_PAIRS, FloatArray, FrameCodec, PairArray, sent_if_set
+from quire.proto.codec import NO_INTS, NO_PAIRS, FloatArray, FrameCodec, PairArray
 from quire.proto.errors import InvalidRequest, ProtocolError
+from quire.proto.later_fields import sent_if_set
 
 
 class Color(StrEnum):

@@ -23,6 +23,11 @@ def test_rank_is_a_coordinate() -> None:
     assert split.num_ranks == 8
     assert split.place_of(6) == Coordinate(stage=1, tensor=2, attention=2, expert=0)
     assert list(split.ranks_of(1)) == [4, 5, 6, 7]
+    assert list(split.sharers_of(6)) == [6]
+    assert list(ParallelSplit(2, 4).sharers_of(6)) == [4, 5, 6, 7]
+    pairs = ParallelSplit(2, 4, 2)
+    assert [pairs.place_of(rank).attention for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert list(pairs.sharers_of(7)) == [6, 7]
     assert split.result_rank == 4
     assert (split.stage_of(3).first, split.stage_of(3).end) == (0, 5)
     assert (split.stage_of(4).first, split.stage_of(4).end) == (5, 8)

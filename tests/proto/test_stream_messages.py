@@ -319,7 +319,7 @@ def test_fields_of_a_later_release_in_parts_of_a_message_are_ignored() -> None:
 
 
 def test_status_of_an_earlier_release_has_defaults() -> None:
-    received = decode(with_values(STATUS, lambda values: values[:-53]))
+    received = decode(with_values(STATUS, lambda values: values[:-55]))
     assert received == replace(
         STATUS, num_draft_tokens=0, num_accepted_tokens=(), loras=(), fullest_kv_use=0.0
     )

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from benchmarks.in_memory import MemoryStore
 from quire.cluster.config.deployment import Deployment
+from quire.cluster.fleet.controller.controller_client import FollowedState, decode_statuses
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import Demand, FleetCommand, FleetState
 from quire.cluster.fleet.replica.client import ReplicaClient
@@ -21,6 +22,7 @@ from quire.cluster.gateway.routing.replica_pool import ReplicaPool
 from quire.cluster.gateway.routing.served_models import ServedModel, ServedModels
 from quire.proto.config import EngineConfig
 from quire.proto.errors import ReplicaUnavailable
+from quire.proto.replica_status import ReplicaStatus
 
 from .replicas import (
     MODEL,
@@ -88,17 +90,21 @@ class _Controller:
         self._network = cluster.network
         self._gateway = gateway
         self._process = process
+        self._followed = FollowedState()
 
     async def keys(self) -> None:
         return None
 
-    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
+    async def watch(self, gateway_id: str, since: str, timeout_s: float) -> FleetState | None:
         fleet = await self._reach()
-        state = await fleet.watch(since, min(timeout_s, 5.0))
+        encoded = await fleet.follow(gateway_id, self._followed.known(since), min(timeout_s, 5.0))
         if self._process.fleet is not fleet:
             raise ReplicaUnavailable("the controller has ended")
         await self._network.call(self._gateway, "controller")
-        return state
+        return self._followed.receive(encoded)
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        return decode_statuses((await self._reach()).statuses())
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         (await self._reach()).report(gateway_id, demand)

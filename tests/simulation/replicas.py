@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -250,7 +250,9 @@ class SimulatedLauncher:
         self._cluster = cluster
         self._notices: dict[str, Future[float]] = {}
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> SimulatedReplica:
+    def launch(
+        self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
+    ) -> SimulatedReplica:
         cluster = self._cluster
         on_progress(LaunchProgress(LaunchStage.PLACING))
         if cluster.num_failing_launches:
@@ -320,6 +322,7 @@ def connect(cluster: Cluster, client: str, record: ReplicaRecord, silence_timeou
         record.replica_id,
         silence_timeout_s=silence_timeout_s,
         heartbeat_s=HEARTBEAT_S,
+        load_only=client == "controller",
         connection=SimulatedConnection(cluster.network, client, server),
     )
 

@@ -41,7 +41,8 @@ class Outcome:
     Attributes:
         faults: kind |-> how many.
         outcomes: of requests |-> how many.
-        reads: of blocks that moved: ``ordered``, ``read``, or why they were not read |-> how many.
+        reads: of blocks that moved: ``ordered``, ``read``, or why they were not read |-> how many; ``warmed`` |->
+            tokens that new replicas were told to read.
         digest: of the run's events; equal for equal runs.
     """
 
@@ -313,9 +314,10 @@ async def simulate(clock: SimulatedClock, rng: random.Random, log: EventLog) -> 
         checking.cancel()
         await asyncio.gather(checking, return_exceptions=True)
     _check_outcomes(world)
+    reads = cluster.kv.num_read + Counter(warmed=sum(each.pool.num_warmed_tokens for each in world.gateways))
     await _close(world)
     outcomes = Counter(job.outcome for job in world.jobs)
-    return Outcome(world.faults, outcomes, cluster.kv.num_read, network.num_messages, clock.now, log.digest)
+    return Outcome(world.faults, outcomes, reads, network.num_messages, clock.now, log.digest)
 
 
 async def _all_or_first_failure(tasks: list[asyncio.Future[None]], until: int) -> None:

@@ -52,6 +52,7 @@ def test_fleet_keeps_its_promises(first: int) -> None:
     assert set(faults) == {fault.__name__ for fault, _ in FAULTS}, "a kind of fault never happens"
     assert outcomes["complete"] > 0.7 * outcomes.total()
     assert reads["ordered"] > reads["read"] > 0, "no blocks move, or all reads succeed"
+    assert reads["warmed"] > 0, "no new replica reads what prompts share"
 
 
 @pytest.mark.slow

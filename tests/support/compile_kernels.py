@@ -4,7 +4,8 @@ The wrappers run on CPU tensors with a stand-in for the GPU's driver. A launch b
 compiles the variant as on a GPU, and ends there. Prints the version of Triton, then one line per variant: module and
 kernel, bytes of shared memory, bytes of stack per thread. Fails if a kernel of kernels.gpu is launched by none of
 kernel_cases, if a variant needs more shared memory than the GPU has, if one spills more registers to the stack than
-`max_stack_bytes` allows, or if one of WIDE_KERNELS accesses memory 2 bytes at a time. ``bind`` as second argument
+`max_stack_bytes` allows, if one of WIDE_KERNELS accesses memory 2 bytes at a time, or if one of WEIGHT_KERNELS reads
+weights in other ways than `find_narrow_reads` allows. ``bind`` as second argument
 compiles nothing and looks for kernels without a case only; the name of a function of kernel_cases launches that only.
 """
 
@@ -44,6 +45,11 @@ MAX_WIDE_FLOAT32_STACK_BYTES = 8192
 
 # Kernels that read the memory of other GPUs.
 WIDE_KERNELS = {"all_reduce_norm._all_reduce_add_rms_norm"}
+
+# Kernels that convert weights in registers.
+WEIGHT_KERNELS = {"quantized_linear._quantized_linear", "moe._expert_linear"}
+# Of shared memory, which copies of weights and tokens fill ahead. Tiles of 16-bit weights have 60 KB and more.
+MIN_AHEAD_BYTES = 28 << 10
 
 
 class StandInDriver:
@@ -109,8 +115,45 @@ class Compilations:
             self.problems.append(f"{name} has one buffer for keys or values")
         if name in WIDE_KERNELS and re.search(r"\b(ld|st)\.global\S*\.b16\b", compiled.asm["ptx"]):
             self.problems.append(f"{name} accesses memory 2 bytes at a time")
+        if name == "float8_groups._multiply_groups" or (
+            name in WEIGHT_KERNELS and args[0].dtype.itemsize == 2 and args[4] is None
+        ):
+            self.problems += [
+                f"{name} {each}" for each in find_narrow_reads(compiled.asm["ptx"], shared, args)
+            ]
         if stack > max_stack_bytes(name, args, self._capability):
             self.problems.append(f"{name} spills {stack} bytes")
+
+
+def find_narrow_reads(ptx: str, shared: int, args: tuple[Any, ...]) -> list[str]:
+    """Return what a loop over weights does that it should not; see kernels.gpu.quantized_linear.
+
+    Few tokens are bound by reading the weights: only their scales and zeros are copied in less than 16 bytes.
+    """
+    loop, found = find_product_loop(ptx), list[str]()
+    if re.search(r"\bld\.global", loop):
+        found.append("waits for loads in its loop")
+    sizes = re.findall(r"\bcp\.async\.c[ag]\.shared\.global[^;]*\], (0x\w+),", loop)
+    num_narrow = sum(int(size, 16) < 16 for size in sizes)
+    if num_narrow == len(sizes) or (len(args[0]) <= 16 and num_narrow > 2):
+        found.append(f"copies less than 16 bytes in {num_narrow} of {len(sizes)} copies")
+    if shared < MIN_AHEAD_BYTES:
+        found.append(f"copies {shared} bytes ahead, must be at least {MIN_AHEAD_BYTES}")
+    return found
+
+
+def find_product_loop(ptx: str) -> str:
+    """Return the instructions of the last loop with products."""
+    lines, labels, found = ptx.splitlines(), dict[str, int](), ""
+    for index, line in enumerate(lines):
+        if label := re.match(r"\s*(\$L__BB\w+):", line):
+            labels[label[1]] = index
+        target = re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)", line)
+        if target and target[1] in labels:
+            body = "\n".join(lines[labels[target[1]] : index])
+            found = body if re.search(r"\bw?g?mma|\btcgen05\.mma", body) else found
+    assert found, "there is no loop with products"
+    return found
 
 
 def max_stack_bytes(name: str, args: tuple[Any, ...], capability: int) -> int:

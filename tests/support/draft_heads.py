@@ -113,15 +113,17 @@ def as_speculators(head: Path, folder: Path) -> Path:
 def append_mtp(source: Path, folder: Path, seed: int = 0) -> Path:
     """Copy a model and add a head whose layer is one of its own with noise.
 
-    The head of ERNIE 4.5 is its first layer, which is dense, and has names of its own. Others are the layer after the
-    last one, which has experts if the last one has.
+    The head of ERNIE 4.5 is its first layer, which is dense, and has names of its own. Others are like the last layer
+    with attention: in Qwen3-Next and 3.5 with names of their own, and the layer after the last one otherwise.
     """
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())
-    count, generator = config["num_hidden_layers"], torch.Generator().manual_seed(seed)
-    is_ernie = config["architectures"][0].startswith("Ernie")
-    prefix = "model.mtp_block.0." if is_ernie else f"model.layers.{count}."
-    copied = "model.layers.0." if is_ernie else f"model.layers.{count - 1}."
+    generator = torch.Generator().manual_seed(seed)
+    prefix, copied = mtp_prefix(config), "model.layers.0."
+    if not prefix.startswith("model.mtp_block"):
+        kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+        last = max(index for index, kind in enumerate(kinds) if kind != "linear_attention")
+        copied = f"model.layers.{last}."
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.startswith(copied)]:
         own = tensors[name].clone()
@@ -131,19 +133,37 @@ def append_mtp(source: Path, folder: Path, seed: int = 0) -> Path:
     for name in [name for name in tensors if name.startswith("model.layers.0.self_attn.indexer.")]:
         # The copied layer may use the choice of another one.
         tensors.setdefault(prefix + name.removeprefix("model.layers.0."), tensors[name].clone())
-    *norms, projection = mtp_names(prefix)
-    tensors |= {f"{name}.weight": _norm(generator) for name in norms if name != "model.norm"}
+    *norms, projection = mtp_names(config)
+    offset = 1 if prefix == "mtp.layers.0." else 0  # that of the norms of Qwen3-Next is not stored
+    tensors |= {f"{name}.weight": _norm(generator) - offset for name in norms if name != "model.norm"}
     tensors[f"{projection}.weight"] = _matrix(generator, HIDDEN, 2 * HIDDEN)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     return folder
 
 
-def mtp_names(prefix: str) -> tuple[str, str, str, str]:
+def mtp_prefix(config: dict[str, Any]) -> str:
+    """Return the prefix of the layer of a model's head."""
+    architecture = config["architectures"][0]
+    if architecture.startswith("Ernie"):
+        return "model.mtp_block.0."
+    return (
+        "mtp.layers.0."
+        if architecture.startswith("Qwen3")
+        else f"model.layers.{config['num_hidden_layers']}."
+    )
+
+
+def mtp_names(config: dict[str, Any]) -> tuple[str, str, str, str]:
     """Return the names of a head's norms of embeddings, of hidden states and of its result, and of its projection."""
+    prefix = mtp_prefix(config)
     if prefix == "model.mtp_block.0.":
         return "model.mtp_emb_norm.0", "model.mtp_hidden_norm.0", "model.norm", "model.mtp_linear_proj.0"
-    return f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}shared_head.norm", f"{prefix}eh_proj"
+    if prefix == "mtp.layers.0.":
+        return "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc"
+    is_bailing = config["architectures"][0].startswith("Bailing")
+    last = "final_layernorm" if is_bailing else "shared_head.norm"
+    return f"{prefix}enorm", f"{prefix}hnorm", f"{prefix}{last}", f"{prefix}eh_proj"
 
 
 def _layer(generator: torch.Generator, in_features: int, *, has_bias: bool = False) -> dict[str, Tensor]:
@@ -334,19 +354,23 @@ class LayerMtp(HeadReference):
 
     def __init__(self, folder: Path, model: Any) -> None:
         super().__init__(folder, model)
-        self.is_ernie = "model.mtp_linear_proj.0.weight" in self.tensors
-        self.prefix = "model.mtp_block.0." if self.is_ernie else f"model.layers.{self._num_layers}."
+        self.prefix, self.names = mtp_prefix(self.config), mtp_names(self.config)
+        is_qwen = self.prefix == "mtp.layers.0."
+        self.norm_offset = 1 if is_qwen else 0
+        self.reads_first = is_qwen or self.prefix == "model.mtp_block.0."
+        self.feeds_normed = self.reads_first or self.names[2].endswith("final_layernorm")
         self.single = self._one_layer(folder.with_name(f"{folder.name}-layer"))
-
-    @property
-    def _num_layers(self) -> int:
-        return int(self.config["num_hidden_layers"])
 
     def _one_layer(self, folder: Path) -> Any:
         from transformers import AutoModelForCausalLM
 
-        tensors = {name: self.tensors[name] for name in ("model.embed_tokens.weight", "model.norm.weight")}
-        tensors |= {name: tensor for name, tensor in self.tensors.items() if name == "lm_head.weight"}
+        shared = (
+            "model.embed_tokens.weight",
+            "model.word_embeddings.weight",
+            "model.norm.weight",
+            "lm_head.weight",
+        )
+        tensors = {name: self.tensors[name] for name in shared if name in self.tensors}
         tensors |= {
             name.replace(self.prefix, "model.layers.0."): tensor
             for name, tensor in self.tensors.items()
@@ -355,7 +379,7 @@ class LayerMtp(HeadReference):
         config = self.config | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}
         for name in ("layer_types", "mlp_layer_types"):
             if config.get(name):
-                config[name] = config[name][-1:]
+                config[name] = [kind for kind in config[name] if kind != "linear_attention"][-1:]
         if config.get("indexer_types"):
             config["indexer_types"] = ["full"]
         if "first_k_dense_replace" in config:
@@ -370,9 +394,9 @@ class LayerMtp(HeadReference):
 
     def layer(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         embedded = embedded.clone()
-        if not self.is_ernie:
+        if not self.reads_first:
             embedded[0] = 0
-        embedding_norm, hidden_norm, _, projection = mtp_names(self.prefix)
+        embedding_norm, hidden_norm, _, projection = self.names
         parts = self._norm(embedding_norm, embedded), self._norm(hidden_norm, hidden)
         kept: list[Tensor] = []
         model = self.single.model
@@ -382,10 +406,11 @@ class LayerMtp(HeadReference):
         return kept[0][0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._target_logits(self._norm(mtp_names(self.prefix)[2], hidden))
+        return self._target_logits(self._norm(self.names[2], hidden))
 
     def recurrent(self, hidden: Tensor) -> Tensor:
-        return self._norm("model.norm", hidden) if self.is_ernie else hidden
+        return self._norm(self.names[2], hidden) if self.feeds_normed else hidden
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.config["rms_norm_eps"])
+        weight = self.tensors[f"{name}.weight"] + self.norm_offset
+        return torch.rms_norm(x, x.shape[-1:], weight, self.config["rms_norm_eps"])

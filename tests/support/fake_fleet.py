@@ -6,7 +6,7 @@ import itertools
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from fake_kv_peer import FakeKvNetwork, FakeKvPeer
 from fakes import FakeWorkerGroup, small_config
 
 from quire.cluster.config.deployment import Deployment
+from quire.cluster.fleet.controller.controller_client import decode_statuses
 from quire.cluster.fleet.controller.fleet import Fleet
 from quire.cluster.fleet.controller.fleet_state import Demand, FleetCommand, FleetState, NodeEntry
 from quire.cluster.fleet.replica.client import ReplicaClient
@@ -22,6 +23,7 @@ from quire.cluster.fleet.replica.launch_progress import LaunchProgress, LaunchSt
 from quire.cluster.fleet.replica.record import ReplicaRecord
 from quire.cluster.fleet.replica.supervised_replica import LiveReplica
 from quire.proto.errors import QuireError, ReplicaUnavailable
+from quire.proto.replica_status import ReplicaStatus
 from quire.proto.step import StepPlan, StepResult
 from quire.scheduler.core.scheduler import Scheduler
 from quire.scheduler.service.loop import StepLoop
@@ -67,20 +69,29 @@ class FakeReplica:
     """See `supervised_replica.LiveReplica`.
 
     Args:
-        role: of the replica. Its KV travels over the network, unless it computes whole requests.
+        role: of the replica.
+        moves_kv: its KV travels over the network, as that of a replica of one role always does.
     """
 
     def __init__(
-        self, record: ReplicaRecord, num_blocks: int, role: str = "both", network: FakeKvNetwork | None = None
+        self,
+        record: ReplicaRecord,
+        num_blocks: int,
+        role: str = "both",
+        network: FakeKvNetwork | None = None,
+        *,
+        moves_kv: bool = False,
     ) -> None:
+        moves_kv = moves_kv or role != "both"
         config = small_config(
-            num_blocks=num_blocks, block_size=16, max_model_len=512, max_num_batched_tokens=64, role=role
-        )
+            num_blocks=num_blocks, block_size=16, max_model_len=512, max_num_batched_tokens=64, role=role,
+            kv_transfer=moves_kv,
+        )  # fmt: skip
         self.record = record
         self.failure: Future[QuireError | None] = Future()
         self._is_closed = False
         group = self.group = SlowWorkers(config)
-        if network is not None and role != "both":
+        if network is not None and moves_kv:
             group.kv_peer = FakeKvPeer(network, record.replica_id, lambda: group.kv)
         self._mailbox = ZmqMailbox(record.endpoint)
         self._loop = StepLoop(Scheduler(config), self.group, self._mailbox, record.replica_id)
@@ -128,6 +139,7 @@ class FakeLauncher:
         may_place: launches wait for this event before they start anything.
         num_failing_removals: this many of the next removals raise.
         launched: replica_id |-> every replica that was launched.
+        peers: replica_id |-> the replicas that were named for its weights.
         draining: node_id |-> Unix time of its end (0 if unknown), of the nodes that Ray drains.
         cordoned: node ids that `cordon` was called with.
         notices: node_id |-> its future notice.
@@ -142,6 +154,7 @@ class FakeLauncher:
         self.may_place.set()
         self.num_failing_removals = 0
         self.launched: dict[str, FakeReplica] = {}
+        self.peers: dict[str, tuple[str, ...]] = {}
         self.draining: dict[str, float] = {}
         self.cordoned: list[str] = []
         self.notices: dict[str, Future[float]] = {}
@@ -153,8 +166,11 @@ class FakeLauncher:
         self._changed = threading.Condition()
         self._live: dict[str, FakeReplica] = {}
 
-    def launch(self, deployment: Deployment, replica_id: str, on_progress: OnProgress) -> FakeReplica:
+    def launch(
+        self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
+    ) -> FakeReplica:
         assert self.may_place.wait(DEADLINE_S), "the test did not set may_place"
+        self.peers[replica_id] = tuple(peers)
         with self._changed:
             on_progress(LaunchProgress(LaunchStage.PLACING))
             while len(self._live) >= self.room:
@@ -174,7 +190,11 @@ class FakeLauncher:
                 pids=(1,),
             )
             replica = self._live[replica_id] = self.launched[replica_id] = FakeReplica(
-                record, self._num_blocks, deployment.engine.role, self._network
+                record,
+                self._num_blocks,
+                deployment.engine.role,
+                self._network,
+                moves_kv=deployment.engine.kv_transfer,
             )
             return replica
 
@@ -230,7 +250,11 @@ class FakeLauncher:
 
     def connect(self, record: ReplicaRecord, silence_timeout_s: float = 60.0) -> ReplicaClient:
         return ReplicaClient(
-            record.endpoint, record.replica_id, silence_timeout_s=silence_timeout_s, heartbeat_s=0.05
+            record.endpoint,
+            record.replica_id,
+            silence_timeout_s=silence_timeout_s,
+            heartbeat_s=0.05,
+            load_only=True,
         )
 
     def notice(self, node_id: str) -> Future[float]:
@@ -255,8 +279,11 @@ class DirectController:
     async def keys(self) -> None:
         return None
 
-    async def watch(self, since: str, timeout_s: float) -> FleetState | None:
+    async def watch(self, gateway_id: str, since: str, timeout_s: float) -> FleetState | None:
         return await self._reachable_fleet().watch(since, min(timeout_s, 1.0))
+
+    async def statuses(self) -> list[ReplicaStatus]:
+        return decode_statuses(self._reachable_fleet().statuses())
 
     async def report(self, gateway_id: str, demand: Mapping[str, Demand]) -> None:
         self._reachable_fleet().report(gateway_id, demand)

@@ -39,13 +39,19 @@ class FakeKvPeer:
         reports: not taken yet; a test may lose or reorder them.
 
     Args:
-        kv_of: returns the blocks of the fake worker group.
+        kv_of, states_of: return the blocks and the states of the fake worker group.
     """
 
     def __init__(
-        self, network: FakeKvNetwork, name: str, kv_of: Callable[[], list[Block]], weights: str = "w"
+        self,
+        network: FakeKvNetwork,
+        name: str,
+        kv_of: Callable[[], list[Block]],
+        weights: str = "w",
+        states_of: Callable[[], list[bytes]] = list,
     ) -> None:
         self._network, self._name, self._kv_of, self._weights = network, name, kv_of, weights
+        self._states_of = states_of
         self._life = 0
         self.restart()
 
@@ -102,14 +108,23 @@ class FakeKvPeer:
             self._report(pull, KvFailure.STALE)
             return
         for source, target in zip(sources, targets, strict=True):
-            self._kv_of()[target] = list(owner._kv_of()[source])
+            if source < 0:  # a state
+                self._states_of()[-target] = owner._states_of()[-source]
+            else:
+                self._kv_of()[target] = list(owner._kv_of()[source])
         if self._network.tears:
-            self._kv_of()[targets[-1]][-1] = (-1, b"torn")
+            self._tear(targets[-1])
             if self._network.verifies:
                 self._report(pull, KvFailure.CORRUPT, [len(targets) - 1])
                 return
         owner.reports.append(KvReport(0, KvReportKind.RENEWED, pull.generation))
         self._report(pull, None)
+
+    def _tear(self, target: int) -> None:
+        if target < 0:
+            self._states_of()[-target] = b"torn"
+        else:
+            self._kv_of()[target][-1] = (-1, b"torn")
 
     def _report(self, pull: KvPull, reason: KvFailure | None, failed: Sequence[int] | None = None) -> None:
         places = (

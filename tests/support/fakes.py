@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from fake_kv_peer import FakeKvPeer
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.resolve import engine_config
 from quire.proto.block_tables import BlockTables, add_digests, outputs_digest
-from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig
+from quire.proto.config import EngineConfig, ModelConfig, PoolingConfig, SpeculativeConfig, SwapRates
 from quire.proto.engine_command import EngineCommand
 from quire.proto.errors import QuireError, RankFailed
 from quire.proto.kv_transfer import KvReport
@@ -33,7 +34,7 @@ from quire.proto.step import (
     StepPlan,
     StepResult,
 )
-from quire.proto.stored_kv import StoredOrder, StoredReport, split_keys
+from quire.proto.stored_kv import StoredOrder, StoredReport, is_state, split_keys
 from quire.proto.stream import Submit
 from quire.proto.structured_outputs import OutputConstraint
 from quire.proto.vision import AttendsWithin, VisionSpec
@@ -63,6 +64,7 @@ def small_config(
     num_host_state_slots: int = 0,
     encoder_cache_rows: int | None = None,
     attends_within: AttendsWithin = "none",
+    sees_whole_prompt: bool = False,
     image_work: int = 0,
     num_stages: int = 1,
     **scheduler: Any,
@@ -77,6 +79,7 @@ def small_config(
         encoder_cache_rows: of a model that reads images, the image tokens that the encoder cache holds; None for one
             that reads none.
         attends_within: as in VisionSpec.
+        sees_whole_prompt: as in ModelConfig.
         image_work: multiplications of the encoder for an image; a step has `EngineConfig.encoder_step_work`.
         num_kv_partitions: more than 1 for data-parallel attention, of as many ranks.
         num_stages: pipeline stages, with as many steps in flight and one more.
@@ -86,7 +89,7 @@ def small_config(
         vocab_size=VOCAB_SIZE, num_layers=len(layer_windows), num_heads=1, num_kv_heads=1, head_dim=1,
         eos_token_ids=eos, layer_windows=layer_windows,
         pooling=None if pooling_type is None else PoolingConfig(pooling_type, 2),
-        has_states=num_state_slots is not None,
+        has_states=num_state_slots is not None, sees_whole_prompt=sees_whole_prompt,
         vision=None
         if encoder_cache_rows is None
         else VisionSpec(
@@ -101,7 +104,7 @@ def small_config(
         num_host_state_slots=num_host_state_slots,
         encoder_cache_memory=4 * encoder_cache_rows if encoder_cache_rows else None, **(defaults | scheduler),
     )  # fmt: skip
-    config = engine_config(options, model).with_swap_rate(swap_blocks_per_s)
+    config = engine_config(options, model).with_swap_rates([SwapRates(swap_blocks_per_s, swap_blocks_per_s)])
     if num_stages > 1:
         parallel = replace(config.parallel, pipeline_parallel_size=num_stages, stage_sizes=(1,) * num_stages)
         limits = replace(config.scheduler, max_steps_in_flight=num_stages + 1)
@@ -137,6 +140,7 @@ def submit(handle: int, prompt: list[int], **settings: Any) -> Submit:
             "media",
             "prefill_only",
             "fetch_only",
+            "lend_only",
         )
         if name in settings
     }
@@ -252,13 +256,13 @@ class FakeFiles:
     """The files of the fake ranks, which outlive a worker group. They carry out orders when `end_orders` is called.
 
     Attributes:
-        blocks: key |-> content of a block.
+        blocks: key |-> content of a block, or of a state.
         faults: `fail` for reads that find nothing, `torn` for blocks that are not genuine, `late` for orders that
             end with a later call.
     """
 
     def __init__(self) -> None:
-        self.blocks: dict[bytes, list[tuple[int, bytes]]] = {}
+        self.blocks: dict[bytes, Any] = {}
         self.faults: set[str] = set()
         self._orders: list[StoredOrder] = []
         self._has_told = False
@@ -270,29 +274,34 @@ class FakeFiles:
     def begin(self, orders: tuple[StoredOrder, ...]) -> None:
         self._orders += orders
 
-    def end_orders(self, host_kv: list[list[tuple[int, bytes]]]) -> tuple[StoredReport, ...]:
+    def end_orders(
+        self, host_kv: list[list[tuple[int, bytes]]], host_states: list[bytes]
+    ) -> tuple[StoredReport, ...]:
         """Carry out what waits, and report it."""
         reports = [] if self._has_told else [StoredReport(0, added=b"".join(self.blocks), is_whole=True)]
         self._has_told = True
         if "late" not in self.faults:
-            reports += [self._end(order, host_kv) for order in self._orders]
+            reports += [self._end(order, host_kv, host_states) for order in self._orders]
             self._orders = []
         return tuple(reports)
 
-    def _end(self, order: StoredOrder, host_kv: list[list[tuple[int, bytes]]]) -> StoredReport:
+    def _end(
+        self, order: StoredOrder, host_kv: list[list[tuple[int, bytes]]], host_states: list[bytes]
+    ) -> StoredReport:
         keys, failed, added = split_keys(order.keys), [], []
         is_torn = order.is_read and "torn" in self.faults
-        for position, (key, host_block) in enumerate(zip(keys, order.host_blocks.tolist(), strict=True)):
+        for position, (key, place) in enumerate(zip(keys, order.host_blocks.tolist(), strict=True)):
+            memory: list[Any] = host_states if is_state(key) else host_kv
             if order.is_read and ("fail" in self.faults or is_torn or key not in self.blocks):
                 failed.append(position)
                 if is_torn:
-                    host_kv[host_block] = [(-1, b"torn")] * len(host_kv[host_block])
+                    memory[place] = b"torn" if is_state(key) else [(-1, b"torn")] * len(host_kv[place])
                 self.blocks.pop(key, None)
             elif order.is_read:
-                host_kv[host_block] = list(self.blocks[key])
+                memory[place] = copy(self.blocks[key])
             else:
                 added.append(key)
-                self.blocks[key] = list(host_kv[host_block])
+                self.blocks[key] = copy(memory[place])
         return StoredReport(
             0,
             order_id=order.order_id,
@@ -432,15 +441,15 @@ class FakeWorkerGroup:
             assert not fresh & touched, (
                 f"step {plan.step_id} takes blocks {fresh & touched} of a step in flight"
             )
-        copies, saves = plan.state_copies, plan.state_saves
-        copies = np.concatenate((copies, plan.state_swap_in))
-        fresh_slots = {*copies[:, 1].tolist(), *saves[:, 1].tolist(), *(new.state_slot for new in plan.new)}
+        copies, saves, filled = plan.state_copies, plan.state_saves, plan.state_swap_in[:, 1].tolist()
+        fresh_slots = {*copies[:, 1].tolist(), *filled, *saves[:, 1].tolist()}
+        fresh_slots |= {new.state_slot for new in plan.new}
         for touched in self.touched_slots:
             taken = (fresh_slots - {0}) & touched
             assert not taken, f"step {plan.step_id} takes state slots {taken} of a step in flight"
         _apply_to_tables(self.planned_tables, plan)
         used = self.planned_tables.state_slots.tolist()
-        self.touched_slots.append({*used, *copies.ravel().tolist(), *saves.ravel().tolist()} - {0})
+        self.touched_slots.append({*used, *copies.ravel().tolist(), *filled, *saves.ravel().tolist()} - {0})
         for row in plan.released_rows.tolist():
             self.planned_prompt[row] = self.planned_computed[row] = 0
         for new in plan.new:
@@ -500,11 +509,13 @@ class FakeWorkerGroup:
 
     def _lose_writes(self) -> None:
         kv, host_kv = [list(block) for block in self.kv], [list(block) for block in self.host_kv]
-        states = list(self.states)
+        states, host_states = list(self.states), list(self.host_states)
         while self.plans:
             self.execute(StepPlan.decode(self.plans.popleft()))
-        pairs_of_states = zip(states, self.states, strict=True)
-        self.states = [now if was == now else b"lost" for was, now in pairs_of_states]
+        self.states, self.host_states = (
+            [now if was == now else b"lost" for was, now in zip(before, after, strict=True)]
+            for before, after in ((states, self.states), (host_states, self.host_states))
+        )
         for before, after in ((kv, self.kv), (host_kv, self.host_kv)):
             for block_id, block in enumerate(after):
                 old = before[block_id] if len(before[block_id]) == len(block) else [None] * len(block)
@@ -542,6 +553,7 @@ class FakeWorkerGroup:
         scheduled = {row: 1 for row, on in enumerate(self.decoding) if on and row not in plan.held_rows}
         scheduled |= dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
         scores = self._scores(plan)
+        cut_states = self._states_at_cuts(plan)
         for row, count in scheduled.items():
             self._write(row, count)
         most_drafted = dict(zip(plan.draft_rows.tolist(), plan.draft_lens.tolist(), strict=True))
@@ -566,15 +578,17 @@ class FakeWorkerGroup:
         self.num_executed_tokens += sum(scheduled.values())
         for source, destination in plan.state_saves.tolist():
             self.states[destination] = self.states[source]
+        for destination, state in cut_states.items():
+            self.states[destination] = state
         token_ids = np.array([next_token(state) for state in states], np.int32)
         logprobs = self._logprobs(sampled, states)
-        reports = tuple(LoraReport(0, load.adapter_id, "digest") for load in plan.lora_loads)
+        reports = tuple(LoraReport(0, load.adapter_id, f"digest of {load.path}") for load in plan.lora_loads)
         result = StepResult(
             plan.step_id, plan.epoch, 0, token_ids, logprobs, prompt_logprobs=scores, lora_reports=reports
         )
         if self._config.kv_directories:
             self.files.begin(plan.stored_orders)
-            result = replace(result, stored_reports=self.files.end_orders(self.host_kv))
+            result = replace(result, stored_reports=self.files.end_orders(self.host_kv, self.host_states))
         if pooled:
             result = replace(result, pooled=_pooled(pooled))
         result = replace(result, kv_reports=kv_reports)
@@ -583,6 +597,24 @@ class FakeWorkerGroup:
         return replace(
             result, token_counts=np.array(counts, np.int32), num_drafted=np.array(num_drafted, np.int32)
         )
+
+    def _states_at_cuts(self, plan: StepPlan) -> dict[int, bytes]:
+        """Return the states that the step saves before the end of their chunks, by the slots that get them."""
+        found = dict[int, bytes]()
+        lens = dict(zip(plan.chunk_rows.tolist(), plan.chunk_lens.tolist(), strict=True))
+        for (source, destination), tail in zip(
+            plan.state_saves.tolist(), plan.save_tails.tolist(), strict=False
+        ):
+            if tail:
+                row = self.tables.state_slots.tolist().index(source)
+                assert 0 < tail < lens[row], (
+                    f"row {row} is to be cut {tail} tokens before the end of its chunk"
+                )
+                state, start = self._state_before(row), self.num_computed[row]
+                for place in range(start, start + lens[row] - tail):
+                    state = chain(state, self._input(row, place))
+                found[destination] = state
+        return found
 
     def _pool(self, row: int, state: bytes) -> list[float]:
         """Return the vector of a row: its next token, and the number of tokens that it pools."""

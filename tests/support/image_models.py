@@ -145,7 +145,7 @@ def qwen_image_processor(max_pixels: int = 64 * 64) -> Any:
 
 
 def load_family_processor(family: ImageFamily, folder: Path) -> Any:
-    """Return transformers' own processor, without the part for videos, which needs torchvision."""
+    """Return transformers' own processor, without the parts for videos, which needs torchvision, and sound."""
     import transformers
 
     kind = getattr(transformers, family.processor)
@@ -159,9 +159,5 @@ def load_family_processor(family: ImageFamily, folder: Path) -> Any:
 
     alone = type(family.processor, (kind,), {"check_argument_for_proper_class": check})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    parts = {
-        "image_processor": family.make_image_processor(),
-        "tokenizer": tokenizer,
-        "video_processor": None,
-    }
-    return alone(**{name: parts[name] for name in kind.get_attributes()}, **family.settings)
+    parts = {"image_processor": family.make_image_processor(), "tokenizer": tokenizer}
+    return alone(**{name: parts.get(name) for name in kind.get_attributes()}, **family.settings)

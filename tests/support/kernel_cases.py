@@ -11,11 +11,12 @@ from routings import ROUTINGS
 
 from quire.kernels.all_reduce_norm import NUM_SIGNALS, Peers
 from quire.kernels.attention_variant import PLAIN, AttentionVariant
-from quire.kernels.decode_splits import split_decodes
+from quire.kernels.decode_splits import MAX_RUN_ROWS, split_decodes, split_runs
 from quire.kernels.gpu import (
     activation,
     all_reduce_norm,
     block_tables,
+    float8_groups,
     fused_latent_norm_rope_write,
     fused_qk_norm_rope_kv_write,
     gumbel,
@@ -98,7 +99,9 @@ def launch_small_ops() -> None:
     activation.gelu_tanh_and_mul(x)
     activation.clamped_silu_and_mul(x, 1.702, 7.0)
     ids = torch.zeros(3, dtype=torch.int64)
-    paged_cache.copy_blocks(torch.zeros(2, 4, 2, 2, 16, 64), ids, ids)
+    caches = torch.zeros(2, 4, 2, 2, 16, 64)
+    paged_cache.copy_blocks(caches, ids, ids)
+    paged_cache.copy_scattered_blocks(torch.zeros(3, 2, dtype=torch.int64), caches, caches)
     tables = torch.zeros(3, 64, dtype=torch.int32)
     block_tables.update_block_tables(tables, torch.zeros(5, 3, dtype=torch.int32))
 
@@ -162,6 +165,18 @@ def launch_quantized_linear(capability: int) -> None:
         tokens = torch.zeros(3, 4096, dtype=torch.bfloat16)
         quantize_tokens.quantize_tokens(tokens)
         norm.add_rms_norm_float8(tokens, tokens, tokens[0], 1e-5)
+        launch_all_float8_groups()
+
+
+def launch_all_float8_groups() -> None:
+    """Launch few, some and many tokens with weights in float8 whose groups are those of the tokens."""
+    for num_tokens, out_features in ((3, 2112), (40, 4096), (300, 4096)):
+        weight = QuantizedWeight(
+            torch.zeros(out_features, 7168).to(torch.float8_e4m3fn), torch.zeros(56, out_features)
+        )
+        tokens = torch.zeros(num_tokens, 7168, dtype=torch.bfloat16)
+        # The wrapper quantizes tokens by an op, which is none of a GPU here.
+        float8_groups.float8_groups_linear(tokens, weight, tokens.new_zeros(out_features))
 
 
 def launch_experts(capability: int) -> None:
@@ -183,6 +198,21 @@ def launch_experts(capability: int) -> None:
             weights.append(ExpertWeights(int8.to(torch.float8_e4m3fn), torch.zeros(8, 1, 256)))
         for each in weights:
             launch_expert_linears(num_tokens, each, torch.bfloat16)
+
+
+def launch_all_packed_weights() -> None:
+    """Launch few and many tokens with weights in MXFP4, NVFP4 and int4, of linear layers and of experts."""
+    codes = torch.zeros(8, 256, 512, dtype=torch.uint8)
+    zeros = torch.zeros(8, 8, 256, dtype=torch.int16)
+    for num_tokens in (3, 300):
+        x = torch.zeros(num_tokens, 1024, dtype=torch.bfloat16)
+        choices = moe.sort_choices(torch.zeros(num_tokens, 8, dtype=torch.int64), 8)
+        for own, group_len, own_zeros in ((codes.view(FLOAT4), 32, None), (codes.view(FLOAT4), 16, None),
+                                          (codes, 128, zeros)):  # fmt: skip
+            scales = torch.zeros(8, 1024 // group_len, 256, dtype=torch.bfloat16)
+            moe.scatter_linear(x, ExpertWeights(own, scales, own_zeros), choices)
+            weight = QuantizedWeight(own[0], scales[0], None if own_zeros is None else own_zeros[0])
+            quantized_linear.quantized_linear(x, weight)
 
 
 def launch_routing() -> None:
@@ -237,10 +267,14 @@ def launch_attention(
     fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
         heads, cache, slots, None, None, *norm_weights, kv_scales=scales
     )
+    if scales is not None:
+        fused_qk_norm_rope_kv_write.fused_qk_norm_rope_kv_write(
+            heads, cache, slots, angles, angles, kv_scales=scales, fixed_scales=scales[0, 0, 0, :2]
+        )
     tables = torch.zeros(num_seqs, 32, dtype=torch.int32)
     lens = torch.full((num_seqs,), 32, dtype=torch.int32)
-    splits = split_decodes(lens, 512)
-    paged_decode.paged_decode_attention(q[:num_seqs], cache, tables, lens, 0.1, splits, variant, scales)
+    for splits in (split_decodes(lens, 512), split_runs(lens, slots[:num_seqs].int(), MAX_RUN_ROWS)):
+        paged_decode.paged_decode_attention(q[:num_seqs], cache, tables, lens, 0.1, splits, variant, scales)
     starts = torch.zeros(num_seqs + 1, dtype=torch.int32)
     for some in (q, q[: 2 * num_seqs]):
         paged_prefill.paged_prefill_attention(some, cache, tables, starts, lens, 0.1, variant, scales)

@@ -10,6 +10,7 @@ from quire.kernels.dispatch import twin_of
 
 # Module of a wrapper |-> that of its reference, where their names differ.
 _MODULES = {
+    "float8_groups": "quantized_linear",
     "index_scores": "sparse_latent",
     "latent_decode": "latent_attention",
     "latent_prefill": "latent_attention",

@@ -8,7 +8,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "kernels" / "gpu"
 # Kernels of tokens in float8, which GPUs multiply from this compute capability on.
-FLOAT8_KERNELS, FLOAT8_CAPABILITY = {"quantize_tokens._quantize_tokens"}, 89
+FLOAT8_KERNELS = {"quantize_tokens._quantize_tokens", "float8_groups._multiply_groups"}
+FLOAT8_CAPABILITY = 89
 
 
 def launched_kernels(capability: int) -> set[str]:

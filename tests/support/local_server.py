@@ -61,10 +61,10 @@ class Server:
     def be_silent(self) -> None:
         """Hold the replica before its next step, and let its client miss it soon."""
         self.brake.hold()
-        self.replica._silence_timeout_s = 0.5
+        self.replica.silence_timeout_s = 0.5
 
     def speak_again(self) -> None:
-        self.replica._silence_timeout_s = SILENCE_TIMEOUT_S
+        self.replica.silence_timeout_s = SILENCE_TIMEOUT_S
         self.brake.release()
 
     @property

@@ -14,8 +14,17 @@ from quire.cluster.config.model_config import describe_model
 from quire.proto.config import ModelConfig
 from quire.proto.model.registry import FAMILIES, NO_KV, kv_layers
 
-# Families that transformers has no configuration of. The attention of MiMo is Qwen2's.
-WITHOUT_CONFIGURATION = {"MiMoForCausalLM"}
+# Families that transformers has no model of text alone of. MiMo has the attention of Qwen2, PaddleOCR-VL that of
+# ERNIE 4.5, DeepSeek-OCR 2 that of Llama, Step 3.5 heads of 128 as Qwen3 has, Muse Spark 8 heads of 64 per KV head
+# as gpt-oss has, and Mistral Large 4 that of DeepSeek V3.2 in layers without positions.
+WITHOUT_CONFIGURATION = {
+    "DeepseekOcr2ForCausalLM",
+    "MiMoForCausalLM",
+    "MistralLarge4ForCausalLM",
+    "MuseSparkForCausalLM",
+    "PaddleOCRVLForCausalLM",
+    "Step3p5ForCausalLM",
+}
 # The default lacks the head dim, which would be 42; all published models have 128.
 WITHOUT_HEAD_DIM = {"Glm4MoeForCausalLM"}
 
@@ -75,6 +84,6 @@ def latent_shapes() -> list[LatentShape]:
     found = {
         LatentShape(*(model.hf.get(field) or 0 for field in fields))
         for model in registered_models()
-        if model.latent_dim
+        if model.latent_dim and model.hf.get("kv_lora_rank")
     }
     return list({shape[:4]: shape for shape in sorted(found)}.values())

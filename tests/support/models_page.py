@@ -59,7 +59,10 @@ def tables() -> str:
         formats.append((name, ", ".join(schemes)))
     layouts: dict[str, list[str]] = {}
     for published in CHECKPOINTS.values():
-        layouts.setdefault(architecture_of(published), []).append(LAYOUTS[published.scheme.layout])
+        own = LAYOUTS[published.scheme.layout]
+        if published.scheme.experts is not None:
+            own += ", and experts in `mxfp4`"
+        layouts.setdefault(architecture_of(published), []).append(own)
     checkpoints = [(f"`{name}`", "; ".join(dict.fromkeys(own))) for name, own in sorted(layouts.items())]
     return "\n\n".join(
         (

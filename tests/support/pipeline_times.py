@@ -17,15 +17,21 @@ class PipelineTimes:
     for the tokens of its rows, which the last stage samples.
 
     Args:
+        num_stages: default: as many as the scheduler plans for.
         step_s, token_s: time of a stage for a step, and for each token of it.
         transfer_s: from a stage to the next.
     """
 
     def __init__(
-        self, driver: Driver, step_s: float = 1.0, token_s: float = 0.01, transfer_s: float = 0.0
+        self,
+        driver: Driver,
+        num_stages: int | None = None,
+        step_s: float = 1.0,
+        token_s: float = 0.01,
+        transfer_s: float = 0.0,
     ) -> None:
         self._driver = driver
-        self._num_stages = driver.config.parallel.pipeline_parallel_size
+        self._num_stages = num_stages or driver.config.parallel.pipeline_parallel_size
         self._step_s, self._token_s, self._transfer_s = step_s, token_s, transfer_s
         self._free_at = [0.0] * self._num_stages
         self._busy_s = [0.0] * self._num_stages

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from quantized_models import Scheme, write_quantized
 from safetensors.torch import load_file, save_file
+from state_kinds import STATE_KINDS
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -27,6 +28,7 @@ class Published:
     Attributes:
         kind, overrides: of the model, as for make_model.
         config: of quantization_config, added to that of the scheme.
+        fields: of the rest of config.json; None for those that it lacks.
         prefix: of the text model's tensors within a model that also reads images.
         architecture: of that model, and its model type; empty if the model reads text only.
         head: prefix of the head in that model.
@@ -37,6 +39,7 @@ class Published:
     scheme: Any
     overrides: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     architecture: tuple[str, str] = ("", "")
     head: str = "lm_head."
@@ -89,7 +92,72 @@ def with_scales_of_cache(tensors: Tensors) -> Tensors:
     return tensors | {f"{name}.{name[-6]}_scale": torch.ones(()) for name in layers}
 
 
+def as_deepseek_v4(tensors: Tensors) -> Tensors:
+    """Name scales as DeepSeek-V4 does, with their dtypes, and add a layer that predicts further tokens."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        if suffix == "weight_packed":
+            found[f"{layer}.weight"] = tensor.view(torch.int8)
+        elif suffix == "weight_scale":
+            found[f"{layer}.scale"] = tensor.view(torch.float8_e8m0fnu)
+        elif suffix == "weight_scale_inv":
+            found[f"{layer}.scale"] = tensor
+        else:
+            found[name] = tensor
+    head = {name: tensor for name, tensor in found.items() if name.startswith("layers.0.")}
+    return found | {name.replace("layers.", "mtp.", 1): tensor.clone() for name, tensor in head.items()}
+
+
+# Of config.json of DeepSeek-V4-Flash, where transformers writes its own names.
+_V4_FIELDS = {
+    "compress_ratios": [0, 4, 128, 0],
+    "num_hash_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "qk_rope_head_dim": 8,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "compress_rates", "partial_rotary_factor")),
+    "rope_parameters": None,
+}
+_V4_OVERRIDES = {
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
+    "head_dim": 32,
+    "index_head_dim": 32,
+    "partial_rotary_factor": 1 / 4,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+_V4_IGNORED = r"\.compressor\.|weights_proj"
 CHECKPOINTS = {
+    # Experts in float4 and the rest in float8, but for compressors and the weights of an indexer's heads.
+    "deepseek_v4-fp8-fp4": Published(
+        "deepseek_v4",
+        Scheme(
+            "float8",
+            is_float=True,
+            block=(16, 16),
+            has_powers_of_two=True,
+            experts=Scheme("mxfp4", is_float=True),
+            ignored=_V4_IGNORED,
+        ),
+        STATE_KINDS["deepseek_v4"] | _V4_OVERRIDES,
+        {"scale_fmt": "ue8m0"},
+        _V4_FIELDS | {"expert_dtype": "fp4"},
+        rewrite=as_deepseek_v4,
+    ),
+    # As DeepSeek-V4-Flash-Base, whose compressors are in float8 too, with scales in float32.
+    "deepseek_v4-fp8": Published(
+        "deepseek_v4",
+        Scheme("float8", is_float=True, block=(16, 16), ignored="weights_proj"),
+        STATE_KINDS["deepseek_v4"] | _V4_OVERRIDES,
+        fields=_V4_FIELDS | {"expert_dtype": "fp8"},
+        rewrite=as_deepseek_v4,
+    ),
     "llama4-fp8": Published(
         "llama4_text",
         Scheme("codes", is_float=True, group_len=None, ignored=r"self_attn|layers\.0\.feed_forward\.[gud]"),
@@ -277,6 +345,7 @@ def publish(folder: Path, published: Published) -> None:
         outer["quantization_config"] = config.pop("quantization_config")
         del config["architectures"]
         config = outer | {"text_config": config}
+    config = {name: value for name, value in {**config, **published.fields}.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     names, files = sorted(tensors), dict[str, str]()
     for shard in range(2):

@@ -53,6 +53,19 @@ class RankedDriver(Driver):
         self.group = _Ranks(step, take_media)  # type: ignore[assignment]
         self.logprobs: dict[int, list[Any]] = {}
 
+    @staticmethod
+    def of(engine: Any, num_blocks: int, num_host_blocks: int = 0) -> RankedDriver:
+        """Return a driver of an Engine of tests/worker, with as many blocks."""
+        config = engine.config.with_num_blocks(num_blocks)
+        cache = replace(config.cache, num_host_kv_blocks=num_host_blocks)
+        return RankedDriver(replace(config, cache=cache), engine.step)
+
+    def add_all(self, prompts: dict[int, list[int]], num_tokens: int) -> None:
+        """Add the prompts, by handle; those that have tokens already continue from them."""
+        for handle, prompt in prompts.items():
+            generated = self.outputs.get(handle, [])
+            self.add(handle, prompt, max_tokens=num_tokens, ignore_eos=True, generated=generated)
+
     def empty_ranks(self) -> None:
         """Release the rows of ended sequences and the images on the ranks, for another driver."""
         released, _, _ = self.scheduler._state.deltas.take()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -69,11 +69,3 @@ async def running(launcher: FakeLauncher, store: MemoryStore | None = None) -> A
         runner.cancel()
         await asyncio.gather(runner, return_exceptions=True)
         await fleet.fleet.close()
-
-
-def run(scenario: Callable[[FakeLauncher], Coroutine[Any, Any, None]], **room: int) -> None:
-    launcher = FakeLauncher(**room)
-    try:
-        asyncio.run(asyncio.wait_for(scenario(launcher), 2 * DEADLINE_S))
-    finally:
-        launcher.close()

@@ -19,10 +19,6 @@ ENDLESS = SamplingParams(max_tokens=NUM_ENDLESS_TOKENS, ignore_eos=True)
 DEADLINE_S = 60.0
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 2 * DEADLINE_S))
-
-
 async def eventually(condition: Callable[[], Coroutine[Any, Any, bool]]) -> None:
     """Wait until the condition holds, DEADLINE_S at most."""
     async with asyncio.timeout(DEADLINE_S):

@@ -93,6 +93,49 @@ _ZAMBA_2 = {
     "chunk_size": 8,
     "num_key_value_heads": 4,
 }
+_DEEPSEEK_V4 = {
+    "num_key_value_heads": 1,
+    "head_dim": 24,
+    "partial_rotary_factor": 1 / 3,
+    "q_lora_rank": 40,
+    "o_groups": 4,
+    "o_lora_rank": 12,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "mlp_layer_types": ["hash_moe", "moe", "moe"],
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    "sliding_window": 9,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+    "swiglu_limit": 0.5,
+    "tie_word_embeddings": False,
+}
+_ZAYA = {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 48,
+    "num_experts": 5,
+    "num_experts_per_tok": 1,
+    "router_hidden_size": 24,
+    "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+    "sliding_window": 9,
+    "tie_word_embeddings": True,
+}
+_ZAMBA = {
+    "tie_word_embeddings": True,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 5,
+    "num_key_value_heads": 4,
+}
 # Model type, or type and variant |-> overrides of its configuration.
 STATE_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
@@ -274,6 +317,110 @@ STATE_KINDS: dict[str, dict[str, Any]] = {
         "conv1d_width": 3,
         "num_key_value_heads": 4,
         "block_types": ["attention", "recurrent"],
+    },
+    "deepseek_v4": _DEEPSEEK_V4,
+    "deepseek_v4-two-rates": _DEEPSEEK_V4
+    | {
+        "layer_types": [
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+            "sliding_attention",
+            "heavily_compressed_attention",
+        ],
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 5},
+        "head_dim": 20,
+        "partial_rotary_factor": 0.4,
+        "index_topk": 3,
+        "hc_mult": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "deepseek_v4-no-window": _DEEPSEEK_V4
+    | {
+        "layer_types": ["sliding_attention"] * 3,
+        "sliding_window": 128,
+        "o_groups": 8,
+        "o_lora_rank": 5,
+        "scoring_func": "sigmoid",
+        "hc_mult": 1,
+    },
+    "deepseek_v4-long": _DEEPSEEK_V4
+    | {
+        "layer_types": ["heavily_compressed_attention"] * 2 + ["sliding_attention"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        "sliding_window": 3,
+        "checkpoint": {"save_original_format": False},
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "deepseek_v4-dense-choice": _DEEPSEEK_V4
+    | {
+        "layer_types": ["compressed_sparse_attention"] * 3,
+        "mlp_layer_types": ["moe"] * 3,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 64,
+        "index_head_dim": 12,
+        "head_dim": 36,
+        "partial_rotary_factor": 2 / 9,
+        "sliding_window": 5,
+        "hc_sinkhorn_iters": 20,
+    },
+    "zaya": _ZAYA,
+    "zaya-one-kv-head": _ZAYA
+    | {"num_key_value_heads": 1, "cca_time0": 3, "layer_types": ["hybrid"] * 3, "lm_head_bias": True},
+    "zaya-four-kv-heads": _ZAYA
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 20,
+        "cca_time1": 3,
+        "num_experts": 3,
+        "tie_word_embeddings": False,
+    },
+    "zaya-by-channel": _ZAYA | {"cca_time1": 1, "router_hidden_size": 13, "num_experts": 8},
+    "zaya-by-head": _ZAYA | {"cca_time0": 1, "num_key_value_heads": 8, "moe_intermediate_size": 35},
+    "zamba": _ZAMBA,
+    "zamba-four-heads": _ZAMBA
+    | {
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+        "num_hidden_layers": 4,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 7,
+        "mamba_dt_rank": 3,
+        "num_key_value_heads": 8,
+        "intermediate_size": 100,
+    },
+    "zamba-one-head": _ZAMBA
+    | {
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid"],
+        "n_mamba_heads": 1,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "mamba_expand": 3,
+    },
+    "zamba-eight-heads": _ZAMBA
+    | {
+        "layers_block_type": ["hybrid", "hybrid", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_d_state": 5,
+        "mamba_expand": 1,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": False,
+    },
+    "zamba-wide": _ZAMBA
+    | {
+        "n_mamba_heads": 2,
+        "mamba_d_conv": 5,
+        "mamba_d_state": 9,
+        "hidden_size": 88,
+        "num_attention_heads": 4,
+        "attention_head_dim": 20,
+        "num_key_value_heads": 2,
     },
     "zamba2": _ZAMBA_2,
     "zamba2-two-blocks": _ZAMBA_2

@@ -50,6 +50,8 @@ class ThreadGroup:
         self._tensors: dict[int, Tensor] = {}  # rank |-> its tensor
         self._gathered: dict[tuple[int, ...], Tensor] = {}  # members of a group |-> their tensors
         self._sent: dict[tuple[int, int, str], deque[Tensor]] = {}  # sender, receiver and kind |-> tensors
+        # Sender and receiver |-> the memory of features that are expected.
+        self.expected: dict[tuple[int, int], deque[Tensor]] = {}
         self._errors: list[BaseException] = []
         self.num_meetings = [0] * size  # by rank
 
@@ -62,6 +64,7 @@ class ThreadGroup:
 
     def forget_sent(self) -> None:
         self._sent.clear()
+        self.expected.clear()
 
     def receive(self, sender: int, receiver: int, kind: str) -> Tensor:
         """Return the next tensor of a kind; other ranks run until it is sent."""
@@ -220,6 +223,18 @@ class ThreadLink(RecordableLink):
         drafts = self._group.receive(self._first, self._rank, "drafts")
         assert len(drafts) == count
         return drafts
+
+    def send_features(self, features: Tensor) -> None:
+        self._group.send(self._rank, self._first, "features", features)
+
+    def expect_features(self, stage: int, out: Tensor) -> None:
+        key = stage * self._size + self._first, self._rank
+        self._group.expected.setdefault(key, deque()).append(out)
+
+    def take_features(self, stage: int) -> Tensor:
+        sender = stage * self._size + self._first
+        out = self._group.expected[sender, self._rank].popleft()
+        return out.copy_(self._group.receive(sender, self._rank, "features"))
 
 
 class ThreadArrival:

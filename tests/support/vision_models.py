@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from quire.proto.media import MediaItem, MediaTensors
 
@@ -47,12 +48,18 @@ class VisionKind:
         make_processor: returns its image processor.
         expand: tensors of one image |-> its tokens, and the grid of a MediaItem; None for as many image tokens as
             transformers has embeddings.
+        names: beginnings of tensors' names as transformers writes them, and those of published checkpoints.
+        unreached: modules of the encoder that only larger images reach.
+        sees_whole_prompt: as in ModelConfig.
     """
 
     architecture: str
     make_config: Callable[[random.Random], Any]
     make_processor: Callable[[Any], Any]
     expand: Callable[[MediaTensors], tuple[list[int], tuple[int, ...]]] | None = None
+    names: tuple[tuple[str, str], ...] = ()
+    unreached: tuple[str, ...] = ()
+    sees_whole_prompt: bool = False
 
 
 def random_image(rng: random.Random, width: int, height: int) -> Image.Image:
@@ -74,8 +81,23 @@ def save_model(kind: VisionKind, folder: Path, seed: int) -> Any:
             torch.nn.init.normal_(parameter, std=0.08)
         elif parameter.dim() == 1:
             parameter.data += torch.randn_like(parameter) * 0.05
+    persistent = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in persistent and buffer.is_floating_point() and buffer.isfinite().all():
+            buffer += torch.randn_like(buffer) * 0.1
     model.save_pretrained(folder)
+    if kind.names:
+        _rename_tensors(folder / "model.safetensors", kind.names)
     return kind.make_processor(config)
+
+
+def _rename_tensors(file: Path, names: Sequence[tuple[str, str]]) -> None:
+    tensors = load_file(file)
+    for written, published in names:
+        found = [name for name in tensors if name.startswith(written)]
+        assert found, written
+        tensors |= {published + name.removeprefix(written): tensors.pop(name) for name in found}
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def make_prompt(
@@ -107,7 +129,10 @@ def make_prompt(
         tokens.append(START_TOKEN)
         media.append(MediaItem(digest, len(tokens), len(expanded), num_embeddings, grid, num_bytes))
         tokens += [*expanded, END_TOKEN]
-    arguments = {name: _concatenate([own[name] for own in parts]) for name in (parts[0] if parts else ())}
+    arguments = {
+        name: _concatenate([own[name] for own in parts if name in own])
+        for name in dict.fromkeys(name for own in parts for name in own)
+    }
     return VisionPrompt(tokens, tuple(media), tensors, arguments)
 
 
@@ -128,17 +153,28 @@ class VisionReference:
         from transformers import AutoModelForImageTextToText
 
         self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.base = getattr(self.model, "model", self.model)
 
-    def num_encoder_parameters(self, prompt: VisionPrompt) -> int:
-        """Return the number of parameters that the embeddings of a prompt's images depend on."""
+    def num_encoder_parameters(self, prompt: VisionPrompt, unreached: Sequence[str] = ()) -> int:
+        """Return the number of parameters that the embeddings of a prompt's images depend on.
+
+        Args:
+            unreached: modules that are counted, too.
+        """
         torch.cat([each.flatten() for each in self.encode(prompt)]).sum().backward()
-        found = int(sum(each.numel() for each in self.model.parameters() if each.grad is not None))
+        found: int = sum(
+            each.numel()
+            for name, each in self.model.named_parameters()
+            if each.grad is not None or any(f".{module}." in name for module in unreached)
+        )
         self.model.zero_grad(set_to_none=True)
         return found
 
     def encode(self, prompt: VisionPrompt) -> list[torch.Tensor]:
         """Return the embeddings of each image of a prompt, with their deep features beside them."""
-        output = self.model.model.get_image_features(**prompt.arguments)
+        output = self.base.get_image_features(**prompt.arguments)
+        if self.model.config.model_type == "llama4":
+            output = self.base.multi_modal_projector(output.last_hidden_state)
         found = [each.flatten(0, -2) for each in getattr(output, "pooler_output", output)]
         if len(found) > len(prompt.media) > 0:  # embeddings of tiles
             tiles = [len(prompt.tensors[item.digest]["pixel_values"]) for item in prompt.media]
@@ -158,15 +194,30 @@ class VisionReference:
         return [IMAGE_TOKEN] * sum(map(len, found)), ()
 
     @torch.inference_mode()
-    def check_greedy(self, prompt: VisionPrompt, generated: Sequence[int], tie: float = 3e-4) -> None:
-        """Assert that each token is the most likely one after its prefix, up to near-ties."""
+    def check_greedy(
+        self,
+        prompt: VisionPrompt,
+        generated: Sequence[int],
+        tie: float = 3e-4,
+        *,
+        has_media_tokens: bool = False,
+    ) -> None:
+        """Assert that each token is the most likely one after its prefix, up to near-ties.
+
+        Args:
+            has_media_tokens: the tokens of images and videos may be among them.
+        """
         ids = torch.tensor([prompt.token_ids + list(generated)])
         arguments = dict(prompt.arguments)
+        is_image = (ids == IMAGE_TOKEN).int()
+        if self.model.config.model_type == "paligemma":  # all of a prompt is of type 0
+            is_image = (torch.arange(ids.shape[1])[None] >= len(prompt.token_ids)).int()
         for name in ("mm_token_type_ids", "token_type_ids"):
-            if name in inspect.signature(self.model.model.forward).parameters:
-                arguments[name] = (ids == IMAGE_TOKEN).int()
+            if name in inspect.signature(self.base.forward).parameters:
+                arguments[name] = is_image
         logits = self.model(ids, attention_mask=torch.ones_like(ids), **arguments).logits[0]
-        logits[:, [IMAGE_TOKEN, VIDEO_TOKEN]] = -torch.inf
+        if not has_media_tokens:
+            logits[:, [IMAGE_TOKEN, VIDEO_TOKEN]] = -torch.inf
         for token_id, row in zip(generated, logits[len(prompt.token_ids) - 1 : -1], strict=True):
             assert row.max() - row[token_id] < tie, f"{int(row.argmax())} is more likely than {token_id}"
 
@@ -275,6 +326,72 @@ def _mistral3(rng: random.Random) -> Any:
         },
         vision_config=_pixtral_vision(rng), image_token_id=IMAGE_TOKEN, spatial_merge_size=2, vision_feature_layer=-1,
         multimodal_projector_bias=rng.choice((True, False)),
+    )  # fmt: skip
+
+
+def _mistral_large4(rng: random.Random) -> Any:
+    from transformers import MistralLarge4Config
+
+    heads, rope_dim = rng.choice((4, 8)), rng.choice((8, 16))
+    sources, indexers = rng.choice(
+        (
+            ([0, 0, 2, 0, 2, 0], ["full", "shared", "full", "full", "shared", "full"]),
+            ([0, 1, 2, 0, 1, 5], ["full", "full", "shared", "full", "full", "shared"]),
+        )
+    )
+    # A layer shares the latents of one that has positions as itself.
+    rotated = [int(source in (0, 3)) for source in sources]
+    return MistralLarge4Config(
+        text_config={
+            "vocab_size": VOCAB_SIZE, "hidden_size": rng.choice((64, 80)), "intermediate_size": 96,
+            "num_hidden_layers": 6, "num_attention_heads": heads, "num_key_value_heads": heads,
+            "kv_lora_rank": rng.choice((24, 32)), "qk_rope_head_dim": rope_dim,
+            "qk_nope_head_dim": rng.choice((8, 16)), "v_head_dim": rng.choice((8, 16)),
+            "max_position_embeddings": 1024, "n_routed_experts": 6,
+            "num_experts_per_tok": 2, "moe_intermediate_size": 40, "routed_scaling_factor": rng.choice((1.0, 2.5)),
+            "index_topk": rng.choice((6, 12, 20)), "index_head_dim": rng.choice((16, 32)), "index_n_heads": 16,
+            "indexer_types": indexers, "kv_source_layers": sources, "no_rope_layers": rotated,
+            "first_k_dense_replace": rng.choice((0, 1)), "final_logit_softcapping": rng.choice((3.0, 30.0)),
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 32,
+                "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0,
+            },
+        },
+        vision_config=_pixtral_vision(rng), image_token_index=IMAGE_TOKEN, spatial_merge_size=2,
+        projector_hidden_act="gelu", multimodal_projector_bias=False,
+    )  # fmt: skip
+
+
+def _minimax_m3(rng: random.Random) -> Any:
+    from transformers import MiniMaxM3VLConfig
+
+    heads, kv_heads = rng.choice(((4, 2), (4, 4), (8, 2)))
+    kinds = [
+        "full_attention",
+        "minimax_m3_sparse",
+        "minimax_m3_sparse",
+        "full_attention",
+        "minimax_m3_sparse",
+    ]
+    return MiniMaxM3VLConfig(
+        text_config={
+            "vocab_size": VOCAB_SIZE, "hidden_size": rng.choice((64, 80)), "intermediate_size": 40,
+            "dense_intermediate_size": 96, "shared_intermediate_size": 48, "num_hidden_layers": 5,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": rng.choice((16, 24)),
+            "max_position_embeddings": 1024, "num_local_experts": 6, "num_experts_per_tok": 2,
+            "routed_scaling_factor": rng.choice((1.0, 2.0)), "index_n_heads": kv_heads,
+            "index_head_dim": rng.choice((16, 32)), "index_block_size": 16, "index_topk_blocks": rng.choice((2, 3)),
+            "index_local_blocks": rng.choice((0, 1, 2)), "swiglu_limit": rng.choice((0.5, 7.0)),
+            "layer_types": kinds, "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+            "bos_token_id": 1, "eos_token_id": 2, "rope_parameters": {
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+            },
+        },
+        vision_config={
+            "hidden_size": rng.choice((40, 64)), "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "patch_size": 4,
+        },
+        projector_hidden_size=40, image_token_index=IMAGE_TOKEN, video_token_index=VIDEO_TOKEN,
     )  # fmt: skip
 
 
@@ -434,6 +551,225 @@ _INTERNVL_PROCESSOR = _image_processor(
 )
 
 
+def _paddleocr_vl(rng: random.Random) -> Any:
+    from transformers import PaddleOCRVLConfig
+
+    text = _chosen_text(rng, "paddleocr_vl_text")
+    first = rng.randrange(1, 6)
+    second = rng.randrange(1, 8 - first)
+    text |= {
+        "use_bias": rng.choice((True, False)),
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [first, second, 8 - first - second]
+        },
+    }  # fmt: skip
+    return PaddleOCRVLConfig(
+        text_config=text, vision_config=_vit_vision(rng), image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=START_TOKEN, vision_end_token_id=END_TOKEN,
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )  # fmt: skip
+
+
+_paddleocr_vl_processor = _image_processor(
+    "paddleocr_vl",
+    "PaddleOCRVLImageProcessorPil",
+    patch_size=4,
+    size={"shortest_edge": 64, "longest_edge": 48 * 48},
+)
+
+
+def _llama4(rng: random.Random) -> Any:
+    from transformers import Llama4Config
+
+    size = rng.choice((32, 64))
+    adapted = rng.choice((40, 48))
+    text = _chosen_text(rng, "llama4_text")
+    text |= {
+        "intermediate_size_mlp": 80, "num_local_experts": rng.choice((2, 4)), "moe_layers": [rng.choice((0, 1))],
+        "attention_chunk_size": rng.choice((24, 512)), "no_rope_layers": rng.choice(([0, 1], [1, 0], [1, 1])),
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": size, "intermediate_size": 4 * size, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 32, "patch_size": 4, "projector_input_dim": adapted, "projector_output_dim": adapted,
+        "vision_output_dim": adapted,
+    }  # fmt: skip
+    return Llama4Config(
+        text_config=text, vision_config=vision, image_token_index=IMAGE_TOKEN, boi_token_index=START_TOKEN,
+        eoi_token_index=END_TOKEN, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _llama4_processor(config: Any) -> Any:
+    """Return tiles and a small image in the form of Llama 4's processor, which needs torchvision."""
+    side = config.vision_config.image_size
+
+    def process(image: Image.Image, return_tensors: str) -> dict[str, np.ndarray]:
+        columns, rows = (min(3, max(1, round(length / side))) for length in image.size)
+        whole = _pixels(image.resize((columns * side, rows * side)))
+        tiles = (
+            whole.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
+        )
+        if len(tiles) > 1:
+            tiles = np.concatenate((tiles, _pixels(image.resize((side, side)))[None]))
+        return {"pixel_values": tiles}
+
+    return process
+
+
+def _pixels(image: Image.Image) -> np.ndarray:
+    """Return an image as numbers from -1 to 1, [3, H, W]."""
+    return np.asarray(image, np.float32).transpose(2, 0, 1) / 127.5 - 1
+
+
+def _kimi_k25(rng: random.Random) -> Any:
+    from transformers import AutoConfig
+
+    size, heads = rng.choice((32, 64)), rng.choice((4, 8))
+    return AutoConfig.for_model(
+        "kimi_k25",
+        text_config={
+            "model_type": "deepseek_v3", "vocab_size": VOCAB_SIZE, "hidden_size": heads * 16,
+            "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": heads, "num_key_value_heads": heads, "n_routed_experts": 4, "n_group": 1,
+            "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+            "q_lora_rank": rng.choice((24, 32)), "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+            "max_position_embeddings": 1024, "tie_word_embeddings": False,
+        },
+        vision_config={
+            "hidden_size": size, "intermediate_size": 48, "num_hidden_layers": rng.choice((2, 3)),
+            "num_attention_heads": 2, "pos_emb_height": 8, "pos_emb_width": 8, "patch_size": 4,
+        },
+        projection_hidden_size=size, image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN,
+        vision_start_token_id=START_TOKEN, vision_end_token_id=END_TOKEN, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+def _kimi_k25_processor(config: Any) -> Any:
+    """Return patches of a padded image in the form of Kimi K2.5's processor, which needs torchvision."""
+    side = config.vision_config.patch_size
+
+    def process(image: Image.Image, return_tensors: str) -> dict[str, np.ndarray]:
+        width, height = image.size
+        pixels = np.pad(_pixels(image), [(0, 0), (0, -height % (2 * side)), (0, -width % (2 * side))])
+        rows, columns = (length // side for length in pixels.shape[1:])
+        patches = pixels.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+        return {
+            "pixel_values": patches.reshape(-1, 3, side, side),
+            "image_grid_thw": np.array([[1, rows, columns]]),
+        }
+
+    return process
+
+
+def _deepseek_ocr2(rng: random.Random) -> Any:
+    from transformers import DeepseekOcr2Config
+
+    text = _chosen_text(rng, "deepseek_ocr2_text")
+    text |= {
+        "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "mlp_layer_types": rng.choice((["dense", "sparse"], ["sparse", "sparse"])), "tie_word_embeddings": False,
+    } | rng.choice(({}, {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}))  # fmt: skip
+    size, (heads, kv_heads) = rng.choice((32, 64)), rng.choice(((4, 2), (2, 2)))
+    return DeepseekOcr2Config(
+        text_config=text,
+        vision_config={
+            "sam_config": {
+                "hidden_size": rng.choice((32, 64)), "output_channels": 16, "num_hidden_layers": 3,
+                "num_attention_heads": 2, "image_size": 32, "patch_size": 4, "window_size": rng.choice((3, 4)),
+                "global_attn_indexes": [rng.choice((1, 2))], "mlp_ratio": 2.0, "qkv_bias": rng.choice((True, False)),
+                "downsample_channels": [24, size],
+            },
+            "encoder_config": {
+                "hidden_size": size, "intermediate_size": 48, "num_hidden_layers": 2,
+                "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+            },
+        },
+        image_token_id=IMAGE_TOKEN,
+    )  # fmt: skip
+
+
+def _step3p7(rng: random.Random) -> Any:
+    from transformers import Step3p7Config
+
+    text = _chosen_text(rng, "step3p5")
+    del text["tie_word_embeddings"]
+    text |= {
+        "num_hidden_layers": 3, "num_sliding_attention_heads": 2 * text["num_attention_heads"],
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"], "sliding_window": rng.choice((6, 12, 40)),
+        "rope_theta": [5000.0, 10000.0, 5000.0], "partial_rotary_factors": [0.5, 1.0, 0.5],
+        "swiglu_limits": rng.choice((None, [0.0, 0.01, 0.0])), "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "swiglu_limits_shared": rng.choice((None, [0.05, 0.0, 0.1])), "share_expert_dim": 48,
+        "moe_intermediate_size": 32, "moe_router_scaling_factor": rng.choice((1.0, 3.0)),
+    }  # fmt: skip
+    vision = {
+        "hidden_size": rng.choice((32, 64)), "num_hidden_layers": rng.choice((2, 3)), "num_attention_heads": 2,
+        "image_size": 48, "patch_size": 4, "mlp_ratio": 1.5, "layer_scale_init_value": 0.5,
+    }  # fmt: skip
+    return Step3p7Config(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE_TOKEN,
+        projector_bias=rng.choice((True, False)),
+    )
+
+
+def _step3p7_processor(config: Any) -> Any:
+    """Return tiles and the whole in the form of Step 3.7's processor, which needs torchvision."""
+    side = config.vision_config.image_size
+
+    def process(image: Image.Image, return_tensors: str) -> dict[str, np.ndarray]:
+        count = min(3, max(image.size) // side)
+        tiles = [_pixels(image.resize((32, 32), box=(0, 0, 8 + index, 8))) for index in range(count)]
+        local = {"pixel_values_local": np.stack(tiles)} if tiles else {}
+        whole = _pixels(image.resize((side, side)))[None]
+        return {"pixel_values": whole, "num_local_patches": np.array([count]), **local}
+
+    return process
+
+
+def _muse_spark(rng: random.Random) -> Any:
+    from transformers import MuseSparkConfig
+
+    heads, kv_heads = rng.choice(((4, 2), (4, 4), (8, 4)))
+    size, hidden, num_layers = rng.choice((32, 64)), heads * 16, rng.choice((3, 4))
+    text = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": hidden, "intermediate_size": 96, "num_hidden_layers": num_layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": rng.choice((16, 32)),
+        "max_position_embeddings": 1024, "sliding_window": rng.choice((6, 12, 40)), "eos_token_id": 1,
+        "bos_token_id": 2, "num_local_experts": rng.choice((4, 6)), "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "moe_hidden_size": rng.choice((32, 48)), "output_multiplier": 0.5,
+        "mlp_layer_types": ["sparse", "dense", *["sparse"] * (num_layers - 2)],
+        "qk_scale_factor": rng.choice((1.0, 2.5)), "routed_scaling_factor": rng.choice((1.0, 2.5)),
+    }  # fmt: skip
+    vision = {
+        "hidden_size": size, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+        "patch_size": 4, "pos_emb_height": (side := rng.choice((3, 5))), "pos_emb_width": side,
+        "max_position_embeddings": side**2, "layer_types": ["window_attention", "full_attention", "window_attention"],
+    }  # fmt: skip
+    audio = {"patch_sizes": [2], "hidden_sizes": [8], "depths": [1], "num_hidden_layers": 1}
+    return MuseSparkConfig(
+        text_config=text, vision_config=vision, audio_config=audio | {"out_hidden_size": hidden},
+        image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN, audio_token_id=VIDEO_TOKEN, out_hidden_size=4 * size,
+        projector_hidden_size=rng.choice((40, 56)),
+    )  # fmt: skip
+
+
+def _muse_spark_processor(config: Any) -> Any:
+    """Return patches of an image in the form of Muse Spark's processor, which needs torchvision."""
+    side = config.vision_config.patch_size
+
+    def process(image: Image.Image, return_tensors: str) -> dict[str, np.ndarray]:
+        columns, rows = (2 * max(1, round(length / (2 * side))) for length in image.size)
+        pixels = _pixels(image.resize((columns * side, rows * side)))
+        patches = pixels.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4)
+        patches = patches.reshape(rows * columns, -1)
+        return {"pixel_values": np.tile(patches, 2), "image_grid_thw": np.array([[1, rows, columns]])}
+
+    return process
+
+
 def _gemma_text(rng: random.Random, **others: Any) -> dict[str, Any]:
     heads, kv_heads = rng.choice(((4, 2), (4, 4), (8, 4)))
     return {
@@ -472,6 +808,26 @@ def _gemma4(rng: random.Random) -> Any:
         audio_config=None, image_token_id=IMAGE_TOKEN, video_token_id=VIDEO_TOKEN, boi_token_id=START_TOKEN,
         eoi_token_id=END_TOKEN, tie_word_embeddings=True,
     )  # fmt: skip
+
+
+def _paligemma(rng: random.Random) -> Any:
+    from transformers import PaliGemmaConfig
+
+    text = _gemma_text(rng, model_type=(kind := rng.choice(("gemma2", "gemma", "gemma2"))))
+    del text["sliding_window"], text["layer_types"]
+    if kind == "gemma2":
+        text |= {"sliding_window": 245, "query_pre_attn_scalar": 16}
+    return PaliGemmaConfig(
+        text_config=text, vision_config=_vit_vision(rng, **_SIGLIP), image_token_index=IMAGE_TOKEN,
+        projection_dim=text["hidden_size"], hidden_size=text["hidden_size"], vocab_size=VOCAB_SIZE,
+    )  # fmt: skip
+
+
+def _paligemma_processor(config: Any) -> Any:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    side = config.vision_config.image_size
+    return SiglipImageProcessorPil(size={"height": side, "width": side})
 
 
 def _gemma3_processor(config: Any) -> Any:
@@ -566,12 +922,49 @@ VISION_KINDS = {
             max_image_size={"longest_edge": 32},
         ),
     ),
+    "paddleocr_vl": VisionKind(
+        "PaddleOCRVLForConditionalGeneration", _paddleocr_vl, _paddleocr_vl_processor, _expand_grid
+    ),
+    "deepseek_ocr2": VisionKind(
+        "DeepseekOcr2ForConditionalGeneration",
+        _deepseek_ocr2,
+        _image_processor(
+            "deepseek_ocr2",
+            "DeepseekOcr2ImageProcessorPil",
+            size=_SQUARE,
+            tile_size=72,
+            max_patches=2,
+        ),
+        unreached=("query_1024_resolution",),
+    ),
+    "step3p7": VisionKind("Step3p7ForConditionalGeneration", _step3p7, _step3p7_processor),
+    "muse_spark": VisionKind("MuseSparkForConditionalGeneration", _muse_spark, _muse_spark_processor),
+    "llama4": VisionKind("Llama4ForConditionalGeneration", _llama4, _llama4_processor),
+    "kimi_k25": VisionKind(
+        "Kimi_K25ForConditionalGeneration",
+        _kimi_k25,
+        _kimi_k25_processor,
+        names=(
+            ("language_model.model.blocks.", "language_model.model.layers."),
+            ("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed."),
+            ("model.mm_projector.", "mm_projector."),
+        ),
+    ),
     "gemma3": VisionKind("Gemma3ForConditionalGeneration", _gemma3, _gemma3_processor, _expand_fixed(16)),
+    "paligemma": VisionKind(
+        "PaliGemmaForConditionalGeneration", _paligemma, _paligemma_processor, sees_whole_prompt=True
+    ),
     "gemma4": VisionKind("Gemma4ForConditionalGeneration", _gemma4, _gemma4_processor, _expand_counted),
     "qwen2_5_vl": VisionKind(
         "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl, _qwen2_processor, _expand_grid
     ),
     "mistral3": VisionKind("Mistral3ForConditionalGeneration", _mistral3, _pixtral_processor, _expand_rows),
+    "mistral_large4": VisionKind(
+        "MistralLarge4ForConditionalGeneration", _mistral_large4, _pixtral_processor, _expand_rows
+    ),
+    "minimax_m3": VisionKind(
+        "MiniMaxM3SparseForConditionalGeneration", _minimax_m3, _qwen2_processor, _expand_grid
+    ),
     "qwen3_vl": VisionKind(
         "Qwen3VLForConditionalGeneration",
         _qwen3_config("Qwen3VLConfig", _qwen3_text, deepstack_visual_indexes=[0, 2]),

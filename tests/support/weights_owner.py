@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,11 @@ from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.shared_segment import SegmentAddress
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.rank.weight_peers import WeightServer
+from quire.worker.weights.safetensors_file import SafetensorsFile
 from quire.worker.weights.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    import pytest
 
 _NUM_TOKENS = 11
 
@@ -106,3 +111,16 @@ if __name__ == "__main__":
     }
     print(json.dumps(report), flush=True)
     threading.Event().wait()
+
+
+def record_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the names of the tensors that are read from files from now on."""
+    names: list[str] = []
+    read = SafetensorsFile.read_into
+
+    def record(self: SafetensorsFile, out: torch.Tensor, name: str, *arguments: Any) -> int:
+        names.append(name)
+        return read(self, out, name, *arguments)
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", record)
+    return names

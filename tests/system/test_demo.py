@@ -52,7 +52,7 @@ def test_demo_finishes_every_request_and_leaves_nothing(temporary: Path, tmp_pat
     assert "no process, no shared memory, no socket" in result.stdout
     assert "Traceback" not in result.stderr
     written = json.loads(record.read_text())
-    assert written.keys() == {"command", "date", "machine", "figures"}
+    assert written.keys() == {"command", "date", "machine", "commit", "figures"}
     assert written["figures"]["demo.requests"]["value"] == 12
     assert written["figures"]["demo.prefix.hit_rate"]["value"] > 0
     assert all(written["figures"][name]["value"] > 0 for name in FIGURES)

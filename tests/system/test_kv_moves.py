@@ -82,6 +82,36 @@ def test_requests_of_a_drained_replica_bring_their_blocks(
         assert sum(replica.kv.num_kv_pulled_tokens for replica in status.replicas) > 0
 
 
+@pytest.mark.timeout(900)
+def test_successor_of_a_drained_replica_reads_what_prompts_share(
+    server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path
+) -> None:
+    (tale,) = new_prompts(1)
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    with Client(server.address) as client:
+        before = wait_for(client, lambda status: len(ready(status)) == 2, READY_TIMEOUT_S)
+        hits = {replica.replica_id: replica.kv.prefix_hit_tokens for replica in ready(before)}
+        for number in range(6):
+            client.generate(f"{tale} traveler {number}", params)
+        status = wait_for(
+            client,
+            lambda status: any(each.kv.prefix_hit_tokens > hits[each.replica_id] for each in ready(status)),
+            READY_TIMEOUT_S,
+        )
+        (other,) = [
+            each.replica_id for each in ready(status) if each.kv.prefix_hit_tokens == hits[each.replica_id]
+        ]
+        assert run_quire("drain", other, "--target", server.address).returncode == 0
+        await_successor(client, other)
+        wait_for(
+            client,
+            lambda status: any(
+                each.replica_id not in hits and each.kv.num_kv_ahead_tokens for each in ready(status)
+            ),
+            READY_TIMEOUT_S,
+        )
+
+
 @pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.5])
 @pytest.mark.parametrize("side", ["lender", "reader"])
 def test_killed_side_costs_time_and_no_token(

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from quire.cluster.fleet.ray.local_cluster import LocalCluster
-from quire.proto.config import EngineConfig
+from quire.proto.config import EngineConfig, SwapRates
 from quire.worker.rank.actor import LoadReport, WorkerActor
 
 pytestmark = pytest.mark.cluster
@@ -46,9 +46,9 @@ class RecordingActor(WorkerActor):
                 actor._record()
                 return 7
 
-            def allocate_cache(self, num_blocks: int) -> float:
+            def allocate_cache(self, num_blocks: int) -> SwapRates:
                 actor._record()
-                return 0.0
+                return SwapRates()
 
         self._calls: list[tuple[bool, int]] = []
         super().__init__(config, rank, Runner)

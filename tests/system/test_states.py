@@ -33,9 +33,11 @@ PARAMS = [
 @pytest.fixture(scope="module")
 def server(make_model: Callable[..., Path]) -> Iterator[ServerProcess]:
     folder = make_model("lfm2", seed=7, **STATE_KINDS["lfm2"])
-    options = "--block-size", "4", "--max-model-len", "300", "--num-kv-blocks", "400", "--max-num-seqs", "12"
+    options = "--block-size", "4", "--max-model-len", "300", "--num-kv-blocks", "200", "--max-num-seqs", "12"
+    # Blocks for half of the requests: the others' states wait in host memory.
+    host = "--num-host-kv-blocks", "400", "--num-host-state-slots", "16"
     started = ServerProcess(
-        str(folder), "--tensor-parallel-size", "2", "--audit", "--standby-weights", *options
+        str(folder), "--tensor-parallel-size", "2", "--audit", "--standby-weights", *options, *host
     )
     try:
         started.wait_ready(READY_TIMEOUT_S)

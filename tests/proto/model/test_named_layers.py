@@ -97,7 +97,7 @@ def test_patterns_share_one_limit_of_time() -> None:
 
 
 def test_program_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_layers, "_TIMEOUT_S", 0)
+    monkeypatch.setattr(named_layers, "TIMEOUT_S", 0)
     with pytest.raises(ValueError, match="its patterns were not matched within 0 s"):
         named("re:.*")
 

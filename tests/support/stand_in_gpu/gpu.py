@@ -118,11 +118,20 @@ class StandInGpu:
 
     def launch_kernel(self, name: str, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a Triton kernel's wrapper in the interpreter, or what stands in for it."""
+        if name == "copy_scattered_blocks":
+            return self._copy_blocks(*args)
         for each in find_host_tensors((args, kwargs)):
             raise AssertionError(f"{name} got a tensor on the host, {list(each.shape)}")
         written = find_device_tensors((args, kwargs)) if name in _WRITERS else []
         self.num_launches += self.recording is None
         return self._launch(lambda *own: kernel(*own, **on_host(kwargs)), args, written, kwargs)
+
+    def _copy_blocks(self, pairs: Tensor, source: Tensor, destination: Tensor) -> None:
+        """Copy blocks between the device and pinned host memory, as the copies of single blocks are."""
+        (host,) = find_host_tensors((pairs, source, destination))
+        assert self.transfers.is_pinned(host), "copy_scattered_blocks got host memory that is not pinned"
+        for source_id, destination_id in on_host((pairs,))[0].tolist():
+            destination[:, destination_id].copy_(source[:, source_id], non_blocking=True)
 
     def note_use(self, read: list[Tensor], written: list[Tensor]) -> None:
         """Check the use of tensors on the current stream, and note it."""
