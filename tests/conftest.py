@@ -55,8 +55,9 @@ SENTENCES = [
 ]
 
 
-# The first ones in a process of pytest-xdist, after the tests of Ray, which take longest together: a minute of a core
-# each, and more if the C++ ops are compiled for all instruction sets.
+# Files that start Ray run in the same process of pytest-xdist, and first: they take longest together.
+RAY_GROUP = "ray"
+# The next ones there: a minute of a core each, and more if the C++ ops are compiled for all instruction sets.
 LONG = "tests/kernels/native/test_instruction_sets.py", "tests/worker/models/test_exactness.py"
 
 _MARK = pytest.StashKey[str]()
@@ -71,6 +72,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and child processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _make_hypothesis_repeatable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a test as in one process: pytest-xdist appends its group, and no later run would know it as failed."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the process that gathers the reports knows the test by this name until then
+    file = report.nodeid.partition("::")[0]
+    report.nodeid = report.nodeid.removesuffix(f"@{file}").removesuffix(f"@{RAY_GROUP}")
 
 
 @pytest.hookimpl(trylast=True)
@@ -103,10 +113,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("cluster") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
     if hasattr(config, "workerinput"):  # in a process of pytest-xdist
-        groups = {item: "ray" if _file_of(item) in starts_ray else _file_of(item) for item in items}
+        groups = {item: RAY_GROUP if _file_of(item) in starts_ray else _file_of(item) for item in items}
         for item, group in groups.items():
             item.add_marker(pytest.mark.xdist_group(group))
-        first = ("ray", *LONG)
+        first = (RAY_GROUP, *LONG)
         items.sort(key=lambda item: first.index(groups[item]) if groups[item] in first else len(first))
 
 
