@@ -204,7 +204,7 @@ def test_delta_rule_by_flash_linear_attention_equals_that_of_quire(monkeypatch: 
     assert not state_ops.attention_case(replace(SMALLEST, dtype="bfloat16"), 3, 1).peers
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_kernels_pass_their_comparison(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tolerance must hold for the rounding of each op, and no input may make a kernel differ by design."""
     monkeypatch.setattr(dispatch, "has_kernels", lambda tensor: True)

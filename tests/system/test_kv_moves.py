@@ -112,7 +112,9 @@ def test_successor_of_a_drained_replica_reads_what_prompts_share(
         )
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize(
+    "delay_s", [0.25, pytest.param(0.0, marks=pytest.mark.slow), pytest.param(0.5, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("side", ["lender", "reader"])
 def test_killed_side_costs_time_and_no_token(
     server: ServerProcess, run_quire: RunQuire, demo_model_dir: Path, side: str, delay_s: float

@@ -17,8 +17,8 @@ from serving import ServerFactory
 from quire.cluster.text.requests.json_values import MAX_ITEMS, MAX_PARTS, JsonSize
 
 # In rounds of 100,000, of about 2 ms. Without the count, 1.3 million empty lists took 3,000, 400,000 biases 600, two
-# million token ids 170. With an error per item, 524,288 fractions took 5,000. Now the longest takes 12 to 47, in which a
-# text of 16 MB is decoded by one call.
+# million token ids 170. With an error per item, 524,288 fractions took 5,000. The longest takes 12 to 47 now: a text
+# of 16 MB is decoded by one call.
 MAX_STALL = 120.0
 
 JSON = st.recursive(
