@@ -18,11 +18,12 @@ from .codec import FrameCodec
 from .config import EngineConfig, ModelConfig
 from .later_fields import sent_if_set
 from .model.state import StateSection
+from .options.sections import DTYPES
 
 # A KV cache in float8 whose keys of a layer have one scale, and its values another, which are in the checkpoint.
 FP8_PER_TENSOR = "fp8_per_tensor"
 QUANTIZED_KV = frozenset({"fp8_e4m3", FP8_PER_TENSOR, "int8"})
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2} | dict.fromkeys(QUANTIZED_KV, 1)
+_DTYPE_BYTES = DTYPES | dict.fromkeys(QUANTIZED_KV, 1)
 _SCALE_BYTES = 4
 _FINGERPRINT_BYTES = 16
 

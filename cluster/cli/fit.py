@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from ..config.capacity import Capacity, Workload
     from .splits import Split
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Length of the sequences that the table counts, beside the model's own context.
 _TYPICAL_LEN = 4096
 
@@ -98,6 +97,7 @@ def fit(
 
     from ...proto.errors import ConfigError, ModelLoadError
     from ...proto.kv_layout import QUANTIZED_KV
+    from ...proto.options.sections import DTYPES
     from ..config.capacity import Workload
     from ..config.engine_options import EngineOptions
     from ..config.machine import gpu_bytes
@@ -114,7 +114,7 @@ def fit(
             mamba_ssm_cache_dtype=mamba_ssm_cache_dtype,
         )
     )
-    dtype_bytes = _DTYPE_BYTES.get(described.dtype, 2)
+    dtype_bytes = DTYPES.get(described.dtype, 2)
     kv_bytes = 1 if kv_cache_dtype in QUANTIZED_KV else dtype_bytes
     workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
     slots = _Slots(max_loras, max_lora_rank, lora_target_modules)

@@ -30,8 +30,6 @@ from .model_checks import (
 # Ranks that share a core only wait for each other; a few are useful to try a layout on a small machine.
 MAX_CPU_RANKS_PER_CORE = 4
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def check_early(options: EngineOptions, machine: Machine, *, with_weights: bool = True) -> None:
     """Check what can be checked without loading anything. The files of a model of the hub are left out.
@@ -243,7 +241,7 @@ def _check_directory(problems: Problems, options: EngineOptions, device: str, wi
             resolve_max_model_len(options.max_model_len, context_len)
     if with_weights and device == "cpu":
         with problems:
-            _check_kv_memory(options, fields, _DTYPE_BYTES[dtype])
+            _check_kv_memory(options, fields, DTYPES[dtype])
 
 
 def _check_names(path: Path, name: str, fields: dict[str, Any]) -> None:

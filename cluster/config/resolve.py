@@ -42,7 +42,7 @@ from ...proto.model.spec import DecoderSpec
 from ...proto.model.state import state_bytes
 from ...proto.model.transformers_spec import TransformersSpec
 from ...proto.options.option import declared_options
-from ...proto.options.sections import ALL_REDUCE, ChatOptions, ImageOptions, StructuredOutputsOptions
+from ...proto.options.sections import ALL_REDUCE, DTYPES, ChatOptions, ImageOptions, StructuredOutputsOptions
 from ...proto.state_memory import DEFAULT_CPU_KV_BYTES, choose_num_slots
 from .deployment import Deployment
 from .early_checks import (
@@ -62,7 +62,6 @@ from .speculative_options import SpeculativeOptions, read_speculative_options, w
 DEFAULT_STEPS_IN_FLIGHT = 2
 # Running sequences and as many snapshots, where the number of KV blocks is given instead of the memory.
 _SLOTS_PER_SEQUENCE = 2
-_DTYPE_BYTES = {"float32": 4}
 # Host blocks, and slots for states, through which files are read and written, if the operator gives no number.
 _FEWEST_STAGING_BLOCKS, _MOST_STAGING_BLOCKS = 64, 2048
 _STAGING_STATES = 8
@@ -298,7 +297,7 @@ def _choose_num_slots(config: EngineConfig, gpu_bytes: int) -> int:
         memory = max(0, int(gpu_bytes * cache.gpu_memory_utilization) - _weight_bytes(model) // num_ranks)
     if cache.num_kv_blocks is not None or memory is None:
         return 1 + _SLOTS_PER_SEQUENCE * max_num_seqs
-    dtype_bytes = _DTYPE_BYTES.get(model.dtype, 2)
+    dtype_bytes = DTYPES.get(model.dtype, 2)
     token_bytes = dtype_bytes * sum(map(prod, model.kv_shapes(num_ranks)))
     return choose_num_slots(
         model.name,

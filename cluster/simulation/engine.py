@@ -9,6 +9,7 @@ from ...proto.config import EngineConfig, ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.kv_layout import QUANTIZED_KV
 from ...proto.model.registry import check_supported
+from ...proto.options.sections import DTYPES
 from ...worker import WeightSize, make_meta_model, measure_weights
 from ..config.capacity import Workload, capacity
 from ..config.engine_options import EngineOptions
@@ -28,7 +29,6 @@ from .traces import VOCAB_SIZE
 CPU = "cpu"
 # KV memory of a rank on a CPU, unless it is given: the default of `quire serve`.
 _CPU_KV_BYTES = 512 << 20
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ALL_REDUCES_PER_LAYER = 2
 
@@ -69,7 +69,7 @@ class Models:
         key = options.model, dtype_bytes or 0
         if key not in self._measured:
             model = describe_files(options)
-            size = dtype_bytes or _DTYPE_BYTES.get(model.dtype, 2)
+            size = dtype_bytes or DTYPES.get(model.dtype, 2)
             self._measured[key] = model, measure_weights(model, make_meta_model(model), size)
         return self._measured[key]
 
@@ -95,7 +95,7 @@ def make_engine(
         )
     # CPUs compute in 32 bits unless another type is asked for.
     dtype = {"auto": "float32"}.get(options.dtype, options.dtype) if device.name == CPU else options.dtype
-    dtype_bytes = _DTYPE_BYTES.get(dtype)
+    dtype_bytes = DTYPES.get(dtype)
     model, weights = (models or Models()).measure(options, dtype_bytes)
     if options.max_model_len is not None:
         model = replace(model, max_model_len=min(options.max_model_len, model.max_model_len))
@@ -103,7 +103,7 @@ def make_engine(
     check_supported(model, tp, expert_parallel=options.enable_expert_parallel)
     memory = 0 if device.name == CPU else gpu_bytes(device.name)
     bare = engine_config(options, model, device="cpu" if device.name == CPU else "cuda", gpu_bytes=memory)
-    dtype_bytes = dtype_bytes or _DTYPE_BYTES.get(model.dtype, 2)
+    dtype_bytes = dtype_bytes or DTYPES.get(model.dtype, 2)
     num_blocks, kv_token_bytes = _kv_cache(options, bare, weights, memory, dtype_bytes)
     config = bare.with_num_blocks(num_blocks)
     # Prompts of traces have ids of their own, which a small vocabulary lacks.

@@ -11,6 +11,9 @@ import numpy as np
 from ...proto.config import EngineConfig
 from ...proto.kv_layout import layout_of
 from ...proto.kv_transfer import KvOrders, KvPull, KvReport, KvReportKind
+from ...proto.model.registry import state_layers
+from ...proto.model.state import state_bytes
+from ...proto.options.sections import DTYPES
 
 # Ranks without anything to compute report after this time at the latest, as real ones do.
 WAIT_S = 0.05
@@ -34,12 +37,17 @@ class KvPeer:
 
     def __init__(self, network: KvNetwork, replica_id: str, config: EngineConfig) -> None:
         self._network, self._num_ranks = network, config.parallel.tensor_parallel_size
-        self._block_bytes = np.array(layout_of(config, 0, "").block_bytes)
+        own_state_bytes = state_bytes(
+            state_layers(config.model, self._num_ranks), DTYPES.get(config.model.dtype, 2)
+        )
+        # Of a block of each group, and of a state, which a pull counts after the groups.
+        self._unit_bytes = np.array([*layout_of(config, 0, "").block_bytes, own_state_bytes])
         self._lends_until = 0.0
         self._endpoint_of: dict[int, tuple[str, int]] = {}  # pull_id |-> (replica, lease)
         self._reports: deque[tuple[float, KvReport]] = deque()  # in the order of their times
         for rank in range(self._num_ranks):
-            self._reports.append((0.0, KvReport(rank, KvReportKind.SERVES, name=replica_id)))
+            serves = KvReport(rank, KvReportKind.SERVES, name=replica_id, num_bytes=own_state_bytes)
+            self._reports.append((0.0, serves))
         network.peers[replica_id] = self
 
     def apply(self, orders: KvOrders, now: float) -> None:
@@ -57,7 +65,7 @@ class KvPeer:
         replica_id = pull.endpoints[0]
         self._endpoint_of[pull.pull_id] = replica_id, pull.generation
         lender = self._network.peers.get(replica_id)
-        num_bytes = int(self._block_bytes @ pull.group_lens[: self._block_bytes.size])
+        num_bytes = int(self._unit_bytes[: pull.group_lens.size] @ pull.group_lens)
         seconds = num_bytes / self._network.bytes_per_s
         failed, reason = np.arange(pull.targets.size, dtype=np.int32), "unreachable: it has ended"
         done_at = now

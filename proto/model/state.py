@@ -8,7 +8,7 @@ from math import prod
 from typing import Protocol, runtime_checkable
 
 from ..errors import ConfigError
-from ..options.sections import STATE_DTYPES
+from ..options.sections import DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StateTensor:
 
     def num_bytes(self, dtype_bytes: int) -> int:
         """Return the bytes of a sequence, for a model whose elements have `dtype_bytes`."""
-        return prod(self.shape) * (STATE_DTYPES[self.dtype] if self.is_recurrent else dtype_bytes)
+        return prod(self.shape) * (DTYPES[self.dtype] if self.is_recurrent else dtype_bytes)
 
 
 @runtime_checkable

@@ -38,9 +38,9 @@ from .values import (
 )
 
 DEVICES = ("cpu", "cuda")
-DTYPES = ("float32", "bfloat16", "float16")
-# Dtype of recurrent states |-> bytes of an element.
-STATE_DTYPES = {"float32": 4, "bfloat16": 2}
+# Dtype of weights and of what is computed |-> bytes of an element.
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATE_DTYPES = ("float32", "bfloat16")
 # Ways of a mixture's tokens to the ranks that have their experts.
 ALL_REDUCE, ALL_TO_ALL = "all_reduce", "all_to_all"
 DEEPEP_HIGH_THROUGHPUT, DEEPEP_LOW_LATENCY = "deepep_high_throughput", "deepep_low_latency"
