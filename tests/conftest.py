@@ -60,6 +60,8 @@ RAY_GROUP = "ray"
 # The next ones there: a minute of a core each, and more if the C++ ops are compiled for all instruction sets.
 LONG = "tests/kernels/native/test_instruction_sets.py", "tests/worker/models/test_exactness.py"
 
+MAX_ID_CHARS = 200
+
 _MARK = pytest.StashKey[str]()
 _LEFT = pytest.StashKey[list[str]]()
 ONLY_FAILED_TESTS = "quire/only_failed_tests"  # in pytest's cache; make test-again reads it
@@ -139,6 +141,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(run_test())
     return True
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a long text by its beginning: some have megabytes, and each process would send the names of all tests."""
+    if not isinstance(val, str | bytes) or len(val) <= MAX_ID_CHARS:
+        return None
+    return f"{argname} of {len(val)}, {val[:20]!r}"
 
 
 def _file_of(item: pytest.Item) -> str:

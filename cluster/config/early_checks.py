@@ -98,7 +98,7 @@ def resolve_dtype(dtype: str, checkpoint_dtype: str, device: str) -> str:
         dtype = "float32" if device == "cpu" else checkpoint_dtype
     if dtype not in DTYPES:
         raise ConfigError(
-            f"the checkpoint's dtype is {dtype!r}, must be {in_words(DTYPES)}; set the option dtype to one of them"
+            f"the checkpoint's dtype is {dtype!r}, must be {in_words(tuple(DTYPES))}; set the option dtype to one of them"
         )
     return dtype
 
@@ -286,7 +286,7 @@ def _check_stages(options: EngineOptions, fields: dict[str, Any]) -> None:
 
 def _stored_dtype(fields: dict[str, Any]) -> str:
     stored = fields.get("dtype") or fields.get("torch_dtype")
-    return stored.removeprefix("torch.") if isinstance(stored, str) else DTYPES[0]
+    return stored.removeprefix("torch.") if isinstance(stored, str) else "float32"
 
 
 def _plain_context_len(fields: dict[str, Any]) -> int | None:
