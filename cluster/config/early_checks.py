@@ -98,7 +98,8 @@ def resolve_dtype(dtype: str, checkpoint_dtype: str, device: str) -> str:
         dtype = "float32" if device == "cpu" else checkpoint_dtype
     if dtype not in DTYPES:
         raise ConfigError(
-            f"the checkpoint's dtype is {dtype!r}, must be {in_words(tuple(DTYPES))}; set the option dtype to one of them"
+            f"the checkpoint's dtype is {dtype!r}, must be {in_words(tuple(DTYPES))}; set the option dtype to one of "
+            "them"
         )
     return dtype
 
