@@ -52,7 +52,11 @@ if TYPE_CHECKING:  # the table below, for type checkers: X as X exports a name
         GrammarSpec as GrammarSpec,
         UnsupportedConstraint as UnsupportedConstraint,
     )
-    from .weights.weight_source import WeightSource as WeightSource
+    from .weights.weight_source import (
+        NodePeers as NodePeers,
+        WeightOrigin as WeightOrigin,
+        WeightSource as WeightSource,
+    )
 else:
     __all__, __getattr__ = lazy_names(
         __name__,
@@ -74,6 +78,6 @@ else:
             ".rank.step_executor": "LaunchedStep",
             ".structured.compilation": "GrammarLibrary",
             ".structured.grammar": "GrammarSpec UnsupportedConstraint",
-            ".weights.weight_source": "WeightSource",
+            ".weights.weight_source": "NodePeers WeightOrigin WeightSource",
         },
     )

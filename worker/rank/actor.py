@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from ..comm.pipeline import Pipeline
     from ..comm.replica_groups import ReplicaGroups
-    from ..weights.weight_source import WeightSource
+    from ..weights.weight_source import WeightOrigin, WeightSource
     from .runner import ModelRunner
     from .step_executor import LaunchedStep
     from .weight_peers import WeightServer
@@ -211,15 +211,13 @@ class WorkerActor:
         self._store, port = self._create_store(host)
         return host, port
 
-    def load(
-        self, store: tuple[str, int] | None, inherited: Sequence[SegmentAddress | WeightSource] = ()
-    ) -> LoadReport:
+    def load(self, store: tuple[str, int] | None, inherited: Sequence[WeightOrigin] = ()) -> LoadReport:
         """Join the group and load the weights.
 
         Args:
             store: host and port of rank 0's store; None if this is the only rank.
-            inherited: segments with the weights of the process that this one replaces, or other replicas' ranks that
-                have the weights of this one.
+            inherited: segments with the weights of the process that this one replaces, other replicas' ranks that
+                have the weights of this one, or nodes with copies of the files.
 
         Raises:
             ModelLoadError: the model directory cannot be read.
@@ -252,13 +250,25 @@ class WorkerActor:
             replica_id: of this replica, for messages.
             over_network: other hosts may read, through a port that is open from now on.
         """
+        host = str(ray.util.get_node_ip_address()) if over_network else None
+        return self._serve_weights(replica_id).source(self._loaded.weight_segments, host)
+
+    def copy_sources(self, replica_id: str, num_readers: int) -> tuple[WeightSource, ...] | None:
+        """Return where each of some nodes can read this node's copies of model files; None if it makes none.
+
+        Call it before `load`, for nodes that copy at the same time, or later.
+        """
+        host, node = str(ray.util.get_node_ip_address()), ray.get_runtime_context().get_node_id()
+        return self._serve_weights(replica_id).copies(host, node, num_readers)
+
+    def _serve_weights(self, replica_id: str) -> WeightServer:
         with self._source_lock:
             if self._weight_server is None:
                 from .weight_peers import WeightServer
 
-                self._weight_server = WeightServer(f"rank {self._rank} of {replica_id}")
-        host = str(ray.util.get_node_ip_address()) if over_network else None
-        return self._weight_server.source(self._loaded.weight_segments, host)
+                owner = f"rank {self._rank} of {replica_id}"
+                self._weight_server = WeightServer(owner, lambda: not self._is_loaded)
+        return self._weight_server
 
     def rejoin(self, store: tuple[str, int] | None, *, has_new_ranks: bool) -> RankStatus:
         """Join a new group with the weights in place and empty rows.

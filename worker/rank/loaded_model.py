@@ -27,7 +27,6 @@ from ..libraries.recurrence_backend import choose_recurrence
 from ..lora.adapters import RankAdapters
 from ..lora.layers import NO_LORA, LoraLayers
 from ..memory.allocation import out_of_memory_as
-from ..memory.shared_segment import SegmentAddress
 from ..models.drafts.draft_head import load_draft_head
 from ..models.llama.decoder import Decoder
 from ..models.load_context import LoadContext
@@ -51,10 +50,10 @@ from ..weights.node_cache import weights_folder
 from ..weights.same_layout import has_tensors
 from ..weights.standby_weights import StandbyWeights
 from ..weights.weight_segment import SegmentReader, SegmentWriter
-from ..weights.weight_source import WeightSource
+from ..weights.weight_source import NO_PEERS, NodePeers, WeightOrigin
 from .device import on_device
 from .expert_balancer import ExpertBalancer, NoBalancer, Orders
-from .weight_peers import copy_segment
+from .weight_peers import PieceStream, copy_segment
 
 _log = logging.getLogger(__name__)
 
@@ -137,8 +136,8 @@ class ModelLoader:
     """Loads the served model of a rank, and the models that draft for it.
 
     Args:
-        inherited: segments with the weights of the rank that this one replaces, and other replicas' ranks that have
-            the weights of this one.
+        inherited: segments with the weights of the rank that this one replaces, other replicas' ranks that have the
+            weights of this one, and nodes with copies of the files.
 
     Attributes:
         standby: the segments that hold the weights in use.
@@ -151,14 +150,15 @@ class ModelLoader:
         pipeline: Pipeline,
         dtype: torch.dtype,
         device: torch.device,
-        inherited: Sequence[SegmentAddress | WeightSource] = (),
+        inherited: Sequence[WeightOrigin] = (),
     ) -> None:
         self._config, self._pipeline, self._dtype, self._device = config, pipeline, dtype, device
         self._linear, self._experts = choose_linear(config, device), choose_experts(config, device)
         self._sums = choose_sums(config, device)
         self.recurrence = choose_recurrence(config, device)
+        self._peers = next((each for each in inherited if isinstance(each, NodePeers)), NO_PEERS)
         self.standby = StandbyWeights(
-            inherited,
+            [each for each in inherited if not isinstance(each, NodePeers)],
             is_on=config.parallel.keeps_weights,
             copy=partial(copy_segment, num_ranks=pipeline.replica.size),
         )
@@ -276,6 +276,12 @@ class ModelLoader:
             max_tokens = max(shape.num_tokens for shape in GraphLimits.of(self._config).shapes)
             loaded.tap = FeatureTap(reader, features, max_tokens)
 
+    def _folder_of(self, model: ModelConfig) -> Path:
+        """Return the folder to read a model's weights from."""
+        folder = weights_folder(model.path, self._peers, PieceStream)
+        self._peers = self._peers.after_a_use()
+        return folder
+
     @contextmanager
     def _open(
         self,
@@ -299,7 +305,7 @@ class ModelLoader:
             )
             store = opened.enter_context(self.standby.store(Path(model.path), settings))
             has_weights = isinstance(store, SegmentReader)
-            folder = Path(model.path) if has_weights else weights_folder(model.path)
+            folder = Path(model.path) if has_weights else self._folder_of(model)
             checkpoint = opened.enter_context(closing(Checkpoint(folder, on_progress, pipeline.replica.size)))
             if has_weights:
                 checkpoint.ignore_all()

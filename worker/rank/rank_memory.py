@@ -33,7 +33,7 @@ from ..step.device_rows import DeviceRows
 from ..step.token_relay import make_relay
 from ..weights.checkpoint import ProgressCallback
 from ..weights.same_layout import check_same_layout
-from ..weights.weight_source import WeightSource
+from ..weights.weight_source import WeightOrigin
 from .encoder_outputs import EncodedElsewhere, EncoderOutputs
 from .expert_balancer import ExpertBalancer, NoBalancer
 from .kv_budget import LargestSteps, profile_kv_bytes
@@ -70,7 +70,7 @@ class RankMemory:
         device: torch.device,
         stages: StepStages,
         graph_backend: GraphBackend | None = None,
-        inherited: Sequence[SegmentAddress | WeightSource] = (),
+        inherited: Sequence[WeightOrigin] = (),
         on_progress: ProgressCallback | None = None,
     ) -> None:
         self._config, self._pipeline, self._device, self._stages = config, pipeline, device, stages

@@ -32,7 +32,7 @@ from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
 from ..transfer.kv_blocks import KvBlocks, NoKvService
 from ..weights.checkpoint import ProgressCallback
-from ..weights.weight_source import WeightSource
+from ..weights.weight_source import WeightOrigin
 from .device import compute_device, on_device
 from .lost_device import step_failed
 from .rank_memory import RankMemory
@@ -60,8 +60,8 @@ class ModelRunner:
         graph_backend: records steps; None for CUDA graphs on a GPU and no graphs on a CPU.
         device: of the weights and the KV cache; None for the thread's current one. It must be the current device of
             every thread that calls a method (see `on_device`).
-        inherited: segments with the weights of the rank that this one replaces, see `weight_segments`, or other
-            replicas' ranks that have the weights of this one.
+        inherited: segments with the weights of the rank that this one replaces, see `weight_segments`, other
+            replicas' ranks that have the weights of this one, or nodes with copies of the files.
 
     Attributes:
         device: of the weights and the KV cache.
@@ -81,7 +81,7 @@ class ModelRunner:
         on_progress: ProgressCallback | None = None,
         graph_backend: GraphBackend | None = None,
         device: torch.device | None = None,
-        inherited: Sequence[SegmentAddress | WeightSource] = (),
+        inherited: Sequence[WeightOrigin] = (),
         pipeline: Pipeline | None = None,
     ) -> None:
         self._stages = StepStages()

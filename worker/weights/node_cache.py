@@ -2,8 +2,8 @@
 
 The variable QUIRE_WEIGHTS_CACHE of a node names the folder; without it, weights are read where they are.
 QUIRE_WEIGHTS_CACHE_GB bounds the copies; without it, the disk does. A model is copied once per node, by the first of
-the processes that load it, while the others wait. If the copy fails, the weights are read at their source, with a
-warning.
+the processes that load it, while the others wait; what other nodes have of it comes from them (`node_copy`). If the
+copy fails, the weights are read at their source, with a warning.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from ...proto.errors import ConfigError, in_one_line
+from .node_copy import Connect, CopyFailed, NodeCopy, read_piece, weight_files
+from .weight_source import NO_PEERS, NodePeers
 
 FOLDER_VARIABLE = "QUIRE_WEIGHTS_CACHE"
 SIZE_VARIABLE = "QUIRE_WEIGHTS_CACHE_GB"
 # In the format of sha256sum, which can check a copy later.
 CHECKSUMS = "SHA256SUMS"
-# Network storage is faster with several readers.
-NUM_READERS = 4
-_CHUNK_BYTES = 16 << 20
 # A copy that was used within this time may be read at this moment: a replica has half an hour to load.
 IN_USE_S = 3600.0
-_PATTERNS = ("*.safetensors", "*.safetensors.index.json")
+_KEY = re.compile("[0-9a-f]{16}")
 
 _log = logging.getLogger(__name__)
 
 
-class _CopyFailed(Exception):
-    """The weights are not copied; the message says why."""
+def _connect_none(peer: object) -> NoReturn:
+    raise ConnectionError("this process has no connections to other nodes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +71,50 @@ class NodeCache:
             raise ConfigError(f"{SIZE_VARIABLE} is {size!r}, must be a positive number of gigabytes")
         return NodeCache(Path(folder).expanduser(), max_bytes)
 
-    def copy_of(self, source: Path) -> Path:
+    def copy_of(self, source: Path, peers: NodePeers = NO_PEERS, connect: Connect = _connect_none) -> Path:
         """Return the folder to read a model directory's weights from: the copy, or the source if there is none.
 
         Returns at once if the copy exists. Copies are found by the source's path and its files' names, sizes and
         times, so that changed weights are copied again.
+
+        Args:
+            peers: have copies, or fill them.
+            connect: opens a connection to a peer.
         """
         try:
-            return self._copy_of(source)
-        except (OSError, _CopyFailed) as error:
+            return self._copy_of(source, peers, connect)
+        except (OSError, CopyFailed) as error:
             _log.warning(
                 "%s is read in place, without a copy in %s: %s", source, self.folder, in_one_line(error)
             )
             return source
 
-    def _copy_of(self, source: Path) -> Path:
-        files = _weight_files(source)
+    def read_piece(self, key: str, piece: int) -> tuple[int, bytes] | None:
+        """Return the checksum and the content of a piece of a copy, complete or not; None if it is not there yet.
+
+        Raises:
+            ValueError: there is no such key or piece.
+        """
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is no key of a copy")
+        for path in (*self.folder.glob(f"*-{key}"), *self.folder.glob(f".*-{key}.incoming")):
+            if found := read_piece(path, piece):
+                return found
+        return None
+
+    def _copy_of(self, source: Path, peers: NodePeers, connect: Connect) -> Path:
+        files = weight_files(source)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not files or _device_of(source) == _device_of(self.folder):
             return source
-        entry = self.folder / f"{source.resolve().name}-{_key(source, files)}"
+        key = _key(source, files)
+        entry = self.folder / f"{source.resolve().name}-{key}"
         if not _use(entry):
             with _locked(self.folder / f".{entry.name}.lock"):
                 # Another process may have made it meanwhile.
                 if not _use(entry):
                     self._make_room(sum(files.values()))
-                    _fill(entry, source, files)
+                    _fill(entry, source, files, key, peers, connect)
         return entry
 
     def _make_room(self, num_bytes: int) -> None:
@@ -115,7 +133,7 @@ class NodeCache:
                 shutil.rmtree(copy)
                 _log.info("deleted the copy %s, the least recently used", copy)
             if held + num_bytes > limit:
-                raise _CopyFailed(
+                raise CopyFailed(
                     f"{num_bytes / 1e9:.1f} GB are needed, {max(0, limit - held) / 1e9:.1f} GB can be freed"
                 )
 
@@ -130,16 +148,10 @@ class NodeCache:
                     shutil.rmtree(incoming, ignore_errors=True)
 
 
-def weights_folder(model_path: str) -> Path:
-    """Return the folder to read the weights of a model directory from, on this node."""
+def weights_folder(model_path: str, peers: NodePeers = NO_PEERS, connect: Connect = _connect_none) -> Path:
+    """Return the folder to read the weights of a model directory from, on this node; see `NodeCache.copy_of`."""
     cache = NodeCache.of_environment()
-    return Path(model_path) if cache is None else cache.copy_of(Path(model_path))
-
-
-def _weight_files(source: Path) -> dict[str, int]:
-    """Return the name |-> number of bytes of the files to copy."""
-    paths = sorted(path for pattern in _PATTERNS for path in source.glob(pattern))
-    return {path.name: path.stat().st_size for path in paths}
+    return Path(model_path) if cache is None else cache.copy_of(Path(model_path), peers, connect)
 
 
 def _key(source: Path, files: Mapping[str, int]) -> str:
@@ -169,47 +181,31 @@ def _use(entry: Path) -> bool:
     return True
 
 
-def _fill(entry: Path, source: Path, files: Mapping[str, int]) -> None:
+def _fill(
+    entry: Path, source: Path, files: Mapping[str, int], key: str, peers: NodePeers, connect: Connect
+) -> None:
     """Make the copy under another name first, so that a copy with the right name is complete."""
-    num_bytes = sum(files.values())
-    _log.info("copying %.2f GB of weights from %s to %s, once on this node", num_bytes / 1e9, source, entry)
+    gigabytes = sum(files.values()) / 1e9
+    _log.info("copying %.2f GB of weights from %s to %s, once on this node", gigabytes, source, entry)
     start = time.monotonic()
     incoming = entry.with_name(f".{entry.name}.incoming")
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir()
     try:
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            digests = list(readers.map(lambda name: _copy_file(source / name, incoming / name), files))
-        sums = "".join(f"{digest}  {name}\n" for name, digest in zip(files, digests, strict=True))
-        (incoming / CHECKSUMS).write_text(sums)
+        copy = NodeCopy(incoming, source, files, key, peers, connect)
+        digests = copy.fill()
+        if _key(source, weight_files(source)) != key:
+            raise CopyFailed("its files were changed meanwhile")
+        (incoming / CHECKSUMS).write_text("".join(f"{digests[name]}  {name}\n" for name in files))
         incoming.rename(entry)
     except BaseException:
         shutil.rmtree(incoming, ignore_errors=True)
         raise
     seconds = time.monotonic() - start
-    _log.info("copied in %.1f s, %.2f GB/s", seconds, num_bytes / 1e9 / seconds)
-
-
-def _copy_file(source: Path, target: Path) -> str:
-    """Copy a file and return its SHA-256, after reading it back from the disk.
-
-    Raises:
-        _CopyFailed: the disk holds other bytes than were read.
-    """
-    digest = hashlib.sha256()
-    with source.open("rb", buffering=0) as reading, target.open("xb", buffering=0) as writing:
-        while chunk := reading.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            rest = memoryview(chunk)
-            while rest:
-                rest = rest[writing.write(rest) :]
-        os.fsync(writing.fileno())
-        # Drops the pages from memory, so that they are read from the disk.
-        os.posix_fadvise(writing.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with target.open("rb", buffering=0) as stored:
-        if hashlib.file_digest(stored, "sha256").digest() != digest.digest():
-            raise _CopyFailed(f"{target.name} differs on the disk from what {source} had")
-    return digest.hexdigest()
+    share = copy.num_source_bytes / max(1, sum(files.values()))
+    _log.info(
+        "copied in %.1f s, %.2f GB/s, %.0f %% from the source", seconds, gigabytes / seconds, 100 * share
+    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams
 from quire.proto.errors import ConfigError
 from quire.worker.weights import node_cache
 from quire.worker.weights.node_cache import CHECKSUMS, IN_USE_S, NodeCache
+from quire.worker.weights.node_copy import PIECES
 
 WEIGHTS = {"model-00001-of-00002.safetensors": b"a" * 3000, "model-00002-of-00002.safetensors": b"b" * 2000}
 INDEX = {"model.safetensors.index.json": b"{}"}
@@ -50,7 +51,7 @@ def age(copy: Path, seconds: float) -> None:
 def test_copy_has_the_weights_and_their_checksums(cache: NodeCache, tmp_path: Path) -> None:
     copy = cache.copy_of(model(tmp_path))
     assert copy.parent == cache.folder
-    assert {path.name for path in copy.iterdir()} == {*WEIGHTS, *INDEX, CHECKSUMS}
+    assert {path.name for path in copy.iterdir()} == {*WEIGHTS, *INDEX, CHECKSUMS, PIECES}
     for name, content in WEIGHTS.items():
         assert (copy / name).read_bytes() == content
     digests = {
