@@ -10,9 +10,11 @@ import asyncio
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -55,6 +57,8 @@ _SHOWN_RESOURCES = ("CPU", "GPU", "memory")
 ACTOR_NAME = "quire/controller"
 # The controller runs on the head node, which lives as long as the cluster.
 _HEAD_RESOURCE = {HEAD_NODE_RESOURCE: 0.001}
+# Replicas of a model that a new one may fill its copy of the files from.
+_NUM_KNOWN_LOADS = 8
 # Concurrent calls: every gateway has one `watch` call open.
 _MAX_CALLS = 1000
 
@@ -79,6 +83,9 @@ class RayLauncher:
         self._namespace = namespace
         self._autoscaling_config = autoscaling_config
         self._target = FleetLaunchTarget(keys, namespace, autoscaling_config=autoscaling_config)
+        self._lock = threading.Lock()  # guards what follows: launches run in threads
+        # Path of a model |-> replicas that have begun to load it, the latest first.
+        self._loads: dict[str, deque[str]] = {}
 
     def launch(
         self, deployment: Deployment, replica_id: str, on_progress: OnProgress, peers: Sequence[str] = ()
@@ -102,8 +109,17 @@ class RayLauncher:
             launch_target,
             version=deployment.version,
             peers=peers,
+            begin_load=partial(self._begin_load, config.model.path, replica_id),
             on_progress=on_progress,
         )
+
+    def _begin_load(self, model_path: str, replica_id: str) -> list[str]:
+        """Return the replicas that have begun to load a model before this one."""
+        with self._lock:
+            loads = self._loads.setdefault(model_path, deque(maxlen=_NUM_KNOWN_LOADS))
+            earlier = list(loads)
+            loads.appendleft(replica_id)
+        return earlier
 
     def adopt(self, record: ReplicaRecord) -> Replica:
         return adopt_replica(record, self._target)

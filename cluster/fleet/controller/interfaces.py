@@ -38,7 +38,7 @@ class Launcher(Protocol):
     ) -> LiveReplica:
         """Launch a replica. Raises QuireError, and whatever `on_progress` raises.
 
-        `peers` are ready replicas with the same weights, for `weights_from_peers`. They may end meanwhile.
+        `peers` are ready replicas with the same weights, which it may take them from. They may end meanwhile.
 
         `on_progress` is called in this thread at every stage, first as soon as `remove` can find what was started. So
         a launch that is canceled at any stage leaves nothing behind.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ....proto.config import EngineConfig
 from ....proto.model.parallel_split import ParallelSplit
-from ....worker import LoadReport, RankProcess, StartRecord, WeightSource, build_ops
+from ....worker import LoadReport, RankProcess, StartRecord, WeightOrigin, build_ops
 from ...config.hub import download_model
 from ..ray.errors import await_all
 from ..ray.launch_target import LaunchTarget
@@ -23,7 +23,7 @@ from .launch_progress import LaunchProgress, LaunchStage, OnProgress
 from .loading_bar import LoadingBar
 from .placement import Reservation, bundles_for
 from .process_starter import ProcessStarter
-from .rank_lookup import find_weights
+from .rank_lookup import find_copies, find_weights
 from .rank_processes import LOAD_TIMEOUT_S, PROCESS_TIMEOUT_S, RankHandles
 from .record import ReplicaRecord
 from .replica import Replica, remove_replica
@@ -49,12 +49,15 @@ def launch_replica(
     *,
     version: str = "",
     peers: Sequence[str] = (),
+    begin_load: Callable[[], Sequence[str]] = tuple,
     on_progress: OnProgress = lambda progress: None,
 ) -> Replica:
     """Start a replica and return it when it takes requests. Logs each stage.
 
     Args:
-        peers: replicas that may have the same weights, for `weights_from_peers`.
+        peers: replicas that may have the same weights.
+        begin_load: called when the ranks begin to load. Returns replicas that have begun to load the same files
+            before, the latest first, from whose nodes' copies this one's are filled.
         on_progress: called on entry to every stage, and repeatedly with the reason while there is no room. An
             exception that it raises cancels the launch.
 
@@ -62,7 +65,7 @@ def launch_replica(
         ConfigError: the model cannot be loaded, or its KV cache does not fit.
         ReplicaUnavailable: there was no room in time (says why), or a process died or was late (names it).
     """
-    launch = _Launch(config, replica_id, target, peers, on_progress)
+    launch = _Launch(config, replica_id, target, peers, begin_load, on_progress)
     try:
         stopwatch = Stopwatch()
         if not target.is_detached:
@@ -104,10 +107,11 @@ class _Launch:
         replica_id: str,
         target: LaunchTarget,
         peers: Sequence[str],
+        begin_load: Callable[[], Sequence[str]],
         on_progress: OnProgress,
     ) -> None:
         self._config = config
-        self._peers = peers
+        self._peers, self._begin_load = peers, begin_load
         self._replica_id = replica_id
         self._target = target
         self._on_progress = on_progress
@@ -171,20 +175,29 @@ class _Launch:
             (store,) = await_all(creating, PROCESS_TIMEOUT_S, "creating its store")
         with LoadingBar(len(self._workers)) as bar:
             watch = partial(self._show_bytes_read, bar) if bar.is_shown else None
-            sources = self._weight_sources()
+            sources = self._weight_origins()
             loading = {
                 f"rank {rank}": worker.load.remote(store, sources[rank])
                 for rank, worker in enumerate(self._workers)
             }
             return await_all(loading, LOAD_TIMEOUT_S, "loading", watch)
 
-    def _weight_sources(self) -> list[list[WeightSource]]:
-        """Return for each rank the ranks of other replicas that may have its weights."""
-        num_ranks = self._config.parallel.num_ranks
-        if not self._config.parallel.weights_from_peers:
-            return [[] for _ in range(num_ranks)]
-        over_network, namespace = self._target.is_detached, self._target.namespace
-        return find_weights(num_ranks, self._peers, namespace, over_network=over_network)
+    def _weight_origins(self) -> list[list[WeightOrigin]]:
+        """Return for each rank other replicas' ranks that may have its weights, and nodes that copy the files."""
+        num_ranks, namespace = len(self._workers), self._target.namespace
+        over_network = self._target.is_detached
+        origins: list[list[WeightOrigin]] = [[] for _ in range(num_ranks)]
+        if over_network:
+            leaders: dict[str, tuple[int, ActorHandle]] = {}
+            for rank, node in enumerate(self._node_ids[1:]):
+                leaders.setdefault(node, (rank, self._workers[rank]))
+            earlier = list(dict.fromkeys([*self._begin_load(), *self._peers]))
+            copies = find_copies(leaders, self._replica_id, earlier, namespace)
+            origins = [[copies[node]] for node in self._node_ids[1:]]
+        if self._config.parallel.weights_from_peers:
+            found = find_weights(num_ranks, self._peers, namespace, over_network=over_network)
+            origins = [[*own, *others] for own, others in zip(found, origins, strict=True)]
+        return origins
 
     def profile(self) -> list[int]:
         """Return the number of KV blocks that fit into each rank's memory; every rank must have loaded."""

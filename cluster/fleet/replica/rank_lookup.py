@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
 
 from ....proto.errors import in_one_line
+from ....worker import NodePeers
 from ..ray.errors import describe
 
 if TYPE_CHECKING:
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 STANDBY_ROLE = "standby-"
 # For a process that was started as a standby to name its rank.
 _ANSWER_TIMEOUT_S = 2.0
-# For all ranks of all replicas together to say where their weights can be read.
+# For all ranks of all replicas together to say where their weights, or their nodes' copies, can be read.
 _WEIGHTS_TIMEOUT_S = 3.0
+# Earlier replicas from whose copies a node may fill its own, one after another.
+_MAX_EARLIER = 3
 
 _log = logging.getLogger(__name__)
 
@@ -83,20 +86,71 @@ def find_weights(
                 _log.info("%s is not asked for weights: %s", replica_id, in_one_line(error))
                 break
             calls[worker.weight_source.remote(replica_id, over_network=over_network)] = replica_id, rank
+    for (_, rank), source in _answers(calls, deadline).items():
+        found[rank].append(source)
+    return found
+
+
+def find_copies(
+    leaders: Mapping[str, tuple[int, ActorHandle]],
+    replica_id: str,
+    earlier_ids: Sequence[str],
+    namespace: str,
+) -> dict[str, NodePeers]:
+    """Return for each node of a replica the nodes from which it can fill its copy of the model's files.
+
+    Nodes that do not answer in time are left out, and the log names them.
+
+    Args:
+        leaders: node id |-> number and actor of a rank there; the ranks need not have loaded.
+        earlier_ids: replicas that have loaded the same files or began to, the one to ask first in front.
+    """
+    deadline = time.monotonic() + _WEIGHTS_TIMEOUT_S
+    calls: dict[ObjectRef, tuple[str, int]] = {}
+    if len(leaders) > 1:
+        for rank, worker in leaders.values():
+            calls[worker.copy_sources.remote(replica_id, len(leaders))] = replica_id, rank
+    num_calls = len(calls)
+    for earlier_id in earlier_ids:
+        if len(calls) == num_calls + _MAX_EARLIER or time.monotonic() >= deadline:
+            break
+        try:
+            worker = find_rank(earlier_id, 0, namespace)
+            calls[worker.copy_sources.remote(earlier_id, len(leaders))] = earlier_id, 0
+        except (ValueError, AttributeError, RayError) as error:  # ended, or of an earlier release
+            _log.info("%s is not asked for its copy: %s", earlier_id, in_one_line(error))
+    answers = _answers(calls, deadline)
+    own_ranks = [rank for rank, _ in leaders.values()]
+    fellows = {rank: sources for rank in own_ranks if (sources := answers.get((replica_id, rank)))}
+    earlier = [sources for each in earlier_ids if (sources := answers.get((each, 0)))]
+    return {
+        node: NodePeers(
+            tuple(sources[number] for sources in fellows.values()),
+            list(fellows).index(rank) if rank in fellows else None,
+            # A node of both replicas has one copy, which its fellows divide already.
+            tuple(sources[number] for sources in earlier if sources[number].node not in leaders),
+        )
+        for number, (node, (rank, _)) in enumerate(leaders.items())
+    }
+
+
+def _answers(calls: Mapping[ObjectRef, tuple[str, int]], deadline: float) -> dict[tuple[str, int], Any]:
+    """Return replica id and rank |-> the answer to its call, of those that answer in time."""
+    answers: dict[tuple[str, int], Any] = {}
     if not calls:
-        return found
+        return answers
     left_s = max(0.0, deadline - time.monotonic())
     ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=left_s)
     for call in ready:
         replica_id, rank = calls[call]
         try:
-            found[rank].append(ray.get(call))
+            answers[replica_id, rank] = ray.get(call)
         except RayError as error:
             _log.warning("rank %d of %s does not name its weights: %s", rank, replica_id, describe(error))
     for call in late:
         replica_id, rank = calls[call]
         _log.warning("rank %d of %s has not named its weights in %g s", rank, replica_id, _WEIGHTS_TIMEOUT_S)
-    return found
+    return answers
 
 
 def end_standbys(replica_id: str, namespace: str) -> None:
