@@ -6,15 +6,24 @@ Each load is in a process of its own. transformers loads the formats that need n
 parts of one rank of 2 and of 8 are read from matrices in the page cache, beside reads of the whole file by as many
 threads. The rate of a column slice counts its own bytes, of which a run of some hundred lies in each row; beside it
 stands that of the part of the file that these runs span, which is what a disk would have to deliver.
+
+    python -m benchmarks.loading --nodes 2 4 --json benchmarks/results/loading_nodes.json
+
+measures instead how long nodes take to fill their copies of files from one source of a limited rate, and how much
+they read from it: each for itself, as nodes of one replica, and as replicas that start together. A process stands for
+a node; the source's rate is a limit on the reads of all processes together.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import fcntl
 import functools
 import itertools
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -22,7 +31,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +181,93 @@ def read_whole(path: Path, num_threads: int) -> int:
     return num_bytes
 
 
+# Ways to fill the copies of nodes |-> what a node knows of the others: all of a replica, or those before it.
+NODE_WAYS = "alone", "one_replica", "replicas"
+NODE_FILES, NODE_FILE_BYTES = 4, 64 << 20
+
+
+def measure_nodes(count: int, way: str, source_mb_per_s: float, repeats: int) -> dict[str, Figure]:
+    """Return the median seconds until each of some nodes has its copy, and the bytes read from the source."""
+    seconds, read_gb = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+            folder = Path(name)
+            (source := folder / "source").mkdir()
+            for file in range(NODE_FILES):
+                (source / f"{file}.safetensors").write_bytes(os.urandom(NODE_FILE_BYTES))
+            (folder / "meter").write_text("0 0")
+            settings = [str(folder), str(source_mb_per_s), str(count)]
+            command = [sys.executable, "-m", "benchmarks.loading", "--node", *settings]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            nodes = [
+                stack.enter_context(subprocess.Popen([*command, str(own)], **pipes)) for own in range(count)
+            ]
+            for process in nodes:
+                stack.callback(process.kill)
+            reports = [process.stdout for process in nodes if process.stdout is not None]
+            sources = [lines.readline().strip() for lines in reports]
+            started = time.monotonic()
+            for process in nodes:
+                print(way, *sources, file=process.stdin, flush=True)
+            assert [lines.readline() for lines in reports] == ["copied\n"] * count
+            seconds.append(time.monotonic() - started)
+            read_gb.append(float((folder / "meter").read_text().split()[1]) / 1e9)
+    note = f"{NODE_FILES * NODE_FILE_BYTES / 1e9:.2f} GB at {source_mb_per_s:g} MB/s"
+    name = f"loading.nodes.{count}.{way}"
+    return {
+        f"{name}.s": Figure(median(seconds), "s", note),
+        f"{name}.source_gb": Figure(median(read_gb), "GB", note),
+    }
+
+
+def run_node(folder: Path, source_mb_per_s: float, num_nodes: int, own: int) -> None:
+    """Fill the copy of a node, and serve it until this process is killed."""
+    from quire.worker.rank.weight_peers import PieceStream, WeightServer
+    from quire.worker.weights import node_cache
+    from quire.worker.weights.weight_source import NodePeers
+
+    source, cache = folder / "source", folder / f"node-{own}"
+    os.environ[node_cache.FOLDER_VARIABLE] = str(cache)
+    node_cache._device_of = lambda path: 1 if path == cache else 2
+    limit_reads(source, folder / "meter", source_mb_per_s * 1e6)
+    server = WeightServer(f"node {own}", lambda: True)
+    print(base64.b64encode(pickle.dumps(server.copies("127.0.0.1", "", num_nodes))).decode(), flush=True)
+    way, *lines = sys.stdin.readline().split()
+    found = tuple(pickle.loads(base64.b64decode(line))[own] for line in lines)  # noqa: S301
+    peers = {
+        "alone": NodePeers(),
+        "one_replica": NodePeers(found, own),
+        "replicas": NodePeers(earlier=found[:own][::-1]),
+    }
+    assert node_cache.weights_folder(str(source), peers[way], PieceStream) != source, "it was not copied"
+    print("copied", flush=True)
+    threading.Event().wait()
+
+
+def limit_reads(folder: Path, meter: Path, bytes_per_s: float) -> None:
+    """Delay reads of a folder's files, so that all processes with this meter together read at a rate; count them.
+
+    The meter has the time at which the source is free again, and the bytes that were read.
+    """
+    read = os.preadv
+
+    def read_slowly(fd: int, buffers: list[Any], offset: int) -> int:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).parent != folder:
+            return read(fd, buffers, offset)
+        count = read(fd, buffers, offset)
+        with meter.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            free_at, num_bytes = map(float, file.read().split())
+            free_at = max(free_at, time.monotonic()) + count / bytes_per_s
+            file.seek(0)
+            file.write(f"{free_at} {num_bytes + count}")
+            file.truncate()
+        time.sleep(max(0.0, free_at - time.monotonic()))
+        return count
+
+    os.preadv = read_slowly  # type: ignore[assignment]
+
+
 def best_rate(read: Callable[[], int], repeats: int) -> float:
     """Return the highest rate of reads, in GB/s, after one that warms up."""
     read()
@@ -191,7 +287,22 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, help="loads of each, whose median counts")
     parser.add_argument("--load", nargs=3, metavar=("ENGINE", "FORMAT", "DIR"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--nodes", type=int, nargs="+", metavar="N", help="measure copies of so many nodes instead"
+    )
+    parser.add_argument("--source-mb-per-s", type=float, default=100.0, help="rate of their source")
+    parser.add_argument("--node", nargs=4, metavar=("DIR", "RATE", "N", "OWN"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.node is not None:
+        folder, rate, num_nodes, own = arguments.node
+        run_node(Path(folder), float(rate), int(num_nodes), int(own))
+        return
+    if arguments.nodes:
+        figures: dict[str, Figure] = {}
+        for count, way in itertools.product(arguments.nodes, NODE_WAYS):
+            figures |= measure_nodes(count, way, arguments.source_mb_per_s, arguments.repeats)
+        report(figures, arguments.json)
+        return
     if arguments.load is not None:
         engine, name, path = arguments.load
         _, measured = measure_load(lambda folder: load(engine, FORMATS[name], folder), Path(path))
