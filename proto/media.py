@@ -1,8 +1,10 @@
-"""Images of a prompt: the name, the place and the shape of each, and the tensors that its encoder reads.
+"""Images and videos of a prompt: the name, the place and the shape of each, and the tensors that its encoder reads.
 
 A gateway turns an image into a `MediaItem`, at a range of placeholder tokens in the prompt, and `MediaTensors`. The
 item travels with the prompt; the tensors travel once, under the item's digest. The digest is part of the hash of
 each block that the item's range touches, so a cached prefix is found only with the same images.
+
+A video is an image whose grid has several frames.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from .later_fields import sent_if_set
+
 # Bytes of the digest that names an item's tensors.
 MEDIA_DIGEST_BYTES = 16
 # Items of a prompt, and bytes of an item's tensors: 16 megapixels are 384 MB as the patches of Qwen2.5-VL.
@@ -25,6 +29,8 @@ MAX_MEDIA_BYTES = 1 << 29
 MAX_MEDIA_TENSORS = 8
 _MAX_DIMENSIONS = 6
 _MAX_NAME_CHARS = 64
+# Positions in time from a frame to the next one: a month of seconds.
+_MAX_TIME_STEP = 1 << 22
 # Types of the tensors that image processors return, in the order of this processor's bytes.
 MEDIA_DTYPES = ("<f4", "<f2", "<i8", "<i4", "|u1", "|b1")
 # Bytes of a MediaUpload. A scheduler reads one in 0.2 ms, between two steps.
@@ -33,18 +39,19 @@ MEDIA_PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class MediaItem:
-    """An image at a range of a prompt's tokens.
+    """An image or a video at a range of a prompt's tokens.
 
     Attributes:
         digest: MEDIA_DIGEST_BYTES bytes of the hash of the pixels, of the settings of the image processor, and of
             those who share prefixes (`digests.make_root`): nothing of one tenant's image is found by another.
         start: position of its first token in the prompt.
-        num_tokens: tokens from `start` on. Those with the model's image token receive the rows of the encoder's
-            output in order; others among them, such as ends of rows, are ordinary tokens.
+        num_tokens: tokens from `start` on. Those with the model's image or video token receive the rows of the
+            encoder's output in order; others among them, such as ends of rows or times of frames, are ordinary ones.
         num_embeddings: rows of the encoder's output, as many as there are image tokens in the range.
         grid: frames, rows and columns of patches of a model with multi-dimensional rotary positions, as its image
             processor reports them; empty for other models.
         num_bytes: of its tensors.
+        time_step: positions in time from a frame of the grid to the next one, as a number of float32.
     """
 
     digest: bytes
@@ -53,6 +60,7 @@ class MediaItem:
     num_embeddings: int
     grid: tuple[int, ...] = ()
     num_bytes: int = 0
+    time_step: float = sent_if_set(1.0)
 
     def __post_init__(self) -> None:
         if type(self.digest) is not bytes or len(self.digest) != MEDIA_DIGEST_BYTES:
@@ -66,11 +74,18 @@ class MediaItem:
             raise ValueError(f"an item's grid is {self.grid}, must be empty or three positive lengths")
         if not 0 <= self.num_bytes <= MAX_MEDIA_BYTES:
             raise ValueError(f"an item has {self.num_bytes} bytes, must have at most {MAX_MEDIA_BYTES}")
+        if not 0 <= self.time_step <= _MAX_TIME_STEP:
+            raise ValueError(f"an item has a time step of {self.time_step}, must have 0 to {_MAX_TIME_STEP}")
 
     @property
     def end(self) -> int:
         """Position after its last token."""
         return self.start + self.num_tokens
+
+    @property
+    def last_time(self) -> int:
+        """Position in time of its last frame, at most."""
+        return self.start + math.ceil(self.time_step * (math.prod(self.grid[:1]) - 1))
 
 
 # Name of an encoder's argument, as the model's image processor returns it |-> the tensor of one item.

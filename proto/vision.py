@@ -1,22 +1,26 @@
 """VisionSpec: the part of a model that sees, and the positions of a prompt with images.
 
-An encoder turns each image into embeddings, which stand in the place of the embeddings of its image tokens. Models
+An encoder turns each image or video into embeddings, which stand in the place of the embeddings of its tokens. Models
 with multi-dimensional rotary positions give each image token a time, a row and a column (Wang et al., Qwen2-VL,
 2024).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from .block_tables import IntArray
 from .media import MediaItem
 
 AttendsWithin = Literal["none", "all", "windows"]
+MediaKind = Literal["image", "video"]
+LongArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class VisionSpec:
         layer_windows: patches that a patch attends to in each layer, 0 for all of the image.
         patch_bytes: of the tensors of a patch.
         hf: the encoder's own configuration.
+        video_token_id: as image_token_id, of a frame of a video; None for a model that reads no videos.
+        tokens_per_second: positions in time of a second of a video; 0 for a position for each frame of the grid.
     """
 
     kind: str
@@ -50,6 +56,8 @@ class VisionSpec:
     layer_windows: tuple[int, ...] = ()
     patch_bytes: int = 0
     hf: Mapping[str, Any] = field(default_factory=dict)
+    video_token_id: int | None = None
+    tokens_per_second: float = 0.0
 
     @property
     def cuts_images(self) -> bool:
@@ -61,49 +69,86 @@ class VisionSpec:
         """Return the numbers of one row of the encoder's output: an embedding and its deep features."""
         return self.embedding_size * (1 + self.num_deep_features)
 
+    def token_id(self, kind: MediaKind) -> int | None:
+        """Return the token in whose place an embedding of an image or a video stands; None if none is read."""
+        return self.video_token_id if kind == "video" else self.image_token_id
+
+    def places(self, token_ids: IntArray) -> LongArray:
+        """Return the places of the tokens that receive embeddings."""
+        found = token_ids == self.image_token_id
+        if self.video_token_id is not None:
+            found |= token_ids == self.video_token_id
+        return np.flatnonzero(found)
+
+    def time_step(self, seconds: float) -> float:
+        """Return MediaItem.time_step of frames that are `seconds` apart, a number of float32; 0 for an image."""
+        return float(np.float32(self.tokens_per_second) * np.float32(seconds)) if seconds else 1.0
+
     def work(self, item: MediaItem) -> int:
-        """Return the multiplications of the encoder for an image, about."""
+        """Return the multiplications of the encoder for an image, about; the frames of a video are encoded alone."""
         if not self.patch_bytes:
             return 0
         num_patches = item.num_bytes // self.patch_bytes
-        num_attended = sum(min(window or num_patches, num_patches) for window in self.layer_windows)
+        frame_len = num_patches // math.prod(item.grid[:1])
+        num_attended = sum(min(window or frame_len, frame_len) for window in self.layer_windows)
         per_patch = self.work_per_patch or self.num_parameters
         return num_patches * (per_patch + 2 * num_attended * int(self.hf.get("hidden_size", 0)))
 
-    def check_item(self, item: MediaItem) -> str:
-        """Return what is wrong with an image for this model; empty if nothing is."""
+    def check_item(self, item: MediaItem, token_ids: IntArray) -> str:
+        """Return what is wrong with an image for this model; empty if nothing is.
+
+        Args:
+            token_ids: of the item.
+        """
+        places = self.places(token_ids)
+        if len(places) != item.num_embeddings:
+            return f"has {item.num_embeddings} embeddings for {len(places)} image tokens of the prompt"
         if not self.has_grid_positions:
             return ""
         if not item.grid:
             return "has no grid of patches, which the positions of its tokens depend on"
         frames, rows, columns = item.grid
-        num_rows = frames * (rows // self.merge_size) * (columns // self.merge_size)
-        if rows % self.merge_size or columns % self.merge_size or num_rows != item.num_embeddings:
+        frame_len = (rows // self.merge_size) * (columns // self.merge_size)
+        if rows % self.merge_size or columns % self.merge_size or frames * frame_len != item.num_embeddings:
             return f"has {item.num_embeddings} embeddings for a grid of {item.grid}"
-        if item.num_tokens != item.num_embeddings:
-            return f"has {item.num_tokens} tokens for {item.num_embeddings} embeddings"
+        if any(len(run) % frame_len for run in runs(places)):
+            return f"has other tokens within the {frame_len} of a frame"
         return ""
 
 
-def rotary_positions(num_tokens: int, items: Sequence[MediaItem], merge_size: int) -> tuple[IntArray, int]:
+def runs(places: LongArray) -> list[LongArray]:
+    """Return the runs of places that follow each other, of at least one place."""
+    return np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+
+
+def rotary_positions(
+    num_tokens: int, items: Sequence[MediaItem], places: Sequence[LongArray], merge_size: int
+) -> tuple[IntArray, int]:
     """Return the time, row and column of each token of a prompt, and the shift of the tokens after it.
 
     The tokens of text have three equal positions. An image's tokens have those of its grid, from the position after
-    the text before it; the next text begins after the image's longer side.
+    the text before it; the next text begins after the image's longer side. So do the frames of a video, each like an
+    image if there is text between them.
+
+    Args:
+        places: of each item, the places of its image tokens.
 
     Returns:
         [3, num_tokens] int32, and the difference of a generated token's position and its place in the sequence.
     """
     positions = np.empty((3, num_tokens), np.int32)
     place = next_position = 0
-    for item in items:
-        num_text = item.start - place
-        positions[:, place : item.start] = np.arange(next_position, next_position + num_text)
-        next_position += num_text
-        frames, rows, columns = item.grid[0], item.grid[1] // merge_size, item.grid[2] // merge_size
-        grid = np.indices((frames, rows, columns), np.int32).reshape(3, -1)
-        positions[:, item.start : item.end] = grid + next_position
-        next_position += max(rows, columns)
-        place = item.end
+    for item, own in zip(items, places, strict=True):
+        rows, columns = item.grid[1] // merge_size, item.grid[2] // merge_size
+        for run in runs(own):
+            start, end = int(run[0]), int(run[-1]) + 1
+            positions[:, place:start] = np.arange(next_position, next_position + start - place)
+            next_position += start - place
+            grid = np.indices((len(run) // (rows * columns), rows, columns), np.int32).reshape(3, -1)
+            # As transformers, of which the products are of float32, cut to whole numbers.
+            grid[0] = grid[0].astype(np.float32) * np.float32(item.time_step)
+            positions[:, start:end] = grid + next_position
+            next_position += max(rows, columns)
+            place = end
     positions[:, place:] = np.arange(next_position, next_position + num_tokens - place)
     return positions, next_position - place

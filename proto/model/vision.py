@@ -20,7 +20,15 @@ def _read_qwen2_5_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         + _linear(inner, size)
     )
     num_parameters = _patch_len(vision) * size + int(vision["depth"]) * layer + _merger(hf, size)
-    return _qwen_spec("qwen2_5_vl", hf, num_parameters)
+    spec = _qwen_spec("qwen2_5_vl", hf, num_parameters)
+    return replace(
+        spec, video_token_id=_video_token_id(hf), tokens_per_second=float(vision.get("tokens_per_second", 4))
+    )
+
+
+def _video_token_id(hf: Mapping[str, Any]) -> int | None:
+    token_id = hf.get("video_token_id")
+    return None if token_id is None else int(token_id)
 
 
 def _qwen_spec(kind: str, hf: Mapping[str, Any], num_parameters: int) -> VisionSpec:
@@ -75,7 +83,7 @@ def _read_qwen3_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         + _merger(hf, 2 * size)
         + num_deep * _merger(hf, 2 * merged)
     )
-    return _qwen_spec("qwen3_vl", hf, num_parameters)
+    return replace(_qwen_spec("qwen3_vl", hf, num_parameters), video_token_id=_video_token_id(hf))
 
 
 def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:

@@ -404,7 +404,7 @@ def test_vectors_of_wrong_lengths_are_a_protocol_error() -> None:
 
 def test_submit_with_images_round_trips_and_one_without_is_as_before() -> None:
     prompt = np.arange(9, dtype=np.int32)
-    items = (MediaItem(DIGEST, 1, 3, 2, (1, 2, 4), 96), MediaItem(DIGEST, 4, 5, 5))
+    items = (MediaItem(DIGEST, 1, 3, 2, (1, 2, 4), 96, 1.5), MediaItem(DIGEST, 4, 5, 5))
     received = decode(encode(Submit(1, "id", prompt, SamplingParams(), media=items)))
     assert isinstance(received, Submit)
     assert (received.media, received.pooling) == (items, None)
@@ -423,6 +423,8 @@ def test_submit_with_images_round_trips_and_one_without_is_as_before() -> None:
         ([[DIGEST, 1, 2, 2, [1, 0, 2]]], "grid"),
         ([[DIGEST, 1, 2, 2, [1, 2]]], "grid"),
         ([[DIGEST, 1, 2, 2, [], MAX_MEDIA_BYTES + 1]], "bytes, must have at most"),
+        ([[DIGEST, 1, 2, 2, [1, 2, 4], 9, float("nan")]], "a time step of nan, must have 0 to"),
+        ([[DIGEST, 1, 2, 2, [1, 2, 4], 9, -1.0]], "a time step of -1"),
         ([[DIGEST, "1", 2, 2]], "cannot be read"),
     ],
 )

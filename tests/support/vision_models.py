@@ -7,7 +7,7 @@ import importlib
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,59 @@ class VisionKind:
     sees_whole_prompt: bool = False
 
 
+@dataclass(frozen=True)
+class RandomVideo:
+    """A video as a processor for videos makes it, with random numbers as its patches.
+
+    Attributes:
+        grid: frames, each of two images, and rows and columns of patches.
+        seconds: time from a frame to the next one, for a model that reads times by their positions.
+    """
+
+    seed: int
+    grid: tuple[int, int, int]
+    seconds: float
+
+    def tensors(self, config: Any) -> MediaTensors:
+        """Return the tensors for an encoder, which are named as those of an image."""
+        vision = config.vision_config
+        length = 3 * vision.temporal_patch_size * vision.patch_size**2
+        shape = (self.grid[0] * self.grid[1] * self.grid[2], length)
+        pixels = np.random.default_rng(self.seed).standard_normal(shape, np.float32)
+        return {"pixel_values": pixels, "image_grid_thw": np.array([self.grid])}
+
+    def arguments(self, tensors: MediaTensors, config: Any) -> MediaTensors:
+        """Return the tensors by the names of transformers."""
+        found = {"pixel_values_videos": tensors["pixel_values"], "video_grid_thw": tensors["image_grid_thw"]}
+        if _has_times(config):
+            found["second_per_grid_ts"] = np.array([self.seconds], np.float32)
+        return found
+
+    def item(self, start: int, rng: random.Random, config: Any) -> tuple[list[int], MediaItem]:
+        """Return the tokens and the item. Frames are apart, with their times in text, unless these are positions."""
+        frames, rows, columns = self.grid
+        frame, step = [VIDEO_TOKEN] * (rows // 2 * (columns // 2)), 1.0
+        tokens = frame * frames
+        if _has_times(config):
+            step = float(np.float32(config.vision_config.tokens_per_second) * np.float32(self.seconds))
+        else:
+            times = [
+                [rng.randrange(MAX_TEXT_TOKEN) for _ in range(rng.randrange(1, 5))] for _ in range(frames - 1)
+            ]
+            tokens = frame + [
+                token for time in times for token in (END_TOKEN, *time, START_TOKEN, *frame)
+            ]  # fmt: skip
+        digest = hashlib.blake2b(repr(self).encode(), digest_size=16).digest()
+        num_bytes = sum(each.nbytes for each in self.tensors(config).values())
+        return tokens, MediaItem(
+            digest, start, len(tokens), len(frame) * frames, self.grid, num_bytes, step
+        )  # fmt: skip
+
+
+def _has_times(config: Any) -> bool:
+    return hasattr(config.vision_config, "tokens_per_second")
+
+
 def random_image(rng: random.Random, width: int, height: int) -> Image.Image:
     """Return an image of noise in large squares."""
     pixels = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (height, width, 3), np.uint8)
@@ -104,11 +157,11 @@ def make_prompt(
     kind: VisionKind,
     processor: Any,
     rng: random.Random,
-    images: Sequence[Image.Image],
+    images: Sequence[Image.Image | RandomVideo],
     text_lens: Sequence[int],
     reference: VisionReference,
 ) -> VisionPrompt:
-    """Return a prompt of texts of these lengths with an image between each two of them."""
+    """Return a prompt of texts of these lengths with an image or a video between each two of them."""
     tokens: list[int] = []
     media: list[MediaItem] = []
     tensors: dict[bytes, MediaTensors] = {}
@@ -117,12 +170,19 @@ def make_prompt(
         tokens += [rng.randrange(MAX_TEXT_TOKEN) for _ in range(length)]
         if index == len(images):
             continue
-        own = {name: np.asarray(each) for name, each in processor(images[index], return_tensors="np").items()}
+        image = images[index]
+        if isinstance(image, RandomVideo):
+            config = reference.model.config
+            expanded, item = image.item(len(tokens) + 1, rng, config)
+            tensors[item.digest] = image.tensors(config)
+            parts.append(image.arguments(tensors[item.digest], config))
+            media.append(item)
+            tokens += [START_TOKEN, *expanded, END_TOKEN]
+            continue
+        own = {name: np.asarray(each) for name, each in processor(image, return_tensors="np").items()}
         parts.append(own)
         expanded, grid = (reference.expand if kind.expand is None else kind.expand)(own)
-        digest = hashlib.blake2b(
-            images[index].tobytes() + repr(images[index].size).encode(), digest_size=16
-        ).digest()
+        digest = hashlib.blake2b(image.tobytes() + repr(image.size).encode(), digest_size=16).digest()
         tensors[digest] = own
         num_embeddings = expanded.count(IMAGE_TOKEN)
         num_bytes = sum(each.nbytes for each in own.values())
@@ -186,6 +246,13 @@ class VisionReference:
             ]
         return found
 
+    def encode_videos(self, prompt: VisionPrompt) -> list[torch.Tensor]:
+        """Return the embeddings of each video of a prompt, with their deep features beside them."""
+        names = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
+        return self.encode(
+            replace(prompt, arguments={own: prompt.arguments[name] for name, own in names.items()})
+        )
+
     @torch.inference_mode()
     def expand(self, tensors: MediaTensors) -> tuple[list[int], tuple[int, ...]]:
         """Return as many image tokens as one image has embeddings."""
@@ -210,6 +277,8 @@ class VisionReference:
         ids = torch.tensor([prompt.token_ids + list(generated)])
         arguments = dict(prompt.arguments)
         is_image = (ids == IMAGE_TOKEN).int()
+        if "video_grid_thw" in arguments:
+            is_image += 2 * (ids == VIDEO_TOKEN)
         if self.model.config.model_type == "paligemma":  # all of a prompt is of type 0
             is_image = (torch.arange(ids.shape[1])[None] >= len(prompt.token_ids)).int()
         for name in ("mm_token_type_ids", "token_type_ids"):

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.step import NewSequence
-from ...proto.vision import VisionSpec, rotary_positions
+from ...proto.vision import LongArray, VisionSpec, rotary_positions, runs
 from ..attention import NO_SPANS, ImageSpan, ImageSpans
-
-LongArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +76,13 @@ class MediaRows:
             return
         vision = self._vision
         assert vision is not None, "a plan has images for a model that reads none"
-        is_image = sequence.token_ids == vision.image_token_id
         places = tuple(
-            np.flatnonzero(is_image[item.start : item.end]) + item.start for item in sequence.media
+            vision.places(sequence.token_ids[item.start : item.end]) + item.start for item in sequence.media
         )
         positions = None
         if vision.has_grid_positions:
             num_prompt_tokens = len(sequence.token_ids) - sequence.num_generated
-            positions, shift = rotary_positions(num_prompt_tokens, sequence.media, vision.merge_size)
+            positions, shift = rotary_positions(num_prompt_tokens, sequence.media, places, vision.merge_size)
             self.shifts[sequence.row] = shift
         self._rows[sequence.row] = _RowImages(places, tuple(sequence.media_ids.tolist()), positions)
 
@@ -157,7 +153,7 @@ class MediaRows:
         found = []
         for index, (row, start, length, source) in enumerate(chunks, num_decodes):
             for places in () if row not in self._rows else self._rows[row].places:
-                for run in np.split(places, np.flatnonzero(np.diff(places) > 1) + 1):  # crops are apart
+                for run in runs(places):  # crops are apart
                     first, end = max(start, int(run[0])), min(start + length, int(run[-1]) + 1)
                     if first < end:
                         tokens = slice(source + first - start, source + end - start)

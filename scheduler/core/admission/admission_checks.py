@@ -177,10 +177,9 @@ def _check_media(config: EngineConfig, submit: Submit) -> InvalidRequest | None:
         )
     for index, item in enumerate(submit.media):
         tokens = submit.prompt_token_ids[item.start : item.end]
-        num_places = int((tokens == vision.image_token_id).sum())
-        problem = vision.check_item(item)
-        if num_places != item.num_embeddings:
-            problem = f"has {item.num_embeddings} embeddings for {num_places} image tokens of the prompt"
+        problem = vision.check_item(item, tokens)
+        if item.last_time >= (longest := config.model.max_model_len):
+            problem = f"lasts up to the position {item.last_time} in time, the context has {longest}"
         most = config.scheduler.max_num_batched_tokens
         if not vision.cuts_images and item.num_tokens > most:
             problem = f"has {item.num_tokens} tokens, a step computes at most {most} (max_num_batched_tokens)"

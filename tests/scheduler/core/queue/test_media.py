@@ -294,6 +294,10 @@ def test_an_image_that_nobody_waits_for_is_dropped() -> None:
     [
         (MediaItem(FIRST, 0, 2, 2), "has 2 embeddings for 0 image tokens"),
         (MediaItem(FIRST, 2, 2, 1), "has 1 embeddings for 2 image tokens"),
+        (
+            MediaItem(FIRST, 2, 2, 2, (2, 1, 1), time_step=1e6),
+            "the position 1000002 in time, the context has",
+        ),
     ],
 )
 def test_images_that_do_not_match_the_prompt_are_refused(item: MediaItem, problem: str) -> None:
