@@ -20,9 +20,15 @@ _SEQUENCES = (Sequence, np.ndarray)
 
 
 class MultiModalData(TypedDict):
-    """The images of a prompt, each a PIL.Image, in the order of their placeholders; as in vLLM."""
+    """The images and videos of a prompt, each kind in the order of its placeholders; as in vLLM.
 
-    image: Any
+    Attributes:
+        image: a PIL.Image, or a list of them.
+        video: the frames of a video, a list of PIL.Image, or a list of videos.
+    """
+
+    image: NotRequired[Any]
+    video: NotRequired[Any]
 
 
 class TextPrompt(TypedDict):
@@ -122,19 +128,46 @@ def _with_images(
     for name, value in (("multi_modal_data", data), ("mm_processor_kwargs", settings)):
         if not isinstance(value, Mapping):
             raise InvalidType(f"{field}.{name}", f"is of type {type(value).__name__}, must be a dict")
-    if others := sorted(str(kind) for kind, value in data.items() if kind != "image" and value is not None):
-        raise InvalidRequest(f"{field}.multi_modal_data", f"has {', '.join(others)}, must have image alone")
-    images = data.get("image")
-    if images is None:
+    if others := sorted(
+        str(kind) for kind in data if kind not in ("image", "video") and data[kind] is not None
+    ):
+        raise InvalidRequest(
+            f"{field}.multi_modal_data", f"has {', '.join(others)}, must have image and video alone"
+        )
+    images, videos = data.get("image"), data.get("video")
+    if images is None and videos is None:
         return tokens
-    images = images if isinstance(images, list | tuple) else [images]
-    for index, image in enumerate(images):
-        if type(image).__module__.partition(".")[0] != "PIL":
-            kind = type(image).__name__
-            raise InvalidType(
-                f"{field}.multi_modal_data.image[{index}]", f"is of type {kind}, must be a PIL.Image"
-            )
-    return ImagePrompt(tokens, tuple(ImageSource(image=image) for image in images), settings)
+    images = [] if images is None else images if isinstance(images, list | tuple) else [images]
+    videos = [] if videos is None else videos if _are_videos(videos) else [videos]
+    for kind, values in (("image", images), ("video", videos)):
+        for index, value in enumerate(values):
+            if not (_is_image(value) if kind == "image" else _is_video(value)):
+                must = "a PIL.Image" if kind == "image" else "a list of PIL.Image"
+                raise InvalidType(
+                    f"{field}.multi_modal_data.{kind}[{index}]",
+                    f"is of type {type(value).__name__}, must be {must}",
+                )
+    return ImagePrompt(
+        tokens,
+        (
+            *(ImageSource(image=image) for image in images),
+            *(ImageSource(kind="video", frames=tuple(video)) for video in videos),
+        ),
+        settings,
+    )
+
+
+def _is_image(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "PIL"
+
+
+def _is_video(value: object) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_image, value))
+
+
+def _are_videos(value: object) -> bool:
+    """Return whether a value is a list of videos, not the frames of one."""
+    return isinstance(value, list | tuple) and not any(map(_is_image, value))
 
 
 def _is_token_ids(prompts: object) -> bool:

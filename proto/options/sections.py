@@ -11,6 +11,7 @@ from typing import Any
 
 from .option import option
 from .values import (
+    DEFAULT_FRAMES,
     DIRECTORY_SIZE,
     FILE_NAME,
     JSON_OBJECT,
@@ -512,7 +513,9 @@ class ImageOptions:
 
     limit_mm_per_prompt: str | None = _image_option(
         None,
-        help='Most images of a prompt, as a JSON object: {"image": 4}. Default: 999. Other media are refused anyway.',
+        help="Most images and videos of a prompt, and frames of a video, as a JSON object, for example "
+        '{"image": 4, "video": {"count": 1, "num_frames": 64}}. Default: 999 of each, of 128 frames. Audio is '
+        "refused anyway.",
         check=image_limits,
         kind=JSON_OBJECT,
         metavar="JSON",
@@ -541,12 +544,19 @@ class ImageOptions:
         check=one_of("weights", "data"),
     )
 
+    def max_count(self, kind: str) -> int:
+        """Return the most images, or the most videos, of a prompt."""
+        return self._limit(kind, "count", MAX_IMAGES)
+
     @property
-    def max_images(self) -> int:
-        """Most images of a prompt."""
-        limits = json.loads(self.limit_mm_per_prompt or "{}")
-        limit = limits.get("image", MAX_IMAGES)
-        return int(limit["count"] if isinstance(limit, dict) else limit)
+    def max_frames(self) -> int:
+        """Most frames of a video."""
+        return self._limit("video", "num_frames", DEFAULT_FRAMES)
+
+    def _limit(self, kind: str, name: str, default: int) -> int:
+        limit = json.loads(self.limit_mm_per_prompt or "{}").get(kind, {})
+        limit = limit if isinstance(limit, dict) else {"count": limit}
+        return int(limit.get(name, default))
 
     @property
     def processor_settings(self) -> dict[str, Any]:

@@ -24,6 +24,8 @@ _MEDIA_DOMAIN = re.compile(r"(https?://)?[A-Za-z0-9.\-]{1,253}(:\d{1,5})?")
 # Names of vLLM's --limit-mm-per-prompt, and its largest limit.
 MEDIA_KINDS = ("image", "video", "audio")
 MAX_IMAGES = 999
+# Frames of a video: by default, and the largest limit, which is that of models' own sampling.
+DEFAULT_FRAMES, MAX_FRAMES = 128, 768
 
 _FLAGS = {
     "1": True,
@@ -326,9 +328,12 @@ def image_limits(name: str, value: str) -> str | None:
     for kind, given in limits.items():
         if kind not in MEDIA_KINDS:
             return f"{name} has {kind!r}, must have {in_words(MEDIA_KINDS)}"
-        count = given.get("count") if isinstance(given, Mapping) else given
-        if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MAX_IMAGES:
-            return f"{name}: {kind} is {count!r}, must be a whole number from 0 to {MAX_IMAGES}"
+        limit: Mapping[str, Any] = given if isinstance(given, Mapping) else {"count": given}
+        for key, most in (("count", MAX_IMAGES), ("num_frames", MAX_FRAMES)):
+            number = limit.get(key, 0)
+            if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number <= most:
+                what = kind if key == "count" else f"{key} of {kind}"
+                return f"{name}: {what} is {number!r}, must be a whole number from 0 to {most}"
     return None
 
 

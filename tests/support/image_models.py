@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import importlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ QWEN_TEMPLATE = (
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -43,6 +45,12 @@ def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, kind, **options)
     return buffer.getvalue()
+
+
+def frames_url(frames: Sequence[Image.Image], kind: str = "PNG") -> str:
+    """Return the URL of a video, in the form of vLLM."""
+    texts = [base64.b64encode(file_of(each, kind)).decode() for each in frames]
+    return f"data:video/{kind.lower()};base64," + ",".join(texts)
 
 
 def save_tokenizer(
@@ -144,8 +152,8 @@ def qwen_image_processor(max_pixels: int = 64 * 64) -> Any:
     return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
 
 
-def load_family_processor(family: ImageFamily, folder: Path) -> Any:
-    """Return transformers' own processor, without the parts for videos, which needs torchvision, and sound."""
+def load_family_processor(family: ImageFamily, folder: Path, *, reads_videos: bool = False) -> Any:
+    """Return transformers' own processor, without that for sound, and for videos, which needs torchvision."""
     import transformers
 
     kind = getattr(transformers, family.processor)
@@ -160,4 +168,6 @@ def load_family_processor(family: ImageFamily, folder: Path) -> Any:
     alone = type(family.processor, (kind,), {"check_argument_for_proper_class": check})
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     parts = {"image_processor": family.make_image_processor(), "tokenizer": tokenizer}
+    if reads_videos:
+        parts["video_processor"] = transformers.AutoVideoProcessor.from_pretrained(folder)
     return alone(**{name: parts.get(name) for name in kind.get_attributes()}, **family.settings)

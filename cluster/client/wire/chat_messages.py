@@ -10,6 +10,7 @@ from google.protobuf import struct_pb2
 
 from ....proto import inference_pb2
 from ....proto.errors import InvalidRequest, ProtocolError
+from ....proto.options.values import MAX_FRAMES
 from ...text.chat_format.deltas import (
     ChatDelta,
     ContentDelta,
@@ -26,7 +27,7 @@ from ...text.requests.chat import (
     allowed_tools,
     is_allowed_tools,
 )
-from ...text.requests.chat_messages import IMAGE_KINDS, Message, read_image
+from ...text.requests.chat_messages import Message, media_kind, read_media
 from ...text.requests.json_values import MAX_VALUES, JsonSize
 from .message_fields import from_message, to_message
 
@@ -108,12 +109,15 @@ def _message_to_proto(message: Message) -> inference_pb2.ChatMessage:
 def _part_to_proto(part: str | Mapping[str, Any]) -> inference_pb2.ContentPart:
     if isinstance(part, str):
         return inference_pb2.ContentPart(text=part)
-    if part.get("type") not in IMAGE_KINDS:
+    if media_kind(part) is None:
         return inference_pb2.ContentPart(text=part["text"])
-    image = read_image("chat.messages.content", part)
+    image = read_media("chat.messages.content", part)
     if image.is_remote:
         return inference_pb2.ContentPart(image=inference_pb2.Image(url=image.url, detail=image.detail))
     try:
+        if image.kind == "video":
+            frames = [frame.file() for frame in image.frame_sources()]
+            return inference_pb2.ContentPart(video=inference_pb2.Video(frames=frames))
         data = image.file()
     except ImageError as error:
         raise InvalidRequest("chat.messages.content", str(error)) from error
@@ -121,6 +125,11 @@ def _part_to_proto(part: str | Mapping[str, Any]) -> inference_pb2.ContentPart:
 
 
 def _part_from_proto(part: inference_pb2.ContentPart) -> dict[str, Any]:
+    if part.WhichOneof("part") == "video":
+        if len(part.video.frames) > MAX_FRAMES:
+            problem = f"has {len(part.video.frames)} frames, must have at most {MAX_FRAMES}"
+            raise InvalidRequest("chat.messages.content", problem)
+        return {"type": "video", "video": list(part.video.frames)}
     if part.WhichOneof("part") != "image":
         return {"type": "text", "text": part.text}
     source, detail = part.image.WhichOneof("source"), part.image.detail or "auto"

@@ -1,10 +1,12 @@
-"""Files of images, decoded within limits: few formats, few pixels, upright and without transparency."""
+"""Files of images and frames, decoded within limits: few formats, few pixels, upright and without transparency."""
 
 from __future__ import annotations
 
 import warnings
 from io import BytesIO
 from typing import Any
+
+import numpy as np
 
 from .image_source import ImageError, ImageSource
 
@@ -33,6 +35,29 @@ def open_image(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Any:
         raise
     except Exception as error:  # PIL's decoders raise many kinds
         raise ImageError(f"is damaged: {_first_line(error)}") from error
+
+
+def open_video(source: ImageSource, max_pixels: int = MAX_PIXELS) -> Any:
+    """Return the frames of a video, [frames, height, width, 3] uint8. They have at most `max_pixels` altogether.
+
+    Raises:
+        ImageError: a frame is no image that can be read, or has another size than the first one.
+    """
+    frames, video = source.frame_sources(), None
+    for index, frame in enumerate(frames):
+        try:
+            image = open_image(frame, max_pixels // len(frames))
+            if video is None:
+                video = np.empty((len(frames), image.height, image.width, 3), np.uint8)
+            height, width = video.shape[1:3]
+            if image.size != (width, height):
+                raise ImageError(
+                    f"has {image.width} by {image.height} pixels, must have {width} by {height} as the first one"
+                )
+        except ImageError as error:
+            raise ImageError(f"has {len(frames)} frames, of which number {index + 1} {error}") from error
+        video[index] = np.asarray(image)
+    return video
 
 
 def _open(data: bytes, max_pixels: int) -> Any:

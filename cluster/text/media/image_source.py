@@ -1,4 +1,4 @@
-"""ImageSource: an image of a request; ProcessedImage: of a prompt; ImageProcessor: makes the second of the first."""
+"""ImageSource: an image or a video of a request; ProcessedImage: of a prompt; ImageProcessor between."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from io import BytesIO
 from typing import Any, Protocol
 
 from ....proto.media import MediaTensors
+from ....proto.vision import MediaKind
 
 DETAILS = ("auto", "low", "high")
+# Begins of the URLs of videos, before frames in base64 with commas between them, as in vLLM.
+FRAME_HEADERS = ("data:video/jpeg;base64,", "data:video/png;base64,")
 # Of a data URL, whose largest image is that of the largest body.
 _MAX_HEADER_CHARS = 256
 
@@ -22,29 +25,52 @@ class ImageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """An image of a request: a file, a URL, or an image of PIL.
+    """An image of a request: a file, a URL, or an image of PIL; or a video, the frames of which are such images.
 
     Attributes:
         data: content of a PNG, JPEG, WebP or GIF file; empty for an image that is elsewhere.
         url: the address of a file, with the scheme ``data``, ``https`` or ``http``; `data` comes first.
         image: a PIL.Image, in a process that trusts it.
         detail: ``low`` shrinks the image to 512 by 512 pixels first; ``auto`` and ``high`` do not.
+        kind: whether it is an image or a video.
+        frames: of a video, each the content of a file or a PIL.Image; none if the URL has them.
     """
 
     data: bytes = field(default=b"", repr=False)
     url: str = field(default="", repr=False)
     image: Any = field(default=None, repr=False)
     detail: str = "auto"
+    kind: MediaKind = "image"
+    frames: tuple[Any, ...] = field(default=(), repr=False)
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of a video, as its text shows."""
+        return len(self.frames) or self.url.count(",")
+
+    def frame_sources(self) -> list[ImageSource]:
+        """Return the frames of a video as images."""
+        if not self.frames:
+            header, *texts = self.url.split(",")
+            return [ImageSource(url=f"{header},{text}") for text in texts]
+        return [
+            ImageSource(data=each) if isinstance(each, bytes) else ImageSource(image=each)
+            for each in self.frames
+        ]
 
     @property
     def is_remote(self) -> bool:
         """Return whether the file has to be fetched first."""
-        return not self.data and self.image is None and self.url[:5].lower() != "data:"
+        is_here = self.data or self.image is not None or self.kind == "video"
+        return not is_here and self.url[:5].lower() != "data:"
 
     @property
     def name(self) -> str:
         """Digest of the file or the URL, for the identity of a call."""
-        content = self.data or self.url.encode(errors="surrogatepass") or repr(self.image).encode()
+        content = self.data or self.url.encode(errors="surrogatepass")
+        if self.frames:
+            content = "".join(each.name for each in self.frame_sources()).encode()
+        content = content or repr(self.image).encode()
         return hashlib.blake2b(content, digest_size=16).hexdigest() + self.detail
 
     def file(self) -> bytes:
@@ -87,7 +113,7 @@ def from_base64(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedImage:
-    """An image as the model reads it.
+    """An image or a video as the model reads it.
 
     Attributes:
         digest: name of the tensors; see MediaItem.
@@ -97,6 +123,9 @@ class ProcessedImage:
         num_embeddings: the number of them that receive an embedding.
         grid: see MediaItem.
         tensors: see MediaTensors.
+        kind: whether it is an image or a video.
+        seconds_per_frame: time from a frame of the grid to the next one, as a number of float32; 0 of an image, and
+            for models that read times as text.
     """
 
     digest: bytes
@@ -106,6 +135,8 @@ class ProcessedImage:
     num_embeddings: int
     grid: tuple[int, ...]
     tensors: MediaTensors
+    kind: MediaKind = "image"
+    seconds_per_frame: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -113,7 +144,12 @@ class ProcessedImage:
 
 
 class ImageProcessor(Protocol):
-    """Processes images as a model's own processor of transformers does. Threads may share one."""
+    """Processes images and videos as a model's own processor of transformers does. Threads may share one."""
+
+    @property
+    def video_problem(self) -> str:
+        """Why videos cannot be processed; empty if they can."""
+        ...
 
     def process(self, source: ImageSource, settings: Mapping[str, Any], root: bytes) -> ProcessedImage:
         """Return the image as the model reads it.

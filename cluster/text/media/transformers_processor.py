@@ -1,7 +1,7 @@
-"""TransformersImageProcessor: images by the model's own processor of transformers, one at a time.
+"""TransformersImageProcessor: images and videos by the model's own processor of transformers, one at a time.
 
-The family's processor runs without its part for videos, which needs torchvision. What it writes into a prompt in
-place of an image is recorded, so that hardly a family needs code here.
+The family's processor runs without its part for videos, which needs torchvision, until a video comes. What it writes
+into a prompt in place of an image is recorded, so that hardly a family needs code here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Mapping
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,25 @@ from ....proto.config import EngineConfig
 from ....proto.errors import ConfigError, first_line
 from ....proto.media import MEDIA_DIGEST_BYTES, MEDIA_DTYPES, MediaTensors, layout_of
 from ....proto.model.transformers_spec import import_transformers
-from .image_file import MAX_PIXELS, open_image
+from ....proto.vision import MediaKind
+from .image_file import MAX_PIXELS, open_image, open_video
 from .image_source import ImageError, ImageSource, ProcessedImage
 
 # Outputs of a processor that are of the text, or of use to it alone.
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"})
 _OF_PROCESSOR = frozenset(
     {"num_crops", "rows", "cols", "aspect_ratios", "num_patches", "num_local_patches", "patch_newline_masks"}
-    | {"batch_num_images"}
+    | {"batch_num_images", "second_per_grid_ts"}
 )
+# Tensors of a video |-> their names for an encoder, which reads a video as an image of several frames.
+_OF_VIDEO = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
 # Model types whose image processors in transformers need torchvision, and with it torch.
 _ON_TORCHVISION = frozenset({"llama4", "kimi_k25", "step3p7", "muse_spark", "minimax_m3_vl"})
+# Arguments of a processor that are no settings: it would fetch images, videos and sound of URLs and of files.
+_RESERVED = frozenset({"images", "videos", "audio", "audios", "text", "return_tensors", "add_special_tokens"})
+# Frames per second of a video, for processors that do not state how many they read.
+_FPS = 2.0
+_MIN_FPS, _MAX_FPS = 0.001, 1000.0
 _CONFIG_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
 
 
@@ -40,6 +49,7 @@ class TransformersImageProcessor:
         path: the model's directory.
         image_token_id: the token in whose place an embedding stands.
         settings: settings of the image processor that replace the model's own.
+        video_token_id: as image_token_id, of videos; None for a model that reads none.
     """
 
     def __init__(
@@ -48,15 +58,20 @@ class TransformersImageProcessor:
         image_token_id: int,
         settings: Mapping[str, Any] | None = None,
         max_pixels: int = MAX_PIXELS,
+        video_token_id: int | None = None,
     ) -> None:
         self._path = path
-        self._image_token_id = image_token_id
+        self._token_ids: dict[MediaKind, int | None] = {"image": image_token_id, "video": video_token_id}
         self._settings = dict(settings or {})
         self._max_pixels = max_pixels
         self._lock = threading.Lock()
         self._loaded: Any = None
-        self._description = b""
         self._on_torchvision = False
+
+    @property
+    def video_problem(self) -> str:
+        """See ImageProcessor."""
+        return video_problem(self._token_ids["video"])
 
     def load(self) -> None:
         """Load the processor, which the first image does otherwise.
@@ -75,57 +90,103 @@ class TransformersImageProcessor:
             raise ConfigError(
                 f"{self._path}: the image processor cannot be loaded: {first_line(error)}"
             ) from error
-        described = (type(loaded).__name__, loaded.image_processor.to_dict())
-        self._description = json.dumps(described, sort_keys=True, default=repr).encode()
         self._loaded = loaded
 
     def process(self, source: ImageSource, settings: Mapping[str, Any], root: bytes) -> ProcessedImage:
         """Raises ConfigError as `load` does."""
-        image = open_image(source, self._max_pixels)
+        kind = source.kind
+        pixels = (open_video if kind == "video" else open_image)(source, self._max_pixels)
         with self._lock:
             self.load()
-            return self._process(image, self._settings | dict(settings), root)
+            settings = self._settings | dict(settings)
+            if kind == "video":
+                self.load_video_processor()
+                settings["fps"] = _fps(self._loaded.video_processor, settings)
+            return self._process(kind, pixels, settings, root)
 
-    def _process(self, image: Any, settings: dict[str, Any], root: bytes) -> ProcessedImage:
-        processor = self._loaded
+    def load_video_processor(self) -> None:
+        """Load the part for videos, which the first video does otherwise. Raises ImageError if it cannot be."""
+        if getattr(self._loaded, "video_processor", None) is not None:
+            return
         try:
-            found = processor(
-                images=[image],
-                text=[processor.image_token],
-                return_tensors="pt" if self._on_torchvision else "np",
-                add_special_tokens=False,
-                **settings,
+            self._loaded.video_processor = import_transformers().AutoVideoProcessor.from_pretrained(
+                self._path, local_files_only=True
             )
+        except Exception as error:
+            raise ImageError(
+                f"is a video, and its processor cannot be loaded: {first_line(error)}"
+            ) from error
+
+    def _process(self, kind: MediaKind, pixels: Any, settings: dict[str, Any], root: bytes) -> ProcessedImage:
+        processor, token_id = self._loaded, self._token_ids[kind]
+        placeholder = getattr(processor, f"{kind}_token")
+        if reserved := sorted(settings.keys() & _RESERVED):
+            raise ImageError(f"cannot be processed: its settings have {', '.join(reserved)}")
+        arguments = {f"{kind}s": [pixels], "return_tensors": "pt" if self._on_torchvision else "np"}
+        if kind == "video":
+            arguments |= _as_frames(len(pixels), settings["fps"])
+        try:
+            found = processor(text=[placeholder], add_special_tokens=False, **settings | arguments)
         except MemoryError:
             raise
         except Exception as error:
             raise ImageError(f"cannot be processed: {first_line(error)}") from error
         (expansion,) = processor.expansions
         token_ids = tuple(np.asarray(found["input_ids"]).reshape(-1).tolist())
-        num_embeddings = token_ids.count(self._image_token_id)
+        num_embeddings = token_ids.count(token_id)
         if not num_embeddings:
-            raise ImageError(f"has no tokens with the id {self._image_token_id} of the model's images")
+            raise ImageError(f"has no tokens with the id {token_id} of the model's {kind}s")
         tensors = _tensors(found)
         try:
             layout = layout_of(tensors)
         except ValueError as error:
             raise ImageError(f"is too large: {error}") from error
-        grid = np.asarray(found["image_grid_thw"]).reshape(-1).tolist() if "image_grid_thw" in found else ()
+        grid = tensors["image_grid_thw"].reshape(-1).tolist() if "image_grid_thw" in tensors else ()
+        part = getattr(processor, f"{kind}_processor")
+        described = (type(processor).__name__, part.to_dict())
         digest = blake2b(digest_size=MEDIA_DIGEST_BYTES)
-        for part in (root, self._description, json.dumps(settings, sort_keys=True, default=repr).encode()):
-            digest.update(len(part).to_bytes(4, "little") + part)
+        for each in (
+            root,
+            *(json.dumps(own, sort_keys=True, default=repr).encode() for own in (described, settings)),
+        ):
+            digest.update(len(each).to_bytes(4, "little") + each)
         digest.update(repr((token_ids, layout)).encode())
         for tensor in tensors.values():
             digest.update(memoryview(tensor.reshape(-1).view(np.uint8).data))
+        seconds = float(np.asarray(found["second_per_grid_ts"])[0]) if "second_per_grid_ts" in found else 0.0
         return ProcessedImage(
             digest.digest(),
-            processor.image_token,
+            placeholder,
             expansion,
             token_ids,
             num_embeddings,
             tuple(grid),
             tensors,
+            kind,
+            seconds,
         )
+
+
+def _fps(video_processor: Any, settings: Mapping[str, Any]) -> float:
+    """Return the frames per second of a video. Raises ImageError for another value than a positive number."""
+    fps = settings.get("fps", getattr(video_processor, "fps", None) or _FPS)
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not _MIN_FPS <= fps <= _MAX_FPS:
+        raise ImageError(f"has {fps!r:.40} frames per second, must have {_MIN_FPS:g} to {_MAX_FPS:g} (fps)")
+    return float(fps)
+
+
+def _as_frames(num_frames: int, fps: float) -> dict[str, Any]:
+    """Return the arguments of a processor for a video whose frames were chosen by the client."""
+    metadata = {"total_num_frames": num_frames, "fps": fps, "frames_indices": list(range(num_frames))}
+    chosen = {"do_sample_frames": False, "num_frames": None, "video_metadata": [metadata]}
+    return chosen | {"return_tensors": "pt"}
+
+
+def video_problem(video_token_id: int | None) -> str:
+    """Return why a model's videos cannot be processed here; empty if they can."""
+    if video_token_id is None:
+        return "the model reads text and images only"
+    return "" if find_spec("torchvision") else "the server lacks torchvision, which processes videos"
 
 
 def local_image_processor(config: EngineConfig) -> TransformersImageProcessor | None:
@@ -134,12 +195,15 @@ def local_image_processor(config: EngineConfig) -> TransformersImageProcessor | 
     if vision is None:
         return None
     return TransformersImageProcessor(
-        config.model.path, vision.image_token_id, config.images.processor_settings
+        config.model.path,
+        vision.image_token_id,
+        config.images.processor_settings,
+        video_token_id=vision.video_token_id,
     )
 
 
 class _ImagesAlone:
-    """Mixin before a family's processor: it has no part for videos or sound, and records what images expand to."""
+    """Mixin before a family's processor: it needs no part for videos or sound, and records what images expand to."""
 
     expansions: list[str]
 
@@ -152,6 +216,11 @@ class _ImagesAlone:
     def _process_images(self, images: Any, **settings: Any) -> Any:
         parent: Any = super()
         processed, self.expansions = parent._process_images(images, **settings)
+        return processed, self.expansions
+
+    def _process_videos(self, videos: Any, **settings: Any) -> Any:
+        parent: Any = super()
+        processed, self.expansions = parent._process_videos(videos, **settings)
         return processed, self.expansions
 
 
@@ -207,7 +276,11 @@ def _processor_name(file: Path) -> str | None:
 
 def _tensors(found: Mapping[str, Any]) -> MediaTensors:
     """Return what the encoder reads of a processor's outputs, as arrays of the types that travel."""
-    arrays = {name: _array(value) for name, value in found.items() if name not in _OF_TEXT | _OF_PROCESSOR}
+    arrays = {
+        _OF_VIDEO.get(name, name): _array(value)
+        for name, value in found.items()
+        if name not in _OF_TEXT | _OF_PROCESSOR
+    }
     return {name: _plain(array) for name, array in arrays.items() if array.dtype.kind in "fiub"}
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ....proto.errors import InvalidRequest
-from ..media.image_source import DETAILS, ImageSource
+from ....proto.vision import MediaKind
+from ..media.image_source import DETAILS, FRAME_HEADERS, ImageSource
 from .json_values import check_count, check_json, check_mapping, check_text, show_value
 
 MAX_PARTS = 1024  # of one message's content
@@ -23,7 +24,7 @@ Message = Mapping[str, Any]
 # Members of OpenAI's messages that a prompt would need, and no template reads. Others that clients send back, also
 # those of other servers, are ignored.
 _REFUSED = ("audio", "function_call")
-_REFUSED_MEDIA = ("audio", "video", "file")
+_REFUSED_MEDIA = ("audio", "file")
 _NAMES = ("name", "tool_call_id")
 _REASONING = ("reasoning_content", "reasoning")
 
@@ -72,26 +73,40 @@ def _check_part(field: str, part: object) -> None:
         return
     part = check_mapping(field, part)
     kind = part.get("type", "text")
-    if isinstance(kind, str) and kind in IMAGE_KINDS:
-        read_image(field, part)
+    if media_kind(part) is not None:
+        read_media(field, part)
     elif kind != "text":
         named = isinstance(kind, str) and next((name for name in _REFUSED_MEDIA if name in kind), None)
         reason = f": {named} is not supported" if named else ""
-        raise InvalidRequest(f"{field}.type", f"is {show_value(kind)}, must be text or image_url{reason}")
+        raise InvalidRequest(
+            f"{field}.type", f"is {show_value(kind)}, must be text, image_url or video_url{reason}"
+        )
     else:
         check_text(f"{field}.text", part.get("text"))
 
 
-# Types of parts that are images: OpenAI's of the two APIs, and those of transformers and vLLM in Python.
-IMAGE_KINDS = ("image_url", "input_image", "image", "image_pil")
+# Types of parts that are images: OpenAI's of the two APIs, and those of transformers and vLLM in Python. Likewise of
+# videos.
+_KINDS: Mapping[object, MediaKind] = {
+    **dict.fromkeys(("image_url", "input_image", "image", "image_pil"), "image"),
+    **dict.fromkeys(("video_url", "video"), "video"),
+}
 
 
-def read_image(field: str, part: Mapping[str, Any]) -> ImageSource:
-    """Return the image of a part of a content.
+def media_kind(part: Any) -> MediaKind | None:
+    """Return whether a part of a content is an image or a video; None for text."""
+    kind = None if isinstance(part, str) else part.get("type")
+    return _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+def read_media(field: str, part: Mapping[str, Any]) -> ImageSource:
+    """Return the image or the video of a part of a content.
 
     Raises:
-        InvalidRequest: the part has none, or its URL has another scheme.
+        InvalidRequest: the part has none, or its URL has another form.
     """
+    if media_kind(part) == "video":
+        return _read_video(field, part)
     kind = part["type"]
     value = next((part[name] for name in (kind, "image_url", "url") if part.get(name) is not None), None)
     if isinstance(value, ImageSource):
@@ -111,21 +126,59 @@ def read_image(field: str, part: Mapping[str, Any]) -> ImageSource:
     if not isinstance(value, str):
         raise InvalidRequest(f"{field}.{kind}", f"is {show_value(value)}, must be the URL of an image")
     source = ImageSource(url=value, detail=detail)
-    if source.is_remote:
+    if not source.is_remote:
+        _check_ascii(f"{field}.{kind}", value)
+    else:
         check_text(f"{field}.{kind}", value, MAX_URL_CHARS)
         if not value.lower().startswith(("https://", "http://")):
             raise InvalidRequest(f"{field}.{kind}", f"is {show_value(value)}, must be a data: or https: URL")
     return source
 
 
+def _read_video(field: str, part: Mapping[str, Any]) -> ImageSource:
+    kind = part["type"]
+    value = next((part[name] for name in (kind, "video_url", "url") if part.get(name) is not None), None)
+    if isinstance(value, ImageSource):
+        return value
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if isinstance(value, list | tuple):
+        if not value or not all(is_frame(each) for each in value):
+            raise InvalidRequest(
+                f"{field}.{kind}", "must be the frames of a video: images of PIL or files of images"
+            )
+        return ImageSource(kind="video", frames=tuple(value))
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{field}.{kind}", f"is {show_value(value)}, must be the URL of a video")
+    if not value.startswith(FRAME_HEADERS):
+        raise InvalidRequest(
+            f"{field}.{kind}",
+            f"is {show_value(value)}, must be {FRAME_HEADERS[0]} and the frames in base64 with commas between them; "
+            "files of videos such as MP4 are not decoded",
+        )
+    _check_ascii(f"{field}.{kind}", value)
+    return ImageSource(kind="video", url=value)
+
+
+def _check_ascii(field: str, url: str) -> None:
+    """Raise InvalidRequest for a data URL that no process can be sent."""
+    if not url.isascii():
+        raise InvalidRequest(field, "has wrong base64: characters other than ASCII")
+
+
+def is_frame(value: object) -> bool:
+    """Return whether a value is an image of PIL or the content of a file."""
+    return isinstance(value, bytes) or type(value).__module__.partition(".")[0] == "PIL"
+
+
 def message_images(field: str, message: Message) -> Iterator[tuple[str, ImageSource]]:
-    """Yield the images of a checked message, each with the name of its place."""
+    """Yield the images and videos of a checked message, each with the name of its place."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return
     for index, part in enumerate(content):
-        if not isinstance(part, str) and part.get("type") in IMAGE_KINDS:
-            yield f"{field}.content[{index}]", read_image(f"{field}.content[{index}]", part)
+        if media_kind(part) is not None:
+            yield f"{field}.content[{index}]", read_media(f"{field}.content[{index}]", part)
 
 
 def _check_calls(field: str, calls: object) -> None:
@@ -176,10 +229,11 @@ def message_texts(message: Message) -> Iterator[str]:
         yield message.get(name) or ""
 
 
-def _part_text(part: Any, image_text: str = "") -> str:
+def _part_text(part: Any, media_texts: Mapping[str, str] | None = None) -> str:
     if isinstance(part, str):
         return part
-    return image_text if part.get("type") in IMAGE_KINDS else str(part["text"])
+    kind = media_kind(part)
+    return str(part["text"]) if kind is None else (media_texts or {}).get(kind, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +242,15 @@ class ContentForm:
 
     Attributes:
         none_content: a message without content has None instead of the empty text.
-        as_parts: a list of parts stays one, ``{"type": "image"}`` or a text each; otherwise they are joined.
+        as_parts: a list of parts stays one, ``{"type": "image"}``, a video or a text each; otherwise they are joined.
         texts_as_parts: a content of text is a list of one part too.
-        image_text: text in the place of an image where parts are joined.
+        media_texts: ``image`` or ``video`` |-> text in the place of one where parts are joined.
     """
 
     none_content: bool = False
     as_parts: bool = False
     texts_as_parts: bool = False
-    image_text: str = ""
+    media_texts: Mapping[str, str] = field(default_factory=dict)
 
 
 def template_message(message: Message, *, form: ContentForm, arguments_as_text: bool) -> dict[str, Any]:
@@ -218,12 +272,11 @@ def _content(message: Message, form: ContentForm) -> Any:
     if isinstance(content, str):
         return [_text_part(content)] if form.texts_as_parts else content
     if not form.as_parts:
-        return "\n".join(_part_text(part, form.image_text) for part in content)
+        return "\n".join(_part_text(part, form.media_texts) for part in content)
+    kinds = map(media_kind, content)
     return [
-        {"type": "image"}
-        if not isinstance(part, str) and part.get("type") in IMAGE_KINDS
-        else _text_part(_part_text(part))
-        for part in content
+        _text_part(_part_text(part)) if kind is None else {"type": kind}
+        for kind, part in zip(kinds, content, strict=True)
     ]
 
 

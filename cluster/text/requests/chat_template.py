@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -34,27 +34,29 @@ class TemplateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Expansions:
-    """The texts that stand for the images of a prompt.
+    """The texts that stand for the images and videos of a prompt.
 
     Attributes:
-        placeholder: text of the place of an image.
-        texts: the text of each image, in order.
+        by_kind: ``image`` or ``video`` |-> the text of the place of one, and the text of each in order.
     """
 
-    placeholder: str = ""
-    texts: tuple[str, ...] = ()
+    by_kind: Mapping[str, tuple[str, Sequence[str]]] = field(default_factory=dict)
+
+    def placeholder(self, kind: str) -> str:
+        """Return the text of the place of an image or a video; empty if there is none."""
+        return self.by_kind[kind][0] if kind in self.by_kind else ""
 
     def expand(self, text: str) -> str:
         """Return the text with the images in their places. Raises TemplateError if there are more or fewer places."""
-        if not self.placeholder:
+        if not self.by_kind:
             return text
-        pieces = text.split(self.placeholder)
-        if len(pieces) - 1 != len(self.texts):
-            raise TemplateError(
-                f"the prompt has {len(pieces) - 1} places for images, {self.placeholder}, and there are "
-                f"{len(self.texts)} images"
-            )
-        return "".join(piece for pair in zip(pieces, (*self.texts, ""), strict=True) for piece in pair)
+        for kind, (placeholder, texts) in self.by_kind.items():
+            if (count := text.count(placeholder)) != len(texts):
+                raise TemplateError(
+                    f"the prompt has {count} places for {kind}s, {placeholder}, and there are {len(texts)} {kind}s"
+                )
+        left = {placeholder: iter(texts) for placeholder, texts in self.by_kind.values()}
+        return re.sub("|".join(map(re.escape, left)), lambda found: next(left[found[0]]), text)
 
 
 NO_IMAGES = Expansions()
@@ -102,7 +104,7 @@ def prepare_rendering(
         none_content=bool(_TESTS_NONE.search(source)),
         as_parts=as_parts,
         texts_as_parts=as_parts and not _TESTS_STRING.search(source),
-        image_text=expansions.placeholder,
+        media_texts={kind: expansions.placeholder(kind) for kind in expansions.by_kind},
     )
     messages = chat.template_messages(form, arguments_as_text=arguments_as_text)
     if chat.continue_final_message:

@@ -1,11 +1,12 @@
-"""PromptImages: the images of one model's prompts, from what a request has to the items and tensors of its prompt."""
+"""PromptImages: the images and videos of one model's prompts, from what a request has to the items of its prompt."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ....proto.config import EngineConfig
 from ....proto.digests import make_root
 from ....proto.errors import InvalidRequest, Overloaded
 from ....proto.media import MediaItem, MediaTensors, check_media
+from ....proto.vision import LongArray, MediaKind
 from ..media.image_source import ImageError, ImageProcessor, ImageSource, ProcessedImage
 from .chat_template import NO_IMAGES, Expansions
 
@@ -22,17 +24,20 @@ from .chat_template import NO_IMAGES, Expansions
 MAX_REQUEST_BYTES = 2 << 30
 MAX_HELD_BYTES = 8 << 30
 
-# An image and the name of its place in the request.
+_NAMES: dict[MediaKind, str] = {"image": "an image", "video": "a video"}
+_KINDS = tuple(_NAMES)
+
+# An image or a video, and the name of its place in the request.
 PlacedImage = tuple[str, ImageSource]
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompt:
-    """A text or token ids with images.
+    """A text or token ids with images and videos.
 
     Attributes:
-        prompt: has the model's placeholder once for each image.
-        images: the images, in the order of the placeholders.
+        prompt: has the model's placeholder once for each of them.
+        images: the images and the videos, each kind in the order of the placeholders.
         settings: settings of the model's image processor for this prompt.
     """
 
@@ -46,7 +51,8 @@ class ImagePrompt:
     @property
     def placed(self) -> list[PlacedImage]:
         """The images, with the names of their places."""
-        return [(f"multi_modal_data.image[{index}]", image) for index, image in enumerate(self.images)]
+        numbers = {"image": count(), "video": count()}
+        return [(f"multi_modal_data.{each.kind}[{next(numbers[each.kind])}]", each) for each in self.images]
 
     def with_images(self, images: Mapping[str, ImageSource]) -> ImagePrompt:
         """Return the prompt with other images, by the names of their places."""
@@ -56,15 +62,26 @@ class ImagePrompt:
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """The processed images of a prompt, in order."""
+    """The processed images and videos of a prompt, each kind in order."""
 
     processed: tuple[ProcessedImage, ...] = ()
+
+    def of_kind(self, kind: MediaKind) -> list[ProcessedImage]:
+        """Return the images, or the videos."""
+        return [each for each in self.processed if each.kind == kind]
 
     @property
     def expansions(self) -> Expansions:
         if not self.processed:
             return NO_IMAGES
-        return Expansions(self.processed[0].placeholder, tuple(each.expansion for each in self.processed))
+        found = {kind: self.of_kind(kind) for kind in _KINDS}
+        return Expansions(
+            {
+                kind: (own[0].placeholder, [each.expansion for each in own])
+                for kind, own in found.items()
+                if own
+            }
+        )
 
     @property
     def tensors(self) -> dict[bytes, MediaTensors]:
@@ -112,12 +129,16 @@ class PromptImages:
         self._config = config
         self._vision = config.model.vision
         self._processor = processor
-        self._max_images = config.images.max_images
 
     @property
     def is_read(self) -> bool:
         """Return whether the model reads images."""
         return self._processor is not None
+
+    @property
+    def reads_videos(self) -> bool:
+        """Return whether the model reads videos, and they can be processed here."""
+        return self._processor is not None and not self._processor.video_problem
 
     def process(
         self, images: Sequence[PlacedImage], settings: Mapping[str, Any], tenant: str, salt: str, pool: str
@@ -128,7 +149,7 @@ class PromptImages:
             tenant, salt, pool: who shares what is kept of the images, as of prefixes.
 
         Raises:
-            InvalidRequest: the model reads no images, there are too many, or one cannot be read.
+            InvalidRequest: the model reads no images or no videos, there are too many, or one cannot be read.
         """
         if not images:
             return WITHOUT_IMAGES
@@ -155,17 +176,31 @@ class PromptImages:
                 why = "the server runs with --language-model-only"
             else:
                 why = f"{name} reads text only"
-            raise InvalidRequest(images[0][0], f"is an image, and {why}")
+            place, image = images[0]
+            raise InvalidRequest(place, f"is {_NAMES[image.kind]}, and {why}")
         self.check_count(images)
         for place, image in images:
             if image.is_remote:
                 raise InvalidRequest(place, "is a URL, and files are not fetched here")
+            if image.kind == "video":
+                self._check_video(place, image)
+
+    def _check_video(self, place: str, video: ImageSource) -> None:
+        assert self._processor is not None, "videos of a model without a processor were refused"
+        if problem := self._processor.video_problem:
+            raise InvalidRequest(place, f"is a video, and {problem}")
+        if video.num_frames > (most := self._config.images.max_frames):
+            raise InvalidRequest(
+                place, f"has {video.num_frames} frames, must have at most {most} (--limit-mm-per-prompt)"
+            )
 
     def check_count(self, images: Sequence[PlacedImage]) -> None:
-        """Raise InvalidRequest if a prompt has too many images."""
-        if len(images) > self._max_images:
-            most = f"at most {self._max_images} of a request are allowed (--limit-mm-per-prompt)"
-            raise InvalidRequest(images[self._max_images][0], f"is one of {len(images)} images, {most}")
+        """Raise InvalidRequest if a prompt has too many images or videos."""
+        for kind in _KINDS:
+            places = [place for place, image in images if image.kind == kind]
+            if len(places) > (most := self._config.images.max_count(kind)):
+                allowed = f"at most {most} of a request are allowed (--limit-mm-per-prompt)"
+                raise InvalidRequest(places[most], f"is one of {len(places)} {kind}s, {allowed}")
 
     def _check_room(self, place: str, num_images: int, num_tokens: int, num_bytes: int) -> None:
         room = self._config.max_servable_tokens
@@ -176,23 +211,30 @@ class PromptImages:
             problem = f"makes {num_bytes:,} bytes of {num_images} images, at most {MAX_REQUEST_BYTES:,}"
             raise InvalidRequest(place, f"{problem}; send fewer or smaller ones")
 
-    def expand(self, token_ids: IntArray, images: Images, placeholder_ids: Sequence[int]) -> IntArray:
+    def expand(self, token_ids: IntArray, images: Images, encode: Callable[[str], Sequence[int]]) -> IntArray:
         """Return token ids with the tokens of the images in the places of their placeholders.
 
         Those that have the images' tokens already stay as they are.
 
         Args:
-            placeholder_ids: tokens of the placeholder.
+            encode: returns the tokens of a placeholder.
         """
-        if not images.processed or self._num_image_tokens(token_ids) == _num_embeddings(images):
-            return token_ids
-        starts = _find(token_ids, placeholder_ids)
-        if len(starts) != len(images.processed):
-            raise self._mismatch(len(starts), images)
+        found = list[tuple[int, int, ProcessedImage]]()  # start and end of each place
+        for kind in _KINDS:
+            own = images.of_kind(kind)
+            if not own or len(self._places(token_ids, kind)) == _num_embeddings(own):
+                continue
+            placeholder = encode(own[0].placeholder)
+            starts = _find(token_ids, placeholder)
+            if len(starts) != len(own):
+                raise self._mismatch(kind, len(starts), own)
+            found += [
+                (start, start + len(placeholder), each) for start, each in zip(starts, own, strict=True)
+            ]
         pieces, end = [], 0
-        for start, image in zip(starts, images.processed, strict=True):
+        for start, next_end, image in sorted(found, key=lambda each: each[0]):
             pieces += [token_ids[end:start], np.asarray(image.token_ids, np.int32)]
-            end = start + len(placeholder_ids)
+            end = next_end
         return np.concatenate([*pieces, token_ids[end:]]).astype(np.int32)
 
     def items(self, token_ids: IntArray, images: Images) -> tuple[MediaItem, ...]:
@@ -201,43 +243,52 @@ class PromptImages:
         Raises:
             InvalidRequest: the prompt has more or fewer image tokens than the images.
         """
-        if self._vision is None:
-            return ()
-        places = np.flatnonzero(token_ids == self._vision.image_token_id)
-        if len(places) != _num_embeddings(images):
-            raise self._mismatch(len(places), images)
-        found, place = [], 0
-        for image in images.processed:
-            first, last = places[place], places[place + image.num_embeddings - 1]
-            place += image.num_embeddings
-            found.append(
-                MediaItem(
-                    image.digest,
-                    int(first),
-                    int(last - first) + 1,
-                    image.num_embeddings,
-                    image.grid,
-                    image.num_bytes,
-                )
-            )
-        check_media(found, len(token_ids))
+        found = [
+            item for kind in _KINDS for item in self._items_of_kind(kind, token_ids, images.of_kind(kind))
+        ]
+        found.sort(key=lambda item: item.start)
+        try:
+            check_media(found, len(token_ids))
+        except ValueError as error:  # token ids of the client have an image within a video
+            raise InvalidRequest("prompt", str(error)) from error
         return tuple(found)
 
-    def _num_image_tokens(self, token_ids: IntArray) -> int:
-        return 0 if self._vision is None else int(np.count_nonzero(token_ids == self._vision.image_token_id))
+    def _items_of_kind(
+        self, kind: MediaKind, token_ids: IntArray, images: Sequence[ProcessedImage]
+    ) -> Iterator[MediaItem]:
+        places, place = self._places(token_ids, kind), 0
+        if len(places) != _num_embeddings(images):
+            raise self._mismatch(kind, len(places), images)
+        for image in images:
+            first, last = places[place], places[place + image.num_embeddings - 1]
+            place += image.num_embeddings
+            assert self._vision is not None, "images of a model without an encoder were refused"
+            yield MediaItem(
+                image.digest,
+                int(first),
+                int(last - first) + 1,
+                image.num_embeddings,
+                image.grid,
+                image.num_bytes,
+                self._vision.time_step(image.seconds_per_frame),
+            )
 
-    def _mismatch(self, num_places: int, images: Images) -> InvalidRequest:
-        token = f"the token {0 if self._vision is None else self._vision.image_token_id}"
-        text = images.expansions.placeholder or token
+    def _places(self, token_ids: IntArray, kind: MediaKind) -> LongArray:
+        token_id = None if self._vision is None else self._vision.token_id(kind)
+        return np.flatnonzero(token_ids == token_id) if token_id is not None else np.zeros(0, np.int64)
+
+    def _mismatch(self, kind: MediaKind, num_places: int, images: Sequence[ProcessedImage]) -> InvalidRequest:
+        token = f"the token {0 if self._vision is None else self._vision.token_id(kind)}"
+        text = images[0].placeholder if images else token
         return InvalidRequest(
             "prompt",
-            f"has {num_places} places of images ({text}) for {len(images.processed)} images "
+            f"has {num_places} places of {kind}s ({text}) for {len(images)} {kind}s "
             f"with {_num_embeddings(images)} tokens; the text must not have such places itself",
         )
 
 
-def _num_embeddings(images: Images) -> int:
-    return sum(image.num_embeddings for image in images.processed)
+def _num_embeddings(images: Sequence[ProcessedImage]) -> int:
+    return sum(image.num_embeddings for image in images)
 
 
 def _find(token_ids: IntArray, wanted: Sequence[int]) -> list[int]:

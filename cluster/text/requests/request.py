@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -224,6 +225,11 @@ class RequestChecker:
     def reads_images(self) -> bool:
         """Return whether prompts may have images."""
         return self._images.is_read
+
+    @property
+    def reads_videos(self) -> bool:
+        """Return whether prompts may have videos."""
+        return self._images.reads_videos
 
     def _process_images(self, prompt: AnyPrompt, tenant: str, salt: str, pool: str) -> Images:
         """Return the images of a prompt as the model reads them. Raises InvalidRequest."""
@@ -470,8 +476,8 @@ class RequestChecker:
                 raise InvalidRequest("prompt", f"does not match its images: {error}") from error
             return self._prompt_encoder.encode_text(text, add_special_tokens=add_special_tokens)
         self.check_token_ids("prompt", prompt.prompt)
-        placeholder = self._tokenizer.encode(images.expansions.placeholder, add_special_tokens=False)
-        return self._images.expand(np.asarray(prompt.prompt, dtype=np.int32), images, placeholder)
+        encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
+        return self._images.expand(np.asarray(prompt.prompt, dtype=np.int32), images, encode)
 
     def _check_length(self, text: str) -> None:
         """Refuse a text that is too long for the context however it is tokenized, without tokenizing it."""

@@ -1,10 +1,11 @@
-"""Operation of image workers: decodes an image, and processes it for the model."""
+"""Operation of image workers: decodes an image or a video, and processes it for the model."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,25 @@ def prepare(setup: bytes) -> Callable[[dict[str, Any]], Bulk]:
     """Return the operation of a model.
 
     Args:
-        setup: the model's directory, its image token, and settings of its image processor.
+        setup: the model's directory, its tokens of images and videos, settings of its image processor, and whether
+            the process is for videos.
     """
     os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "OMP_NUM_THREADS": "1"}
-    path, image_token_id, settings = msgpack.unpackb(setup)
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # a request's settings may name a device, whose memory is the ranks'
+    )
+    path, image_token_id, video_token_id, settings, is_for_videos = msgpack.unpackb(setup)
     from ..media.transformers_processor import TransformersImageProcessor, needs_torchvision
 
-    if not needs_torchvision(Path(path)):
+    if not is_for_videos and not needs_torchvision(Path(path)):
         # Without torch, transformers takes 2 instead of 5 s and 70 instead of 410 MB.
         sys.modules["torch"] = None  # type: ignore[assignment]
-    processor = TransformersImageProcessor(path, image_token_id, settings)
+    processor = TransformersImageProcessor(path, image_token_id, settings, video_token_id=video_token_id)
     try:
         processor.load()
+        if is_for_videos:
+            with suppress(ImageError):  # which a video meets again
+                processor.load_video_processor()
     except ConfigError as error:
         return partial(_fail, str(error))
     return partial(_process, processor, used_bytes())
@@ -53,7 +61,7 @@ def _fail(problem: str, task: dict[str, Any]) -> Bulk:
 
 def _process(processor: Any, idle_bytes: int, task: dict[str, Any]) -> Bulk:
     """Return the processed image with its tensors, or the problem."""
-    source = ImageSource(data=task["data"], url=task["url"], detail=task["detail"])
+    source = ImageSource(**task["source"] | {"frames": tuple(task["source"]["frames"])})
     try:
         with limits(idle_bytes + MEMORY_BYTES, task["time_s"], _on_time_over):
             found = processor.process(source, task["settings"], task["root"])
@@ -73,6 +81,8 @@ def _process(processor: Any, idle_bytes: int, task: dict[str, Any]) -> Bulk:
         "token_ids": found.token_ids,
         "num_embeddings": found.num_embeddings,
         "grid": found.grid,
+        "kind": found.kind,
+        "seconds_per_frame": found.seconds_per_frame,
         "layout": [(each.name, each.dtype, each.shape) for each in layout],
     }
     return Bulk(head, tuple(found.tensors.values()))

@@ -33,7 +33,7 @@ def _tokenize(tokenizer: Tokenizer, idle_bytes: int, task: dict[str, Any]) -> di
         text = task.get("text")
         if text is None:
             with limits(idle_bytes + RENDER_MEMORY_BYTES, task["render_time_s"], _on_time_over):
-                expansions = Expansions(task["placeholder"], tuple(task["expansions"]))
+                expansions = Expansions(task["expansions"])
                 rendering = Rendering(task["source"], task["variables"], task["ends_at_mark"], expansions)
                 text = render(rendering, task["max_chars"])
         with limits(idle_bytes + TOKENIZE_MEMORY_BYTES):

@@ -34,6 +34,7 @@ from quire.proto.options.option import (
     select_options,
     write_table,
 )
+from quire.proto.options.sections import ImageOptions
 from quire.proto.options.values import (
     DIRECTORY_SIZE,
     FILE_NAME,
@@ -349,3 +350,22 @@ def test_fleet_file_of_the_guide_names_declared_options_only() -> None:
     known = {"model", *(name for owner in OWNERS for name in declared_options(owner))}
     (text,) = [part.partition("```")[0] for part in guide.split("```toml\n")[1:]]
     assert {name for table in tomllib.loads(text)["model"] for name in table} <= known
+
+
+def test_limits_of_media_are_numbers_or_those_of_vllm() -> None:
+    found = ImageOptions(
+        limit_mm_per_prompt='{"image": 4, "video": {"count": 1, "num_frames": 64, "width": 9}}'
+    )
+    assert (found.max_count("image"), found.max_count("video"), found.max_frames) == (4, 1, 64)
+    found = ImageOptions(limit_mm_per_prompt='{"video": 2}')
+    assert (found.max_count("image"), found.max_count("video"), found.max_frames) == (999, 2, 128)
+    for text, problem in (
+        (
+            '{"video": {"num_frames": 769}}',
+            "num_frames of video is 769, must be a whole number from 0 to 768",
+        ),
+        ('{"video": {"count": true}}', "video is True, must be"),
+        ('{"image": "4"}', "image is '4', must be"),
+        ('{"sound": 1}', "has 'sound', must have image, video or audio"),
+    ):
+        assert problem in (image_limits("limits", text) or "")

@@ -52,7 +52,11 @@ def _describe(model: ServedModel, created: int) -> dict[str, Any]:
         "root": model.name,
         "parent": None,
         "max_model_len": model.config.max_servable_tokens,
-        "input_modalities": ["text", "image"] if model.config.model.reads_images else ["text"],
+        "input_modalities": [
+            "text",
+            *["image"] * model.config.model.reads_images,
+            *["video"] * model.checker.reads_videos,
+        ],
     }
 
 

@@ -121,7 +121,7 @@ _WITHOUT_EFFECT: dict[str, str] = {
     "session_id rid request_id bootstrap_host bootstrap_port bootstrap_room": "names or places a request",
     "routed_dp_rank disagg_prefill_dp_rank data_parallel_rank": "names or places a request",
     "custom_labels metadata user safety_identifier service_tier store inference_geo": "for the records of a provider",
-    "media_io_kwargs images_config video_config": "of other media than images",
+    "media_io_kwargs images_config video_config": "of the decoders of media",
     "mm_processor_kwargs": "of images, in conversations alone",
     "max_dynamic_patch min_dynamic_patch use_audio_in_video": "of media, which are refused",
     "backend_sampling prediction speed padding": "changes the speed only",

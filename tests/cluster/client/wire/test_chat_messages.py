@@ -167,6 +167,26 @@ def test_json_texts_of_many_values_are_refused_before_they_are_parsed(name: str)
         chat_from_message(message)
 
 
+def test_videos_round_trip_as_the_files_of_their_frames() -> None:
+    content = [
+        {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,Zmls,ZmlsZQ=="}},
+        {"type": "video", "video": [b"file", b"other"]},
+    ]
+    chat = Chat([{"role": "user", "content": content}])
+    chat.check()
+    received = chat_from_message(chat_to_message(chat))
+    received.check()
+    frames = [(video.kind, video.frames) for _, video in received.images]
+    assert frames == [("video", (b"fil", b"file")), ("video", (b"file", b"other"))]
+    nothing = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content_parts=[
+        inference_pb2.ContentPart(video=inference_pb2.Video())])])  # fmt: skip
+    with pytest.raises(InvalidRequest, match="must be the frames of a video"):
+        chat_from_message(nothing).check()
+    nothing.messages[0].content_parts[0].video.frames.extend([b""] * 769)
+    with pytest.raises(InvalidRequest, match="has 769 frames, must have at most 768"):
+        chat_from_message(nothing)
+
+
 def test_images_round_trip_as_files_and_urls() -> None:
     content = [
         {"type": "text", "text": "see"},

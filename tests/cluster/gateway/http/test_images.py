@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import zlib
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
-from image_models import file_of, picture, save_qwen_vl
+from image_models import file_of, frames_url, picture, save_qwen_vl
 from local_server import ThreadedServer, threaded_server
+from transformers.utils import is_torchvision_available
 
 from quire import LLM
 from quire.cluster.client.client import Client
@@ -23,6 +25,7 @@ from quire.proto.sampling import SamplingParams
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 IMAGES = [picture(60, 44, 1), picture(30, 70, 2)]
 TEXT = {"type": "text", "text": "What is it?"}
+LIMITS = '{"image": 4, "video": {"count": 1, "num_frames": 8}}'
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ThreadedServer]:
-    with threaded_server(folder, limit_mm_per_prompt='{"image": 4}', max_num_batched_tokens=64) as server:
+    with threaded_server(folder, limit_mm_per_prompt=LIMITS, max_num_batched_tokens=64) as server:
         yield server
 
 
@@ -48,6 +51,10 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 
 def image_part(data: bytes, **options: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(data), **options}}
+
+
+def video_part(frames: list[Any], kind: str = "PNG") -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": frames_url(frames, kind)}}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +79,27 @@ def test_chat_completion_reads_images(http: httpx.Client, expected: str) -> None
     assert answer["usage"]["prompt_tokens"] == tokens["count"] > 100
     again = http.post("/v1/chat/completions", json=body).json()
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+
+
+def test_videos_are_read_over_http_and_grpc(http: httpx.Client, server: ThreadedServer, folder: Path) -> None:
+    (served,) = http.get("/v1/models").json()["data"]
+    if not is_torchvision_available():
+        assert served["input_modalities"] == ["text", "image"]
+        pytest.skip("torchvision is not installed")
+    assert served["input_modalities"] == ["text", "image", "video"]
+    frames = [picture(40, 36, seed) for seed in range(3)]
+    parts = [image_part(file_of(IMAGES[0])), video_part(frames), TEXT]
+    body = {"messages": [{"role": "user", "content": parts}], "mm_processor_kwargs": {"fps": 1}, **GREEDY}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    content = [{"type": "image", "image": IMAGES[0]}, {"type": "video", "video": frames}, TEXT]
+    messages = [{"role": "user", "content": content}]
+    with LLM(str(folder), device="cpu", num_kv_blocks=100) as llm:
+        (output,) = llm.chat(messages, params, mm_processor_kwargs={"fps": 1})
+    assert answer["choices"][0]["message"]["content"] == output.outputs[0].text
+    with Client(server.server.target) as client:
+        own = client.chat(messages, params, image_settings={"fps": 1})
+    assert own.outputs[0].text == output.outputs[0].text
 
 
 def test_responses_and_messages_read_images(http: httpx.Client, expected: str) -> None:
@@ -162,6 +190,12 @@ BAD = {
     "wrong base64": (
         [{"type": "image_url", "image_url": {"url": "data:image/png;base64,ab!c"}}], "has wrong base64",
     ),
+    "surrogates": (
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,\ud800"}}], "characters other than ASCII",
+    ),
+    "surrogates of a video": (
+        [{"type": "video_url", "video_url": {"url": "data:video/png;base64,\ud800"}}], "characters other than ASCII",
+    ),
     "no base64": ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "data URL of another form"),
     "svg": ([image_part(b"<svg xmlns='http://www.w3.org/2000/svg'/>")], "is an SVG or XML file, must be PNG, JPEG"),
     "tiff": ([image_part(file_of(picture(8, 8), "TIFF"))], "is a TIFF file, must be PNG, JPEG"),
@@ -172,7 +206,23 @@ BAD = {
     "file": ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "must be a data: or https: URL"),
     "detail": ([image_part(JPEG, detail="tiny")], "detail: is 'tiny', must be one of auto, low, high"),
     "audio": ([{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}], "audio is not supported"),
-    "video": ([{"type": "video_url", "video_url": {"url": "data:"}}], "video is not supported"),
+    "audio url": ([{"type": "audio_url", "audio_url": {"url": "data:"}}], "audio is not supported"),
+    "container": (
+        [{"type": "video_url", "video_url": {"url": data_url(b"ftyp", "video/mp4")}}],
+        "video_url: is 'data:video/mp4;base64,ZnR5cA==', must be data:video/jpeg;base64, and the frames in base64",
+    ),
+    "remote video": ([{"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}], "are not decoded"),
+    "no frames": ([{"type": "video", "video": []}], "must be the frames of a video"),
+    "videos": ([video_part(IMAGES[:1])] * 2, "is one of 2 videos, at most 1 of a request are allowed"),
+    "video": (
+        [video_part([picture(8, 8)] * 9)],
+        "has 9 frames, must have at most 8" if is_torchvision_available() else "the server lacks torchvision",
+    ),
+    "frame": (
+        [video_part([IMAGES[0], IMAGES[1]])],
+        "has 2 frames, of which number 2 has 30 by 70 pixels, must have 60 by 44 as the first one"
+        if is_torchvision_available() else "the server lacks torchvision",
+    ),
     "placeholder": ([{"type": "text", "text": "see <|image_pad|>"}], "has 1 places of images"),
     "placeholders": ([image_part(JPEG), {"type": "text", "text": "<|image_pad|>"}], "has 2 places for images"),
     "no url": ([{"type": "image_url"}], "must be the URL of an image"),
@@ -182,9 +232,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_image_is_refused_by_name(http: httpx.Client, case: str) -> None:
     content, problem = BAD[case]
-    answer = http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": content}], **GREEDY}
-    )
+    body = json.dumps({"messages": [{"role": "user", "content": content}], **GREEDY})
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/v1/chat/completions", content=body, headers=headers)
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error"), answer.text
     assert problem in answer.json()["error"]["message"]
 

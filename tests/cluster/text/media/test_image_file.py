@@ -9,10 +9,10 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from image_models import file_of, picture
+from image_models import file_of, frames_url, picture
 from PIL import Image
 
-from quire.cluster.text.media.image_file import open_image
+from quire.cluster.text.media.image_file import open_image, open_video
 from quire.cluster.text.media.image_source import ImageError, ImageSource
 
 
@@ -100,3 +100,33 @@ def test_data_urls_are_read_and_others_are_named() -> None:
     ):
         with pytest.raises(ImageError, match=problem):
             ImageSource(url=wrong).file()
+
+
+FRAMES = [picture(9, 6, seed) for seed in range(3)]
+
+
+def test_frames_of_a_video_are_decoded_in_order() -> None:
+    expected = np.stack([np.asarray(frame) for frame in FRAMES])
+    for source in (
+        ImageSource(kind="video", url=frames_url(FRAMES)),
+        ImageSource(kind="video", frames=tuple(FRAMES)),
+        ImageSource(kind="video", frames=tuple(map(file_of, FRAMES))),
+    ):
+        assert (source.num_frames, source.is_remote) == (3, False)
+        np.testing.assert_array_equal(open_video(source, max_pixels=3 * 54), expected)
+
+
+def test_each_frame_has_the_limits_of_an_image() -> None:
+    jpeg = file_of(FRAMES[1], "JPEG")
+    cases = {
+        "of which number 2 has 8 by 6 pixels, must have 9 by 6 as the first one": file_of(picture(8, 6)),
+        "has 3 frames, of which number 2 is damaged": jpeg[: len(jpeg) // 2],
+        "of which number 2 is a HEIC, AVIF or video file, must be": b"\0\0\0\x18ftypmp42" + bytes(40),
+        "of which number 2 has 90 by 6 pixels, must have at most 100 altogether": file_of(picture(90, 6)),
+    }
+    for problem, frame in cases.items():
+        source = ImageSource(kind="video", frames=(FRAMES[0], frame, FRAMES[2]))
+        with pytest.raises(ImageError, match=problem):
+            open_video(source, max_pixels=302)
+    with pytest.raises(ImageError, match="number 2 is empty"):
+        open_video(ImageSource(kind="video", url=frames_url(FRAMES[:1]) + ","))

@@ -12,6 +12,7 @@ from image_models import (
     QWEN_TOKENS,
     ImageFamily,
     file_of,
+    frames_url,
     load_family_processor,
     picture,
     qwen_image_processor,
@@ -179,7 +180,7 @@ def test_processor_makes_what_the_familys_own_makes(family: ImageFamily, tmp_pat
     assert token == reference.image_token
     text = f"one\n{token}\n\n two {token}."
     expected = reference(images=pictures, text=[text], return_tensors="np", add_special_tokens=False)
-    expanded = Expansions(token, tuple(each.expansion for each in images)).expand(text)
+    expanded = Expansions({"image": (token, tuple(each.expansion for each in images))}).expand(text)
     own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
     assert own == np.asarray(expected["input_ids"])[0].tolist()
     assert own.count(image_token_id) == sum(each.num_embeddings for each in images)
@@ -236,8 +237,9 @@ def test_settings_that_the_processor_lacks_and_odd_shapes_are_refused(
 ) -> None:
     with pytest.raises(ImageError, match="cannot be processed"):
         qwen.process(ImageSource(image=picture(2, 900)), {}, b"")
-    with pytest.raises(ImageError, match="cannot be processed"):
-        qwen.process(ImageSource(image=picture(64, 64)), {"images": 3}, b"")
+    for name in ("images", "videos", "audio", "text"):
+        with pytest.raises(ImageError, match=f"cannot be processed: its settings have {name}"):
+            qwen.process(ImageSource(image=picture(64, 64)), {name: "http://169.254.169.254/"}, b"")
 
 
 def test_folder_without_a_processor_is_named(tmp_path: Path) -> None:
@@ -259,7 +261,7 @@ def test_processor_on_torchvision_makes_what_the_familys_own_makes(
     reference, token = load_family_processor(family, tmp_path), images[0].placeholder
     text = f"one {token} two {token}."
     expected = reference(images=pictures, text=[text], return_tensors="pt", add_special_tokens=False)
-    expanded = Expansions(token, tuple(each.expansion for each in images)).expand(text)
+    expanded = Expansions({"image": (token, tuple(each.expansion for each in images))}).expand(text)
     own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
     assert own == expected["input_ids"][0].tolist()
     assert own.count(image_token_id) == sum(each.num_embeddings for each in images)
@@ -287,7 +289,7 @@ def test_paligemma_reads_images_before_the_text_and_the_end_of_a_line(tmp_path: 
     reference.tokenizer.bos_token = "<s>"
     expected = reference(images=[pictures], text=["<image><image>caption en"], return_tensors="np")
     text = "<image><image><s>caption en\n"
-    expanded = Expansions("<image>", tuple(each.expansion for each in images)).expand(text)
+    expanded = Expansions({"image": ("<image>", tuple(each.expansion for each in images))}).expand(text)
     own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
     assert own == np.asarray(expected["input_ids"])[0].tolist()
     assert own.count(image_token_id) == sum(each.num_embeddings for each in images) == 32
@@ -307,3 +309,58 @@ def test_pixtral_ends_each_row_of_squares(family: ImageFamily, tmp_path: Path) -
     row, rows = "[IMG]" * (width // square), height // square
     assert image.expansion == "[IMG_BREAK]".join([row] * rows) + "[IMG_END]"
     assert image.num_embeddings == rows * width // square
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl"])
+def test_video_becomes_what_the_familys_own_processor_makes(model_type: str, tmp_path: Path) -> None:
+    """Beside an image, with an odd number of frames, at two rates."""
+    if not is_torchvision_available():
+        pytest.skip("torchvision is not installed")
+    family = next(each for each in FAMILIES if each.model_type == model_type)
+    image_token_id = save_processors(family, tmp_path)
+    processor = TransformersImageProcessor(str(tmp_path), image_token_id, video_token_id=image_token_id + 1)
+    assert processor.video_problem == ""
+    frames, image = [picture(60, 44, seed) for seed in range(5)], picture(33, 90, 9)
+    source = ImageSource(kind="video", url=frames_url(frames))
+    reference = load_family_processor(family, tmp_path, reads_videos=True)
+    text = "one <|image_pad|> and <|video_pad|>."
+    found = {}
+    for fps in (None, 3.0):
+        settings = {} if fps is None else {"fps": fps}
+        video, still = (
+            processor.process(source, settings, b""),
+            processor.process(ImageSource(image=image), {}, b""),
+        )
+        found[fps] = video
+        metadata = {"total_num_frames": 5, "fps": fps or 2.0, "frames_indices": list(range(5))}
+        expected = reference(
+            images=[image], videos=[frames], text=[text], video_metadata=[metadata], do_sample_frames=False,
+            return_tensors="pt", add_special_tokens=False,
+        )  # fmt: skip
+        by_kind: dict[str, Any] = {each.kind: (each.placeholder, [each.expansion]) for each in (video, still)}
+        own = reference.tokenizer(Expansions(by_kind).expand(text), add_special_tokens=False)["input_ids"]
+        assert own == expected["input_ids"][0].tolist()
+        assert own.count(image_token_id + 1) == video.num_embeddings == 3 * video.grid[1] * video.grid[2] // 4
+        np.testing.assert_array_equal(video.tensors["pixel_values"], expected["pixel_values_videos"])
+        assert list(video.grid) == expected["video_grid_thw"][0].tolist()
+        seconds = expected.get("second_per_grid_ts", [0.0])
+        assert video.seconds_per_frame == float(seconds[0])
+    assert found[None].digest != found[3.0].digest
+    turned = ImageSource(kind="video", frames=tuple(frames[::-1]))
+    assert (
+        len({processor.process(turned, {}, root).digest for root in (b"", b"a")} | {found[None].digest}) == 3
+    )
+    with pytest.raises(ImageError, match="its settings have images"):
+        processor.process(source, {"images": "http://169.254.169.254/"}, b"")
+    for wrong in (0, "fast", True):
+        with pytest.raises(ImageError, match="frames per second, must have"):
+            processor.process(source, {"fps": wrong}, b"")
+
+
+def test_video_is_refused_by_models_of_images_and_without_torchvision(
+    qwen: TransformersImageProcessor,
+) -> None:
+    assert qwen.video_problem == "the model reads text and images only"
+    if not is_torchvision_available():
+        problem = TransformersImageProcessor("", 1, video_token_id=2).video_problem
+        assert problem == "the server lacks torchvision, which processes videos"

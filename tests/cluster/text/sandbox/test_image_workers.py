@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from image_models import file_of, picture, save_qwen_vl
+from image_models import file_of, frames_url, picture, save_qwen_vl
+from PIL import Image
+from transformers.utils import is_torchvision_available
 
 from quire.cluster.config.engine_options import EngineOptions
 from quire.cluster.config.machine import Machine
@@ -47,6 +49,24 @@ def test_answer_is_that_of_the_same_processor_here(workers: ImageWorkers, config
         assert found.tensors.keys() == expected.tensors.keys()
         for name, tensor in expected.tensors.items():
             np.testing.assert_array_equal(found.tensors[name], tensor)
+
+
+def test_videos_are_processed_in_processes_of_their_own(workers: ImageWorkers, config: EngineConfig) -> None:
+    if not is_torchvision_available():
+        pytest.skip("torchvision is not installed")
+    frames = [picture(60, 44, seed) for seed in range(3)]
+    source = ImageSource(kind="video", url=frames_url(frames, "JPEG"))
+    local = local_image_processor(config)
+    assert local is not None
+    found, expected = workers.process(source, {"fps": 4}, b"root"), local.process(source, {"fps": 4}, b"root")
+    assert replace(found, tensors={}) == replace(expected, tensors={})
+    np.testing.assert_array_equal(found.tensors["pixel_values"], expected.tensors["pixel_values"])
+    with pytest.raises(ImageError, match="of which number 4 is empty"):
+        workers.process(replace(source, url=source.url + ","), {}, b"root")
+    large = ImageSource(kind="video", frames=(file_of(Image.new("L", (6000, 6000))),) * 2)
+    with pytest.raises(ImageError, match="number 1 has 6000 by 6000 pixels, must have at most 33,554,432"):
+        workers.process(large, {}, b"root")
+    assert workers.process(ImageSource(data=file_of(frames[0])), {}, b"").kind == "image"
 
 
 def test_bad_image_is_an_error_and_the_process_goes_on(workers: ImageWorkers) -> None:
