@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, cycle, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from model_kinds import model_type_of
+from quick_cases import slow_except
 from ranked_driver import RankedDriver, _Ranks
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
@@ -93,12 +95,18 @@ def add(driver: RankedDriver, prompts: dict[int, list[int]], num_tokens: int, **
         driver.add(handle, prompt, max_tokens=num_tokens, ignore_eos=True, **settings)
 
 
-CASES = [
-    pytest.param(kind, tp, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS for tp in (1, 2)
-]
+def scarce_blocks(config: EngineConfig, prompts: dict[int, list[int]], num_tokens: int) -> int:
+    """Return as many blocks as the longest of the sequences needs, so that a window's too are few for four."""
+    longest = max(map(len, prompts.values())) + num_tokens
+    return next(each for each in count(2) if config.with_num_blocks(each).max_servable_tokens >= longest)
 
 
-@pytest.mark.parametrize(("kind", "tp"), CASES)
+def cases(*tps: int) -> list[Any]:
+    """Return each kind on one rank and on two, marked slow except for QUICK kinds on `tps` in turns."""
+    return slow_except(list(zip(QUICK, cycle(tps))), product(KINDS, (1, 2)))
+
+
+@pytest.mark.parametrize(("kind", "tp"), cases(1, 2))
 def test_prefix_hits_equal_transformers(
     kind: str, tp: int, references: Any, drivers: Callable[..., RankedDriver]
 ) -> None:
@@ -122,27 +130,25 @@ def test_prefix_hits_equal_transformers(
     driver.finish({0: prefix, 1: first_turn + tails[0], **branches}, reference, 10)
 
 
-@pytest.mark.parametrize(("kind", "tp"), CASES)
+@pytest.mark.parametrize(("kind", "tp"), cases(2, 1))
 def test_preemptions_equal_transformers(
     kind: str, tp: int, references: Any, drivers: Callable[..., RankedDriver]
 ) -> None:
     _, reference = references(kind)
     prompts = dict(enumerate(prompts_of([17, 9, 30, 5, 21, 26], seed=3)))
-    num_groups = len(drivers(kind, tp).config.cache_layout.groups)
-    driver = drivers(kind, tp, num_kv_blocks=1 + 14 * num_groups)
+    driver = drivers(kind, tp, num_kv_blocks=scarce_blocks(drivers(kind, tp).config, prompts, 14))
     add(driver, prompts, 14)
     driver.finish(prompts, reference, 14)
     assert driver.scheduler.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("kind", "tp"), CASES)
+@pytest.mark.parametrize(("kind", "tp"), cases(1, 2))
 def test_preempted_states_come_back_from_host_memory(
     kind: str, tp: int, references: Any, drivers: Callable[..., RankedDriver]
 ) -> None:
     _, reference = references(kind)
     prompts = dict(enumerate(prompts_of([17, 9, 30, 5, 21, 26], seed=3)))
-    num_groups = len(drivers(kind, tp).config.cache_layout.groups)
-    driver = drivers(kind, tp, num_kv_blocks=1 + 14 * num_groups)
+    driver = drivers(kind, tp, num_kv_blocks=scarce_blocks(drivers(kind, tp).config, prompts, 14))
     costs = driver.scheduler._state.costs
     costs.swap_blocks_per_s = costs.swap_states_per_s = 1e9  # swap whenever there is host memory
     add(driver, prompts, 14)
@@ -151,7 +157,7 @@ def test_preempted_states_come_back_from_host_memory(
     assert sum(len(plan.state_swap_in) for plan in driver.plans) > 0
 
 
-@pytest.mark.parametrize(("kind", "tp"), CASES)
+@pytest.mark.parametrize(("kind", "tp"), cases(2, 1))
 def test_snapshots_come_back_from_host_memory(
     kind: str, tp: int, references: Any, drivers: Callable[..., RankedDriver]
 ) -> None:
