@@ -261,18 +261,10 @@ class VisionReference:
         return [IMAGE_TOKEN] * sum(map(len, found)), ()
 
     @torch.inference_mode()
-    def check_greedy(
-        self,
-        prompt: VisionPrompt,
-        generated: Sequence[int],
-        tie: float = 3e-4,
-        *,
-        has_media_tokens: bool = False,
-    ) -> None:
+    def check_greedy(self, prompt: VisionPrompt, generated: Sequence[int], tie: float = 3e-4) -> None:
         """Assert that each token is the most likely one after its prefix, up to near-ties.
 
-        Args:
-            has_media_tokens: the tokens of images and videos may be among them.
+        The tokens of images and videos must not be among them.
         """
         ids = torch.tensor([prompt.token_ids + list(generated)])
         arguments = dict(prompt.arguments)
@@ -285,8 +277,7 @@ class VisionReference:
             if name in inspect.signature(self.base.forward).parameters:
                 arguments[name] = is_image
         logits = self.model(ids, attention_mask=torch.ones_like(ids), **arguments).logits[0]
-        if not has_media_tokens:
-            logits[:, [IMAGE_TOKEN, VIDEO_TOKEN]] = -torch.inf
+        logits[:, [IMAGE_TOKEN, VIDEO_TOKEN]] = -torch.inf
         for token_id, row in zip(generated, logits[len(prompt.token_ids) - 1 : -1], strict=True):
             assert row.max() - row[token_id] < tie, f"{int(row.argmax())} is more likely than {token_id}"
 
