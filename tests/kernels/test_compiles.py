@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from launched_kernels import launched_kernels
+from quick_cases import slow_except
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "compile_kernels.py"
@@ -38,12 +39,13 @@ def test_sum_over_ranks_has_one_variant_for_all_ranks_and_wide_loads(tmp_path: P
     assert len(variants) == 2 * 3
 
 
+@pytest.mark.slow
 def test_indexer_has_one_variant_for_all_parts_of_a_step(tmp_path: Path) -> None:
     _, *variants = run_script("90", "launch_all_sparse_latents", TRITON_CACHE_DIR=str(tmp_path))
     assert len([each for each in variants if each.startswith("index_scores.")]) == 2 * 3
 
 
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", slow_except(["90"], ["80", "90"]))
 def test_packed_weights_are_copied_16_bytes_at_a_time_and_ahead(capability: str, tmp_path: Path) -> None:
     """Products of few tokens take as long as reading the weights; their groups are shorter than a tile."""
     _, *variants = run_script(capability, "launch_all_packed_weights", TRITON_CACHE_DIR=str(tmp_path))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import diagonal
 from torch import Tensor
 from triton_device import DEVICE
 
@@ -59,9 +60,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Calla
     return fused_qk_norm_rope_kv_write
 
 
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("stored", STORED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "stored", "has_norm"), diagonal(SHAPES, STORED, [True, False]), ids=str)
 def test_fused_op_matches_float64(
     op: Callable[..., Tensor], shape: tuple[int, int], stored: torch.dtype, has_norm: bool
 ) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from paged import Paged
+from quick_cases import diagonal
 from torch import Tensor
 from variants import VARIANTS, first_visible
 
@@ -52,8 +53,7 @@ def random_queries(num_tokens: int, num_heads: int, head_dim: int, like: Tensor)
     return wide.to(like.device, like.dtype)[:, :num_heads]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), diagonal(SHAPES, TOLERANCE), ids=str)
 def test_decode(
     device: str, decode: Callable[..., Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
@@ -70,7 +70,7 @@ def test_decode(
     [
         *((torch.float16, "as computed", variant) for variant in VARIANTS),
         *((torch.float16, stored, "plain") for stored in ("int8", "fp8")),
-        *((dtype, stored, "all") for dtype in TOLERANCE for stored in STORED),
+        *diagonal(TOLERANCE, STORED, ["all"]),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from quick_cases import diagonal
 from torch import Tensor
 
 from quire.kernels import (
@@ -92,8 +93,7 @@ def test_clamped_gate(device: str, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("has_norm", [False, True])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "has_norm"), diagonal([16, 64, 80, 96, 128, 256], [False, True]))
 def test_fused_qk_norm_rope_kv_write(device: str, head_dim: int, has_norm: bool, dtype: torch.dtype) -> None:
     from quire.kernels.gpu.fused_qk_norm_rope_kv_write import fused_qk_norm_rope_kv_write as fused
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import diagonal
 from torch import Tensor
 from torch.nn import functional
 
@@ -390,8 +391,7 @@ def test_linear_attention_kernel(
     torch.testing.assert_close(states.cpu(), expected_states, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
-@pytest.mark.parametrize("rule", ["delta", "rates", "sum"])
+@pytest.mark.parametrize(("rule", "dtype"), diagonal(["delta", "rates", "sum"], [*DTYPES, torch.float16]))
 def test_linear_attention_kernel_of_chunks(
     device: str, dtype: torch.dtype, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -871,7 +871,7 @@ def machine_settings(max_examples: int) -> settings:
 
 @pytest.mark.parametrize("machine", [TwoReplicas, TwoReplicasWithStates])
 def test_wandering_requests_get_the_tokens_that_they_would_have_had(machine: type[TwoReplicas]) -> None:
-    run_state_machine_as_test(machine, settings=machine_settings(60))
+    run_state_machine_as_test(machine, settings=machine_settings(40))
 
 
 def read_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -924,12 +924,12 @@ def use_failed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "machine"),
     [
-        (read_unverified, TwoReplicas),
-        (end_leases_unannounced, TwoReplicas),
+        pytest.param(read_unverified, TwoReplicas, marks=pytest.mark.slow),
+        pytest.param(end_leases_unannounced, TwoReplicas, marks=pytest.mark.slow),
         (lend_without_a_reference, TwoReplicas),
         (use_failed_blocks, TwoReplicas),
         (lend_a_state_without_a_reference, TwoReplicasWithStates),
-        (use_a_failed_state, TwoReplicasWithStates),
+        pytest.param(use_a_failed_state, TwoReplicasWithStates, marks=pytest.mark.slow),
     ],
 )
 def test_planted_faults_are_found(

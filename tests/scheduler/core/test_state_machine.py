@@ -556,8 +556,8 @@ def cut_a_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (leak_a_reference, SchedulerMachine),
         (write_a_shared_block, SchedulerMachine),
-        (free_without_a_fence, SchedulerMachine),
-        (keep_rejected_tokens, DraftsMachine),
+        pytest.param(free_without_a_fence, SchedulerMachine, marks=pytest.mark.slow),
+        pytest.param(keep_rejected_tokens, DraftsMachine, marks=pytest.mark.slow),
         (give_a_fork_an_old_state, SchedulerMachine),
         (swap_out_a_state_of_later_tokens, PreemptedStatesMachine),
         (reuse_the_host_slot_of_a_waiting_sequence, PreemptedStatesMachine),
@@ -579,19 +579,19 @@ def test_state_machine_finds_planted_faults(
 
 
 class TestSchedulerMachine(SchedulerMachine.TestCase):  # type: ignore[misc, valid-type]  # made by hypothesis
-    settings = machine_settings(150, derandomize=True)
+    settings = machine_settings(100, derandomize=True)
 
 
 class TestWholePromptsMachine(WholePromptsMachine.TestCase):  # type: ignore[misc, valid-type]
-    settings = machine_settings(50, derandomize=True)
+    settings = machine_settings(30, derandomize=True)
 
 
 class TestPreemptedStatesMachine(PreemptedStatesMachine.TestCase):  # type: ignore[misc, valid-type]
-    settings = machine_settings(50, derandomize=True)
+    settings = machine_settings(30, derandomize=True)
 
 
 class TestStoredStatesMachine(StoredStatesMachine.TestCase):  # type: ignore[misc, valid-type]
-    settings = machine_settings(50, derandomize=True)
+    settings = machine_settings(30, derandomize=True)
 
 
 @pytest.mark.slow

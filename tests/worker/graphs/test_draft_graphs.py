@@ -133,7 +133,7 @@ class Comparison:
 @pytest.mark.parametrize(
     ("kind", "pp"),
     [
-        ("eagle3", 1),
+        pytest.param("eagle3", 1, marks=pytest.mark.slow),
         ("mtp", 1),
         ("deepseek_v3", 1),
         pytest.param("deepseek_v32", 1, marks=pytest.mark.slow),

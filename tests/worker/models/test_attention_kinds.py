@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from quantized_models import SCHEMES, write_quantized
+from quick_cases import diagonal
 from reference import Reference, prompts_of
 
 from quire.proto.step import RowSampling
@@ -137,8 +138,7 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(NUM_CONFIGS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "seed"), diagonal(KINDS, range(NUM_CONFIGS)))
 def test_random_attention_equals_transformers(
     kind: str, seed: int, make_model: Any, make_engine: Any, planned: Any
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from adapters import ATTENTION, MLP, VOCABULARY, write_adapter
 from known_outputs import KnownOutputs
 from model_kinds import KINDS, model_type_of
 from published_checkpoints import CHECKPOINTS, write_published
+from quick_cases import diagonal, slow_except
 from ranked_driver import RankedDriver
 from state_kinds import STATE_KINDS
 
@@ -28,15 +30,17 @@ from quire.worker.rank import loaded_model
 DTYPES = ["float32", "bfloat16", "float16"]
 # Kinds that run in every instruction set: dense, with a window, experts, latents, and latents with an indexer.
 OWN_OPS = ["llama-two-kv-heads", "mistral-window", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
-# Kinds of which each has ops that others lack. The others are slow.
-QUICK = {"mixtral", "gpt_oss", "gemma2", "gemma3n_text", "gemma4_text-experts"}
-QUICK_FORMATS = {"llama-fp8-frozen", "qwen3_moe-fp8", "qwen3_moe-gptq", "qwen3_moe-nvfp4"}
+# Kinds of which each has ops that others lack, and formats, in one dtype each. The others are slow.
+QUICK = list(zip(("mixtral", "gpt_oss", "gemma2", "gemma3n_text", "gemma4_text-experts"), cycle(DTYPES)))
+QUICK_FORMATS = list(
+    zip(("llama-fp8-frozen", "qwen3_moe-fp8", "qwen3_moe-gptq", "qwen3_moe-nvfp4"), cycle(DTYPES[::-1]))
+)
 # Of OWN_OPS and DTYPES, those that two ranks compute in `make test`.
-QUICK_ON_TWO_RANKS = {
+QUICK_ON_TWO_RANKS = [
     ("llama-two-kv-heads", "float16"),
     ("qwen3_moe", "bfloat16"),
     ("deepseek_v32", "bfloat16"),
-}
+]
 NUM_BLOCKS, NUM_SPECULATIVE_TOKENS = 400, 4
 SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
 PROMPT_LENS = [1, 37, 70]
@@ -119,8 +123,7 @@ def make_wide_engine(make_engine: Any, folder: Path, dtype: str, tp: int = 1, **
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", OWN_OPS)
+@pytest.mark.parametrize(("kind", "dtype"), diagonal(OWN_OPS, DTYPES))
 def test_neighbors_and_drafts_do_not_change_bits(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
@@ -128,14 +131,7 @@ def test_neighbors_and_drafts_do_not_change_bits(
     check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        pytest.param(kind, dtype, marks=() if (kind, dtype) in QUICK_ON_TWO_RANKS else pytest.mark.slow)
-        for kind in OWN_OPS
-        for dtype in DTYPES
-    ],
-)
+@pytest.mark.parametrize(("kind", "dtype"), slow_except(QUICK_ON_TWO_RANKS, product(OWN_OPS, DTYPES)))
 def test_neighbors_and_drafts_do_not_change_bits_of_two_ranks(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
@@ -160,14 +156,8 @@ def test_neighbors_and_drafts_do_not_change_bits_of_other_divisions(
     check_batch_invariance(make_wide_engine(make_engine, folder, dtype, 2, **{setting: True}))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow)
-        for kind in KINDS
-        if kind not in OWN_OPS
-    ],
+    ("kind", "dtype"), slow_except(QUICK, product((kind for kind in KINDS if kind not in OWN_OPS), DTYPES))
 )
 def test_neighbors_and_drafts_do_not_change_bits_of_other_kinds(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
@@ -178,14 +168,13 @@ def test_neighbors_and_drafts_do_not_change_bits_of_other_kinds(
     check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in QUICK_FORMATS else pytest.mark.slow)
-        for name, published in CHECKPOINTS.items()
-        if published.kind not in STATE_KINDS  # PyTorch's ops attend to entries
-    ],
+    ("name", "dtype"),
+    slow_except(
+        QUICK_FORMATS,
+        # PyTorch's ops attend to entries
+        product((name for name, own in CHECKPOINTS.items() if own.kind not in STATE_KINDS), DTYPES),
+    ),
 )
 def test_neighbors_and_drafts_do_not_change_bits_of_quantized_weights(
     name: str, dtype: str, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
@@ -199,14 +188,10 @@ def test_neighbors_and_drafts_do_not_change_bits_of_quantized_weights(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [
-        ("llama-two-kv-heads", "float32"),
-        ("qwen3_moe", "bfloat16"),
-        pytest.param("llama-two-kv-heads", "float16", marks=pytest.mark.slow),
-        pytest.param("llama-two-kv-heads", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "float32", marks=pytest.mark.slow),
-        pytest.param("qwen3_moe", "float16", marks=pytest.mark.slow),
-    ],
+    slow_except(
+        [("llama-two-kv-heads", "float32"), ("qwen3_moe", "bfloat16")],
+        product(["llama-two-kv-heads", "qwen3_moe"], DTYPES),
+    ),
 )
 def test_adapters_of_neighbors_do_not_change_bits(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any, tmp_path: Path
@@ -248,8 +233,7 @@ def test_adapters_of_neighbors_do_not_change_bits(
     assert len({tuple(driver.outputs[alone + 40 + index]) for index in range(3)}) == 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pooling_type", ["mean", "last"])
+@pytest.mark.parametrize(("pooling_type", "dtype"), diagonal(["mean", "last"], DTYPES))
 def test_neighbors_do_not_change_bits_of_scored_and_pooled_prompts(
     pooling_type: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
@@ -276,10 +260,12 @@ def test_neighbors_do_not_change_bits_of_scored_and_pooled_prompts(
     assert any(driver.scores.values())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "settings",
-    [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_dtype": "int8"}, {"kv_dtype": "fp8_e4m3"}],
+    ("settings", "dtype"),
+    diagonal(
+        [{"quantization": "int8"}, {"quantization": "fp8"}, {"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "int8"}],
+        ["bfloat16", "float16"],
+    ),
     ids=str,
 )
 def test_neighbors_and_drafts_do_not_change_bits_of_numbers_quantized_here(
@@ -288,8 +274,7 @@ def test_neighbors_and_drafts_do_not_change_bits_of_numbers_quantized_here(
     check_batch_invariance(make_wide_engine(make_engine, make_model("qwen3", seed=7), dtype, **settings))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", OWN_OPS)
+@pytest.mark.parametrize(("kind", "dtype"), diagonal(OWN_OPS, DTYPES, shift=1))
 def test_preemptions_and_moves_do_not_change_bits(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
@@ -320,8 +305,7 @@ def test_preemptions_and_moves_do_not_change_bits(
         assert moved.logprobs[handle] == plenty.logprobs[handle][11:]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", OWN_OPS)
+@pytest.mark.parametrize(("kind", "dtype"), diagonal(OWN_OPS, DTYPES, shift=2))
 def test_cached_prefixes_do_not_change_bits(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:

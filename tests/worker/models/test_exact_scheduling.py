@@ -46,8 +46,9 @@ WINDOWS = {
     "opt-1": [0],
     "bloom-1": [0],
 }
-# These have the cache groups of another number of ranks.
+# These have the cache groups of another number of ranks, or the cache of another kind.
 SLOW = {"gemma3_text-4", "gpt_oss-2", "deepseek_v3-4", "gemma3n_text-1", "gemma3n_text-4", "gptj-1", "gptj-4"}
+SLOW |= {"mistral4-2", "longcat_flash-2", "axk2-2", "qwen3_moe-1", "bloom-1"}
 # Model type and variant |-> blocks that are too few for four sequences at once.
 SCARCE_BLOCKS = {
     "gemma3_text": 64,
@@ -87,28 +88,18 @@ class Ranks:
         return RankedDriver.of(self.engine, num_blocks, num_host_blocks)
 
 
-@pytest.fixture(scope="module")
-def references(make_model: Callable[..., Path]) -> dict[str, tuple[Path, Reference]]:
-    folders = {}
-    for kind in SCARCE_BLOCKS:
-        model_type, overrides = VARIANTS.get(kind, (kind, {}))
-        folders[kind] = make_model(model_type, seed=7, **overrides)
-    return {kind: (folder, Reference(folder)) for kind, folder in folders.items()}
-
-
 @pytest.fixture(
     scope="module",
     params=[pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in WINDOWS],
 )
-def ranks(
-    request: pytest.FixtureRequest, references: dict[str, tuple[Path, Reference]], make_engine: Any
-) -> Ranks:
+def ranks(request: pytest.FixtureRequest, make_model: Callable[..., Path], make_engine: Any) -> Ranks:
     kind, tp = request.param.split("-")
-    folder, reference = references[kind]
+    model_type, overrides = VARIANTS.get(kind, (kind, {}))
+    folder = make_model(model_type, seed=7, **overrides)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "num_host_blocks": NUM_BLOCKS}
     engine = make_engine(folder, int(tp), num_blocks=NUM_BLOCKS, block_size=4, **settings)
     assert [group.window for group in engine.config.cache_layout.groups] == WINDOWS[request.param]
-    return Ranks(engine, reference, SCARCE_BLOCKS[kind])
+    return Ranks(engine, Reference(folder), SCARCE_BLOCKS[kind])
 
 
 def numbered(prompts: list[list[int]]) -> dict[int, list[int]]:

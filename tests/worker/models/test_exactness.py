@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_kinds import KINDS, TYPICAL, is_installed, model_type_of, ranks_for
+from quick_cases import slow_except
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 
@@ -17,14 +18,14 @@ from quire.proto.step import RowSampling
 GREEDY = RowSampling(temperature=0.0)
 
 
-def cases(kinds: Iterable[str], quick: tuple[int, ...]) -> list[Any]:
-    """Return (kind, number of ranks) for each kind; other numbers than `quick` are slow, except for TYPICAL kinds."""
-    return [
-        pytest.param(kind, tp, marks=() if tp in quick or kind in TYPICAL else pytest.mark.slow)
-        for kind in kinds
-        if is_installed(kind)
-        for tp in ranks_for(kind)
-    ]
+# Kind and number of ranks: `make test` runs each kind with one rank and with two or four.
+CASES = [(kind, tp) for kind in KINDS if is_installed(kind) for tp in ranks_for(kind)]
+QUICK = [(kind, tp) for kind, tp in CASES if tp == 1 or (tp == 4) == ("-" in kind or kind in TYPICAL)]
+# What the scheduler's steps add depends on the layout of the cache, of which test_exact_scheduling has more.
+OF_FAMILIES = [(kind, tp) for kind, tp in CASES if "-" not in kind]
+QUICK_OF_FAMILIES = [
+    (kind, tp) for kind, tp in OF_FAMILIES if kind == "llama" or (kind in TYPICAL and tp == 1)
+]
 
 
 References = Callable[[str], tuple[Path, Reference]]
@@ -66,7 +67,7 @@ def test_single_request_equals_transformers(tp: int, references: References, mak
         reference.check_generate(prompt, generated)
 
 
-@pytest.mark.parametrize(("kind", "tp"), cases(KINDS, quick=(1, 4)))
+@pytest.mark.parametrize(("kind", "tp"), slow_except(QUICK, CASES))
 def test_mixed_batch_equals_transformers(
     kind: str, tp: int, references: References, engines: Callable[[str, int], Any], planned: Any
 ) -> None:
@@ -85,7 +86,7 @@ def test_mixed_batch_equals_transformers(
         reference.check_greedy(sequence.prompt, sequence.generated)
 
 
-@pytest.mark.parametrize(("kind", "tp"), cases((kind for kind in KINDS if "-" not in kind), quick=(1,)))
+@pytest.mark.parametrize(("kind", "tp"), slow_except(QUICK_OF_FAMILIES, OF_FAMILIES))
 def test_prefix_hits_and_preemptions_equal_transformers(
     kind: str, tp: int, references: References, engines: Callable[[str, int], Any]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from model_kinds import model_type_of
 from published_checkpoints import CHECKPOINTS, write_published
 from quantized_models import SCHEMES, Scheme, write_quantized
+from quick_cases import diagonal, slow_except
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
 from state_models import StateModel
@@ -51,8 +53,15 @@ def references(make_model: Any) -> Any:
     return reference
 
 
-@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", STATE_KINDS)
+# `make test` runs the variants on one rank or on two, in turns, and each family on both.
+CASES = list(product(STATE_KINDS, (1, 2, 4)))
+QUICK = [
+    *((kind, tp) for kind in STATE_KINDS if "-" not in kind for tp in (1, 2)),
+    *zip((kind for kind in STATE_KINDS if "-" in kind), cycle((1, 2))),
+]
+
+
+@pytest.mark.parametrize(("kind", "tp"), slow_except(QUICK, CASES))
 def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
     folder, expected = references(kind)
     model = StateModel(folder, tp)
@@ -95,8 +104,7 @@ def test_quantized_checkpoint_equals_its_dequantized_twin(
         assert (own - theirs).abs().max() < TOLERANCE * theirs.abs().max()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("name", ["deepseek_v4-fp8-fp4", "deepseek_v4-fp8"])
+@pytest.mark.parametrize(("tp", "name"), diagonal([1, 2, 4], ["deepseek_v4-fp8-fp4", "deepseek_v4-fp8"]))
 def test_published_checkpoint_equals_its_dequantized_twin(
     name: str, tp: int, make_model: Any, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from draft_heads import (
     as_speculators,
     write_eagle3,
 )
+from quick_cases import slow_except
 from ranked_driver import RankedDriver
 from reference import Reference
 from state_kinds import STATE_KINDS
@@ -216,38 +217,20 @@ def check_drafts(reference: HeadReference, near_tie: float = NEAR_TIE) -> int:
     return len(Recorder.drafts)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tp"),
-    [
-        ("eagle3", 1),
-        ("eagle3-own-vocabulary", 2),
-        ("eagle3", 4),
-        ("mtp", 2),
-        ("eagle3-speculators", 1),
-        ("mtp-mimo", 1),
-        ("mtp-mimo", 4),
-        ("mtp-experts", 2),
-        ("mtp-latents", 1),
-        ("mtp-latents", 2),
-        ("mtp-latents dp", 2),
-        ("mtp-latents dp", 4),
-        ("mtp-sparse", 1),
-        ("mtp-sparse", 4),
-        ("mtp-sparse dp", 2),
-        ("mtp-sparse-shared", 2),
-        ("mtp-ernie", 1),
-        ("mtp-ernie", 2),
-        ("mtp-qwen3-next", 1),
-        ("mtp-qwen3-next", 2),
-        ("mtp-qwen3-5", 1),
-        ("mtp-qwen3-5", 2),
-        ("mtp-qwen3-5-moe", 1),
-        ("mtp-qwen3-5-moe", 2),
-        ("mtp-bailing", 1),
-        ("mtp-bailing", 2),
-        ("mtp-bailing dp", 2),
-    ],
-)
+# Each kind on one number of ranks, and the numbers of ranks in turns.
+QUICK = [
+    ("eagle3", 4), ("eagle3-own-vocabulary", 2), ("eagle3-speculators", 1), ("mtp", 2), ("mtp-mimo", 1),
+    ("mtp-experts", 2), ("mtp-latents", 2), ("mtp-latents dp", 4), ("mtp-sparse", 1), ("mtp-sparse dp", 2),
+    ("mtp-sparse-shared", 2), ("mtp-ernie", 1), ("mtp-qwen3-next", 2), ("mtp-qwen3-5", 1), ("mtp-qwen3-5-moe", 2),
+    ("mtp-bailing", 1), ("mtp-bailing dp", 2),
+]  # fmt: skip
+SLOW = [
+    ("eagle3", 1), ("mtp-mimo", 4), ("mtp-latents", 1), ("mtp-latents dp", 2), ("mtp-sparse", 4), ("mtp-ernie", 2),
+    ("mtp-qwen3-next", 1), ("mtp-qwen3-5", 2), ("mtp-qwen3-5-moe", 1), ("mtp-bailing", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "tp"), slow_except(QUICK, QUICK + SLOW))
 def test_drafts_equal_reference_and_outputs_those_without(
     make_recording_engine: Any, kind: str, tp: int
 ) -> None:
@@ -268,9 +251,9 @@ def test_drafts_equal_reference_and_outputs_those_without(
     [
         ("eagle3", 2, 1),
         ("eagle3-own-vocabulary", 3, 1),
-        ("eagle3-speculators", 2, 2),
+        pytest.param("eagle3-speculators", 2, 2, marks=pytest.mark.slow),
         ("mtp", 2, 2),
-        ("mtp-qwen3-next", 2, 1),
+        pytest.param("mtp-qwen3-next", 2, 1, marks=pytest.mark.slow),
         pytest.param("mtp-sparse", 2, 1, marks=pytest.mark.slow),
         pytest.param("mtp-latents dp", 2, 2, marks=pytest.mark.slow),
     ],

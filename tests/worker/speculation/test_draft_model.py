@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_contexts import assert_same_drafts
+from quick_cases import slow_except
 from ranked_driver import RankedDriver
 
 from quire.cluster.config.model_config import describe_model
@@ -85,7 +86,18 @@ def test_latent_draft_of_data_parallel_ranks_is_always_right(
 
 @pytest.mark.parametrize(
     ("tp", "pp", "is_equal"),
-    [(1, 1, True), (1, 1, False), (2, 1, True), (4, 1, False), (1, 2, True), (2, 3, False)],
+    slow_except(
+        [(1, 1, True), (2, 1, False), (1, 2, True)],
+        [
+            (1, 1, True),
+            (1, 1, False),
+            (2, 1, True),
+            (2, 1, False),
+            (4, 1, False),
+            (1, 2, True),
+            (2, 3, False),
+        ],
+    ),
 )
 def test_outputs_equal_those_without_drafts(
     engines: Callable[..., Any], tp: int, pp: int, is_equal: bool, monkeypatch: pytest.MonkeyPatch

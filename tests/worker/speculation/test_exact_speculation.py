@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,20 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+# Ranks, kind and what else divides it. Each kind, number of ranks and division is in one quick case at least.
+QUICK: list[tuple[Any, ...]] = [
+    (1, "llama"), (4, "llama"), (2, "glm_moe_dsa"), (4, "deepseek_v3", "dp"), (2, "glm_moe_dsa", "dp"),
+    (2, "llama", "3 stages"), (1, "bamba", "2 stages"), *zip(cycle((1, 2)), STATES),
+]  # fmt: skip
+SLOW: list[tuple[Any, ...]] = [
+    (2, "llama"), (2, "deepseek_v3", "dp"), (1, "llama", "2 stages"), *zip(cycle((2, 1)), STATES),
+    (1, "qwen3_next", "2 stages"), (2, "kimi_linear", "3 stages"),
+]  # fmt: skip
+
+
 @pytest.fixture(
-    scope="module",
-    params=[
-        (1, "llama"), (2, "llama"), (4, "llama"), (2, "glm_moe_dsa"),
-        (2, "deepseek_v3", "dp"), (4, "deepseek_v3", "dp"), (2, "glm_moe_dsa", "dp"),
-        (1, "llama", "2 stages"), (2, "llama", "3 stages"),
-        *((tp, kind) for kind in STATES for tp in (1, 2)),
-        (1, "qwen3_next", "2 stages"), (2, "kimi_linear", "3 stages"), (1, "bamba", "2 stages"),
-    ],
-    ids=str,
-)  # fmt: skip
+    scope="module", params=[*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)], ids=str
+)
 def engine(request: pytest.FixtureRequest, make_model: Callable[..., Path], make_engine: Any) -> Any:
     """An engine whose proposer is an KnownOutputs.
 
@@ -123,7 +127,7 @@ def logprobs_of(driver: RankedDriver) -> dict[int, list[Any]]:
     }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plain(engine: Any) -> RankedDriver:
     driver = run(engine, NUM_BLOCKS, None, 2)
     KnownOutputs.known = outputs_of(driver)

@@ -88,7 +88,7 @@ def run(engine: Any, speculative: SpeculativeConfig | None) -> RankedDriver:
     ("kind", "settings", "shares"),
     [
         ("llama", {}, True),
-        ("llama", {"cuda_graphs": False}, True),
+        pytest.param("llama", {"cuda_graphs": False}, True, marks=pytest.mark.slow),
         ("gemma2", {"model": TWO_LAYERS}, True),
         ("llama", {"batch_invariant": True}, False),
         ("deepseek_v3", {}, False),

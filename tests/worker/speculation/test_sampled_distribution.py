@@ -13,6 +13,7 @@ import pytest
 import torch
 from chi_square import assert_chi_square
 from draft_heads import add_mtp, write_eagle3
+from quick_cases import slow_except
 from ranked_driver import RankedDriver
 
 from quire.cluster.config.engine_options import EngineOptions
@@ -62,7 +63,7 @@ def speculative(kind: str, target: Path, make_model: Callable[..., Path], folder
     return config
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", slow_except(["ngram", "eagle3"], ["ngram", "draft_model", "eagle3", "mtp"]))
 def test_sampled_tokens_have_the_distribution_of_the_model(
     kind: str,
     target: Path,

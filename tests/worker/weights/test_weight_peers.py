@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quick_cases import slow_except
 from weights_owner import Owner, digest_of, load_runner, logits_of, record_reads, weights_owner
 
 from quire.kernels.native.library import is_available
@@ -77,7 +78,7 @@ def test_copy_outlives_the_process_and_can_be_mapped(config: EngineConfig) -> No
             assert digest_of(logits_of(third)) == owner.digest
 
 
-@pytest.mark.parametrize("num_chunks", [0, 1, 3])
+@pytest.mark.parametrize("num_chunks", slow_except([1], [0, 1, 3]))
 def test_process_that_is_killed_in_the_middle_means_reading_the_files(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_chunks: int
 ) -> None:

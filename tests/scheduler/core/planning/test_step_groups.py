@@ -9,6 +9,7 @@ import pytest
 from driver import Driver
 from fakes import small_config
 from pipeline_times import PipelineTimes
+from quick_cases import diagonal
 
 from quire.scheduler.core.planning.step_groups import StepGroups
 from quire.scheduler.core.steps.in_flight import InFlightStep, InFlightSteps
@@ -36,8 +37,7 @@ def run(num_stages: int, **settings: Any) -> dict[int, list[int]]:
     return driver.outputs
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize("num_blocks", [400, 48], ids=["plenty", "scarce"])
+@pytest.mark.parametrize(("num_stages", "num_blocks"), diagonal([2, 3, 4], [48, 400]))
 def test_outputs_do_not_depend_on_the_stages(num_stages: int, num_blocks: int) -> None:
     assert run(num_stages, num_blocks=num_blocks) == run(1)
 
