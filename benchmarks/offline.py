@@ -4,6 +4,7 @@
     python -m benchmarks.offline --peers DIR --json FILE
     python -m benchmarks.offline --peers DIR --tensor-parallel-size 2 --json FILE
     python -m benchmarks.offline --peers DIR --model m --workloads w2,w3,w4 --engines quire,vllm --json FILE
+    python -m benchmarks.offline --peers DIR --dtype bfloat16 --engines quire,quire-avx512,vllm --json FILE
 
 w1 and w2 are many requests of mixed lengths, w3 is a single stream, w4 a long prompt, w5 a shared prefix. End-of-text
 tokens are ignored. Without --model-dir the run creates a model with random weights: s, a Llama of 60 million
@@ -13,7 +14,8 @@ With --peers the same run also measures other engines, from the environments tha
 in DIR; their logs are in DIR/logs. All engines load the same files, get the same prompts and take turns; the
 processes of the others are stopped meanwhile. The figures note an engine that does not finish a workload within
 --limit seconds; it is restarted for the next workload. After --minutes nothing more is measured. FILE is written
-after every workload. On two cores all five engines take 15 minutes on s, and each of the other two runs 10 minutes.
+after every workload. quire-avx512 is quire without the tile registers (AMX) in which newer processors multiply
+bfloat16. On two cores all five engines take 15 minutes on s, and each of the other two runs 10 minutes.
 """
 
 from __future__ import annotations

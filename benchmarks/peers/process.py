@@ -20,14 +20,17 @@ from benchmarks.peers.install import ENVIRONMENTS, python_path
 FOLDER = Path(__file__).parent
 MODULES = {
     "quire": "quire_engine.py",
+    "quire-avx512": "quire_engine.py",
     "vllm": "vllm_engine.py",
     "transformers": "transformers_engine.py",
     "llama.cpp": "llama_cpp_engine.py",
     "llama.cpp-avx2": "llama_cpp_engine.py",
     "ctranslate2": "ctranslate2_engine.py",
 }
+# Of engines that differ only by them.
+VARIABLES = {"quire-avx512": {"QUIRE_CPU_ISA": "avx512"}}
 # Engines that a comparison on one rank runs unless it names others.
-DEFAULT = tuple(name for name in MODULES if name != "llama.cpp-avx2")
+DEFAULT = tuple(name for name in MODULES if name not in ("quire-avx512", "llama.cpp-avx2"))
 # Engines with tensor parallelism.
 TENSOR_PARALLEL = ("quire", "vllm")
 # More than the supervisor's END_TIMEOUT_S.
@@ -76,6 +79,7 @@ class Engine:
                 stderr=errors,
                 text=True,
                 pass_fds=[pipe],
+                env=os.environ | VARIABLES.get(name, {}),
                 start_new_session=True,  # Ctrl-C must reach only this process
             )  # fmt: skip
         os.close(pipe)
