@@ -134,6 +134,8 @@ def make_model(folder: Path, kind: str, *, is_quick: bool = False, **more: Any) 
         if "layer_types" in fields:
             types = {name: fields[name][:4] for name in ("layer_types", "mlp_layer_types") if name in fields}
             fields |= types | {"num_hidden_layers": 4}
+        if "block_types" in fields:
+            fields |= {"num_hidden_layers": len(fields["block_types"])}  # transformers needs one with a cache
     if kind in _WITHOUT_HEAD_DIM:
         for name in ("head_dim", "num_key_value_heads"):
             del fields[name]
