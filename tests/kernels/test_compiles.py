@@ -53,6 +53,7 @@ def test_packed_weights_are_copied_16_bytes_at_a_time_and_ahead(capability: str,
     assert len(products) == 2 * 3 * 2
 
 
+@pytest.mark.slow
 def test_float8_groups_are_copied_ahead_with_their_scales(tmp_path: Path) -> None:
     """Scales are no factors of products, which alone are copied ahead by default."""
     _, *variants = run_script("90", "launch_all_float8_groups", TRITON_CACHE_DIR=str(tmp_path))

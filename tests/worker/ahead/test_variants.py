@@ -51,6 +51,7 @@ def test_recorded_variants_are_those_of_a_rank(make_model: Any, kind: str, featu
     assert found == expected
 
 
+@pytest.mark.slow
 def test_launch_finds_the_variant_that_was_compiled_ahead(tmp_path: Path) -> None:
     lines = run_script("compile_ahead.py", TRITON_CACHE_DIR=str(tmp_path))
     compiled, launched = (line for line in lines if line.startswith("["))

@@ -134,7 +134,7 @@ class Comparison:
     ("kind", "pp"),
     [
         pytest.param("eagle3", 1, marks=pytest.mark.slow),
-        ("mtp", 1),
+        pytest.param("mtp", 1, marks=pytest.mark.slow),
         ("deepseek_v3", 1),
         pytest.param("deepseek_v32", 1, marks=pytest.mark.slow),
         ("eagle3", 2),

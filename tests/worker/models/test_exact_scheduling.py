@@ -122,7 +122,11 @@ def test_prefix_hits_keep_the_tokens(ranks: Ranks) -> None:
     assert driver.scheduler.blocks.num_hit_tokens == 40 + 32 + 40
 
 
-@pytest.mark.parametrize("num_host_blocks", [0, NUM_BLOCKS], ids=["recomputed", "swapped"])
+@pytest.mark.parametrize(
+    "num_host_blocks",
+    [pytest.param(0, marks=pytest.mark.slow), NUM_BLOCKS],  # those of test_exactness are recomputed
+    ids=["recomputed", "swapped"],
+)
 def test_preempted_sequences_keep_the_tokens(ranks: Ranks, num_host_blocks: int) -> None:
     driver = ranks.driver(ranks.num_scarce_blocks, num_host_blocks)
     driver.scheduler._state.costs.swap_blocks_per_s = 1e9  # swap whenever there is host memory

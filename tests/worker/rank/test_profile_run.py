@@ -37,7 +37,7 @@ def test_profile_run_decodes_all_rows_with_longest_tables(
 
 
 @pytest.mark.parametrize("device_type", [DEVICE])
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_steps_need_no_larger_workspace_than_profile_run(
     make_model: Any,
     make_engine: Any,

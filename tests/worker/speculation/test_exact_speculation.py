@@ -134,7 +134,7 @@ def plain(engine: Any) -> RankedDriver:
     return driver
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_outputs_and_logprobs_equal_those_without_drafts(
     engine: Any, plain: RankedDriver, depth: int
 ) -> None:

@@ -89,7 +89,7 @@ def run(engine: Any, speculative: SpeculativeConfig | None) -> RankedDriver:
     [
         ("llama", {}, True),
         pytest.param("llama", {"cuda_graphs": False}, True, marks=pytest.mark.slow),
-        ("gemma2", {"model": TWO_LAYERS}, True),
+        pytest.param("gemma2", {"model": TWO_LAYERS}, True, marks=pytest.mark.slow),
         ("llama", {"batch_invariant": True}, False),
         ("deepseek_v3", {}, False),
     ],

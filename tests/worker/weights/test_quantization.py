@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from quantized_models import SCHEMES, Scheme, write_quantized
+from quick_cases import diagonal
 from safetensors.torch import load_file, save_file
 from stand_in_gpu import installed
 from torch import Tensor
@@ -194,8 +195,7 @@ def fields_of(weight: QuantizedWeight) -> list[Tensor]:
     return [tensor.cpu() for tensor in tensors if tensor is not None]
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("name", "tp"), diagonal(SCHEMES, [1, 2]))
 def test_quantized_model_gives_tokens_of_dequantized_weights(
     name: str, tp: int, folders: Any, make_engine: Any
 ) -> None:
