@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +153,11 @@ def test_outputs_and_logprobs_equal_those_without_drafts(
 
 def test_preempted_sequences_continue_with_same_tokens(engine: Any, plain: RankedDriver) -> None:
     peak = plain.scheduler.stats.peak_used_blocks  # lower with windows
-    most = 15 * (1 + len(engine.config.cache_layout.groups))
-    num_blocks = min(most, 3 * peak // 4) if engine.config.parallel.num_kv_partitions == 1 else 20
+    longest = max(map(len, PROMPTS)) + 30
+    least = next(
+        each for each in count(2) if engine.config.with_num_blocks(each).max_servable_tokens >= longest
+    )
+    num_blocks = max(least, peak // 2) if engine.config.parallel.num_kv_partitions == 1 else 20
     drafted = run(engine, num_blocks, SPECULATIVE, 2)
     assert drafted.scheduler.stats.num_preemptions > 0
     assert drafted.scheduler.stats.num_drafts > 0
