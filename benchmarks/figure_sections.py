@@ -52,11 +52,13 @@ SECTIONS = (
             "0.5B": "offline_m",
             "0.5B, two ranks": "offline_m_tp2",
             "0.5B, AVX2": "offline_m_avx2",
+            "60M, bfloat16, AMX": "offline_amx",
         },
         "Tokens per second of 64, 16 or 32 requests at once (the 32 share a prefix of 512 tokens) and of one stream, "
         "and the time to the first token of a prompt of 1,024 tokens. Llama of 60M parameters or the shape of "
-        "Qwen2.5-0.5B, float32, greedy, the engines taking turns on the same two cores. Two ranks have one core "
-        "each. AVX2 is the set of instructions that all engines are limited to; llama.cpp-avx2 is compiled so.",
+        "Qwen2.5-0.5B, float32 unless it says bfloat16, greedy, the engines taking turns on the same two cores. Two "
+        "ranks have one core each. AVX2 is the set of instructions that all engines are limited to; llama.cpp-avx2 "
+        "is compiled so. AMX is the processor's; quire-avx512 does not use it.",
         engines,
     ),
     Section(
@@ -84,6 +86,22 @@ SECTIONS = (
             stored_gb="stored (GB)",
             load_s_per_gb="load (s/GB)",
             peak_gb_per_gb="peak memory (GB/GB)",
+        ),
+    ),
+    Section(
+        "Loading on several nodes",
+        "loading_nodes",
+        "Until four nodes have a copy of 0.27 GB each from storage of 100 MB/s. Processes stand for nodes.",
+        chosen(
+            **{
+                f"loading__nodes__4__{way}__{figure}": f"{label}, {unit}"
+                for way, label in (
+                    ("alone", "each for itself"),
+                    ("one_replica", "one replica"),
+                    ("replicas", "a replica each"),
+                )
+                for figure, unit in (("s", "time"), ("source_gb", "read"))
+            }
         ),
     ),
     Section(

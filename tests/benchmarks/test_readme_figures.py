@@ -16,6 +16,15 @@ NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?:,\d{3})*(?:\.\d+)?")
 W1, W3, W4 = "w1.output_tokens_per_s", "w3.decode_tokens_per_s", "w4.first_token_ms"
 # What a row measures |-> the figures that its numbers round, in order: file, figure, and a factor of another unit.
 SOURCES: dict[str, list[tuple[str, str] | tuple[str, str, float]]] = {
+    "60M-parameter Llama in bfloat16, 64 requests at once": [
+        ("offline_amx", f"peers.{engine}.{W1}") for engine in ("quire", "vllm", "transformers")
+    ],
+    "in bfloat16, single stream": [
+        ("offline_amx", f"peers.{engine}.{W3}") for engine in ("quire", "vllm", "transformers")
+    ],
+    "in bfloat16, prompt of 1,024 tokens": [
+        ("offline_amx", f"peers.{engine}.{W4}") for engine in ("quire", "vllm", "transformers")
+    ],
     "60M-parameter Llama, 64 requests at once": [
         ("offline_peers", f"peers.{engine}.{W1}") for engine in ("quire", "vllm", "llama_cpp", "transformers")
     ],
