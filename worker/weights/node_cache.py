@@ -97,7 +97,8 @@ class NodeCache:
         """
         if not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is no key of a copy")
-        for path in (*self.folder.glob(f"*-{key}"), *self.folder.glob(f".*-{key}.incoming")):
+        # In this order: a copy is renamed when it is complete.
+        for path in (*self.folder.glob(f".*-{key}.incoming"), *self.folder.glob(f"*-{key}")):
             if found := read_piece(path, piece):
                 return found
         return None

@@ -107,6 +107,8 @@ def read_piece(folder: Path, piece: int) -> tuple[int, bytes] | None:
     try:
         with (folder / PIECES).open("rb", buffering=0) as table:
             pieces = _Pieces(weight_files(folder))
+            if not pieces.names:
+                return None
             if not 0 <= piece < len(pieces):
                 raise ValueError(f"piece {piece} of {len(pieces)} was asked for")
             record = os.pread(table.fileno(), _RECORD.size, piece * _RECORD.size)

@@ -179,3 +179,20 @@ def test_model_loads_from_the_copy(
         weights = next(copy.glob("*.safetensors"))
         assert weights.read_bytes() == (directory / weights.name).read_bytes()
     assert outputs[0] == outputs[1]
+
+
+def test_piece_is_found_while_its_copy_is_renamed(
+    tmp_path: Path, cache: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = cache.copy_of(model(tmp_path))
+    incoming = copy.rename(copy.with_name(f".{copy.name}.incoming"))
+    glob = Path.glob
+
+    def rename_after(folder: Path, pattern: str) -> list[Path]:
+        found = list(glob(folder, pattern))
+        if folder == cache.folder and incoming.exists():
+            incoming.rename(copy)
+        return found
+
+    monkeypatch.setattr(Path, "glob", rename_after)
+    assert cache.read_piece(copy.name.rpartition("-")[2], 0) is not None
