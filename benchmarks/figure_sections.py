@@ -167,11 +167,10 @@ SECTIONS = (
     Section(
         "Prompts with images",
         "images",
-        "A random Qwen2.5-VL of 15 million parameters behind HTTP, with JPEG files of one megapixel in data URLs, on "
-        "two cores that were busy with other work. Gaps are those of four streams of text, beside prompts of 1,238 "
-        "tokens: text, or an image of four megapixels that is shrunk to one. Measured before images were encoded "
-        "over several steps, with a client that stalled its own streams while it drew images: decision 73 has the "
-        "gaps since.",
+        "A random Qwen2.5-VL of 15 million parameters behind HTTP, with JPEG files of one megapixel in data URLs. "
+        "Gaps are those of four streams of text, beside prompts of 1,238 tokens: text, or an image of four "
+        "megapixels that is shrunk to one; and beside hostile files and bodies, which are refused. The client has "
+        "the same cores.",
         chosen(
             images__first_token_ms__text="first token, new text of as many tokens",
             images__first_token_ms__cold="first token, a new image",
@@ -184,6 +183,7 @@ SECTIONS = (
             images__gap_ms__alone__p99="gap between tokens, p99, alone",
             images__gap_ms__beside_text__p99="gap, p99, beside text",
             images__gap_ms__beside_images__p99="gap, p99, beside images",
+            images__gap_ms__beside_refused__p99="gap, p99, beside images that are refused",
         ),
     ),
     Section(

@@ -11,8 +11,9 @@ processed. `text` is a new prompt of as many tokens without an image.
 
 A gap is the time between two chunks of a stream of text. NUM_STREAMS streams run alone, then beside prompts of text,
 then beside files of four megapixels, which the image processor shrinks to one; a prompt of text has as many tokens as
-such an image, and one comes after the other.
-The three alternate, since other processes share the machine.
+such an image, and one comes after the other. Last they run beside images that are refused: a PNG of 50,000 by 50,000
+pixels, an SVG, a truncated JPEG, wrong base64, an address of the cloud's metadata, and a body of 15 MiB of small
+images. These alternate, since other processes share the machine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ import asyncio
 import base64
 import io
 import itertools
+import json
 import random
 import re
+import struct
 import tempfile
 import time
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +48,14 @@ ONE_MEGAPIXEL, FOUR_MEGAPIXELS = (1024, 1024), (2048, 2048)
 NUM_FIRST_TOKENS = 8
 NUM_AT_ONCE, NUM_RATE_IMAGES = 4, 16
 NUM_STREAMS, STREAM_TOKENS, NUM_ROUNDS, NUM_ROUND_IMAGES = 4, 1200, 3, 8
+BODY_BYTES = 15 << 20
+_JSON = {"content-type": "application/json"}
 MAX_MODEL_LEN = 8192
 OPTIONS = "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"
 
 Part = dict[str, Any]
+# A call beside the streams.
+Call = Callable[[], Awaitable[object]]
 
 
 def text_part(text: str) -> Part:
@@ -58,8 +67,41 @@ def image_part(size: tuple[int, int], seed: int) -> Part:
     coarse = np.random.default_rng(seed).integers(0, 256, (size[1] // 32, size[0] // 32, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-    url = f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return file_part("jpeg", file.getvalue())
+
+
+def file_part(kind: str, content: bytes) -> Part:
+    return url_part(f"data:image/{kind};base64,{base64.b64encode(content).decode()}")
+
+
+def url_part(url: str) -> Part:
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+def bomb() -> bytes:
+    """Return a PNG file of 0.3 MB with 50,000 by 50,000 black pixels."""
+    side, packer = 50_000, zlib.compressobj(9)
+    row = bytes(1 + side // 8)
+    pixels = b"".join(packer.compress(row * 1000) for _ in range(side // 1000)) + packer.flush()
+    chunks = {b"IHDR": struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0), b"IDAT": pixels, b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks.items()
+    )
+
+
+def refused_parts() -> list[list[Part]]:
+    """Return the contents of messages that a server refuses."""
+    photo = image_part((512, 512), 0)["image_url"]["url"]
+    small = image_part((32, 32), 0)
+    return [
+        [file_part("png", bomb())],
+        [file_part("svg+xml", b"<svg xmlns='http://www.w3.org/2000/svg' width='9' height='9'/>")],
+        [url_part(photo[: len(photo) // 8 * 4])],
+        [url_part("data:image/png;base64,!!!!")],
+        [url_part("http://169.254.169.254/latest/meta-data/")],
+        [small] * (BODY_BYTES // len(str(small))),
+    ]
 
 
 def words(rng: random.Random, count: int) -> str:
@@ -85,6 +127,19 @@ class Caller:
         elapsed = time.perf_counter() - started
         response.raise_for_status()
         return elapsed, int(response.json()["usage"]["prompt_tokens"])
+
+    def refused(self, parts: list[Part]) -> Call:
+        """Return a call that the server is to refuse, in a thread: a large body would stall the streams."""
+        content = json.dumps(self._body(parts, 1)).encode()
+        url = str(self._client.base_url.join("/v1/chat/completions"))
+        post = partial(httpx.post, url, content=content, headers=_JSON, timeout=CALL_TIMEOUT_S)
+
+        async def call() -> None:
+            response = await asyncio.to_thread(post)
+            if response.status_code not in (400, 413):
+                raise RuntimeError(f"the server answered {response.status_code}, must be 400 or 413")
+
+        return call
 
     async def gaps(self, text: str) -> list[float]:
         """Return the seconds between the chunks of a stream of STREAM_TOKENS tokens."""
@@ -165,22 +220,25 @@ async def measure_caches(client: httpx.AsyncClient) -> dict[str, Figure]:
 
 
 async def measure_gaps(caller: Caller, deadline: float) -> dict[str, Figure]:
-    """Return quantiles of the gaps of streams of text alone, beside long prompts and beside large images."""
+    """Return quantiles of the gaps of streams of text, alone and beside other prompts."""
     rng, seeds = random.Random(2), itertools.count(5000)
     image = image_part(FOUR_MEGAPIXELS, next(seeds))
     _, num_tokens = await caller.call([image])
 
-    def texts() -> Iterator[Part]:
-        return (text_part(words(rng, num_tokens)) for _ in itertools.count())
+    def texts() -> Iterator[Call]:
+        return (partial(caller.call, [text_part(words(rng, num_tokens))]) for _ in itertools.count())
 
-    def images() -> Iterator[Part]:
+    def images() -> Iterator[Call]:
         """Draw the images of a round before it: drawing one takes longer than a step."""
-        return iter([image_part(FOUR_MEGAPIXELS, next(seeds)) for _ in range(NUM_ROUND_IMAGES)])
+        drawn = [image_part(FOUR_MEGAPIXELS, next(seeds)) for _ in range(NUM_ROUND_IMAGES)]
+        return (partial(caller.call, [each]) for each in drawn)
 
-    ways: dict[str, Callable[[], Iterator[Part]]] = {
+    hostile = [caller.refused(parts) for parts in refused_parts()]
+    ways: dict[str, Callable[[], Iterator[Call]]] = {
         "alone": lambda: iter(()),
         "beside_text": texts,
         "beside_images": images,
+        "beside_refused": lambda: itertools.cycle(hostile),
     }
     gaps: dict[str, list[float]] = {way: [] for way in ways}
     arrived = dict.fromkeys(ways, 0)
@@ -192,21 +250,22 @@ async def measure_gaps(caller: Caller, deadline: float) -> dict[str, Figure]:
                 arrived[way] += count
     figures = {}
     for way, found in gaps.items():
-        note = f"{NUM_STREAMS} streams, {arrived[way]} other prompts of {num_tokens} tokens each"
+        others = "that were refused" if way == "beside_refused" else f"of {num_tokens} tokens each"
+        note = f"{NUM_STREAMS} streams, {arrived[way]} other prompts {others}"
         for name, share in (("p50", 50), ("p99", 99), ("max", 100)):
             value = 1e3 * float(np.percentile(found, share))
             figures[f"images.gap_ms.{way}.{name}"] = Figure(value, "ms", note)
     return figures
 
 
-async def _round(caller: Caller, others: Iterator[Part], rng: random.Random) -> tuple[list[float], int]:
-    """Return the gaps of NUM_STREAMS streams, and the number of other prompts that were answered meanwhile."""
+async def _round(caller: Caller, others: Iterator[Call], rng: random.Random) -> tuple[list[float], int]:
+    """Return the gaps of NUM_STREAMS streams, and the number of other calls that were answered meanwhile."""
     count = 0
 
     async def call_others() -> None:
         nonlocal count
-        for part in others:
-            await caller.call([part])
+        for call in others:
+            await call()
             count += 1
 
     beside = asyncio.create_task(call_others())
