@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from state_kinds import STATE_KINDS
-from vision_models import VISION_KINDS, save_model
+from vision_kinds import VISION_KINDS
+from vision_models import save_model
 
 from quire.cluster.config import early_checks
 from quire.cluster.config.engine_options import EngineOptions

@@ -17,7 +17,8 @@ from reference import Reference
 from state_kinds import STATE_KINDS
 from tape import TapeBackend, on_one_launch
 from torch import Tensor
-from vision_models import VISION_KINDS, save_model
+from vision_kinds import VISION_KINDS
+from vision_models import save_model
 
 from quire.kernels import latent_attention, linear, lora, paged_attention, recurrence
 from quire.kernels.native import ops as cpu

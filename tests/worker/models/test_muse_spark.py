@@ -14,11 +14,11 @@ import torch
 from adapters import merge, put_adapters, write_adapter
 from quantized_models import SCHEMES, write_quantized
 from safetensors.torch import load_file, save_file
+from vision_kinds import VISION_KINDS
 from vision_models import (
     IMAGE_TOKEN,
     MAX_TEXT_TOKEN,
     VIDEO_TOKEN,
-    VISION_KINDS,
     VisionPrompt,
     VisionReference,
     save_model,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from ranked_driver import RankedDriver
+from vision_kinds import VISION_KINDS
 from vision_models import (
     IMAGE_TOKEN,
     MAX_TEXT_TOKEN,
     VIDEO_TOKEN,
-    VISION_KINDS,
     VisionPrompt,
     VisionReference,
     make_prompt,

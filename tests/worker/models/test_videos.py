@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from ranked_driver import RankedDriver
+from vision_kinds import VISION_KINDS
 from vision_models import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
-    VISION_KINDS,
     RandomVideo,
     VisionPrompt,
     VisionReference,

@@ -19,10 +19,10 @@ from quantized_models import SCHEMES, write_quantized
 from quick_cases import diagonal, slow_except
 from ranked_driver import RankedDriver
 from safetensors.torch import load_file, save_file
+from vision_kinds import VISION_KINDS
 from vision_models import (
     IMAGE_TOKEN,
     VIDEO_TOKEN,
-    VISION_KINDS,
     VisionPrompt,
     VisionReference,
     make_prompt,
