@@ -221,7 +221,7 @@ def measure_nodes(count: int, way: str, source_mb_per_s: float, repeats: int) ->
 
 
 def run_node(folder: Path, source_mb_per_s: float, num_nodes: int, own: int) -> None:
-    """Fill the copy of a node, and serve it until this process is killed."""
+    """Fill the copy of a node, and serve it until this process is killed, or the one that started it has ended."""
     from quire.worker.rank.weight_peers import PieceStream, WeightServer
     from quire.worker.weights import node_cache
     from quire.worker.weights.weight_source import NodePeers
@@ -241,7 +241,7 @@ def run_node(folder: Path, source_mb_per_s: float, num_nodes: int, own: int) -> 
     }
     assert node_cache.weights_folder(str(source), peers[way], PieceStream) != source, "it was not copied"
     print("copied", flush=True)
-    threading.Event().wait()
+    sys.stdin.read()  # until it is killed, or its starter has ended
 
 
 def limit_reads(folder: Path, meter: Path, bytes_per_s: float) -> None:
