@@ -8,14 +8,12 @@ import typer
 def models() -> None:
     """List the model architectures that quire serves: with layers of its own, or with those of transformers.
 
-    Those of transformers that are refused come last, with the reason. A model with transformers' layers is also
-    checked when it is loaded, and refused if its layers mix tokens by more than attention. Any of them may be
+    Each has a line. Those of transformers that are refused come last, by reason. A model with transformers' layers
+    is also checked when it is loaded, and refused if its layers mix tokens by more than attention. Any of them may be
     quantized, in the formats of docs/models.md.
 
     Example: `quire models`
     """
-    from rich.console import Console
-    from rich.table import Table
     from transformers.utils import logging
 
     from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, TEXT_MODELS
@@ -23,25 +21,28 @@ def models() -> None:
     from ...proto.model.vision import VISION_READERS
 
     logging.set_verbosity_error()  # it warns of default configurations
-    table = Table("architecture", "layers of", "tensor-parallel sizes", "reads")
-    for architecture in FAMILIES:
-        table.add_row(architecture, "quire", "that divide its heads", "text")
-    for architecture, text_models in TEXT_MODELS.items():
-        reads = "text and images" if architecture in VISION_READERS else "text"
-        own = f"quire, as {' or '.join(text_models.values())}"
-        table.add_row(architecture, own, "that divide its heads", reads)
-    for architecture, own in ARCHITECTURE_ALIASES.items():
-        reads = "text and images" if own in VISION_READERS else "text"
-        table.add_row(architecture, f"quire, as {own}", "that divide its heads", reads)
-    others = {name: own for name, own in list_architectures().items() if name not in FAMILIES}
-    for architecture, listed in others.items():
-        if not listed.refusal:
-            sizes = "that divide its KV heads" if listed.has_plan else "1"
-            table.add_row(architecture, "transformers", sizes, "text")
-    for architecture, listed in others.items():
+    own = {architecture: ("quire", architecture) for architecture in FAMILIES}
+    own |= {name: (f"quire, as {' or '.join(texts.values())}", name) for name, texts in TEXT_MODELS.items()}
+    own |= {name: (f"quire, as {alias}", alias) for name, alias in ARCHITECTURE_ALIASES.items()}
+    rows = [("architecture", "reads", "tensor-parallel sizes", "layers of")]
+    for name, (layers, reader) in own.items():
+        reads = "text and images" if reader in VISION_READERS else "text"
+        rows.append((name, reads, "that divide its heads", layers))
+    refused: dict[str, list[str]] = {}
+    for name, listed in list_architectures().items():
+        if name in FAMILIES:
+            continue
         if listed.refusal:
-            table.add_row(architecture, f"refused: {listed.refusal}", "-", "-")
-    Console().print(table)
+            refused.setdefault(listed.refusal, []).append(name)
+        else:
+            sizes = "that divide its KV heads" if listed.has_plan else "1"
+            rows.append((name, "text", sizes, "transformers"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for reason, names in refused.items():
+        print(f"\nrefused, since {reason}:")
+        print(*(f"  {name}" for name in names), sep="\n")
 
 
 def download(

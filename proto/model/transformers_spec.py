@@ -46,7 +46,7 @@ _REFUSED = {
         *("emu3", "emu3_text_model", "fuyu", "gemma4_unified_assistant"),
         *("mllama", "mllama_text_model", "moshi", "phi4_multimodal"),
     ),
-    "it reads images or sound, and only text models are served",
+    "it reads images or sound of a kind that quire has no encoder for",
 )
 # Model types of decoders whose usual configurations have ``is_decoder`` false.
 _DECODERS = ("gpt_neox", "gpt_neox_japanese")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -249,18 +250,25 @@ def test_fit_refuses_malformed_quantization(
         fit(str(tmp_path), gpus=1)
 
 
-def test_models_lists_both_kinds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_lists_each_architecture_in_a_line_and_refusals_by_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     models()
-    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    shown = {row[0].strip(): tuple(cell.strip() for cell in row[1:]) for row in rows}
-    assert shown["Qwen3ForCausalLM"] == ("quire", "that divide its heads", "text")
-    assert shown["GPT2LMHeadModel"] == ("transformers", "1", "text")
-    assert shown["OlmoForCausalLM"] == ("transformers", "that divide its KV heads", "text")
-    assert shown["Gemma3ForConditionalGeneration"][0] == "quire, as Gemma3ForCausalLM"
-    assert shown["Qwen2_5_VLForConditionalGeneration"][-1] == "text and images"
-    assert shown["PhiMoEForCausalLM"][0] == "quire, as PhimoeForCausalLM"
-    assert shown["GPTNeoXForCausalLM"][0] == "transformers"
-    assert shown["DogeForCausalLM"][0] == "refused: its attention has a mask of its own"
-    assert shown["MambaForCausalLM"] == ("quire", "that divide its heads", "text")
-    assert shown["RwkvForCausalLM"][0].startswith("refused: it keeps a recurrent state")
-    assert "BertLMHeadModel" not in shown
+    served, *refusals = capsys.readouterr().out.split("\n\n")
+    shown = {line.split()[0]: tuple(re.split(r"\s{2,}", line)[1:]) for line in served.splitlines()}
+    assert shown["Qwen3ForCausalLM"] == ("text", "that divide its heads", "quire")
+    assert shown["GPT2LMHeadModel"] == ("text", "1", "transformers")
+    assert shown["OlmoForCausalLM"] == ("text", "that divide its KV heads", "transformers")
+    assert shown["Gemma3ForConditionalGeneration"][-1] == "quire, as Gemma3ForCausalLM"
+    assert shown["Qwen2_5_VLForConditionalGeneration"][0] == "text and images"
+    assert shown["PhiMoEForCausalLM"][-1] == "quire, as PhimoeForCausalLM"
+    assert shown["GPTNeoXForCausalLM"][-1] == "transformers"
+    assert shown["MambaForCausalLM"] == ("text", "that divide its heads", "quire")
+    refused = {
+        name.strip(): reason
+        for reason, *names in (each.strip().splitlines() for each in refusals)
+        for name in names
+    }
+    assert refused["DogeForCausalLM"] == "refused, since its attention has a mask of its own:"
+    assert refused["RwkvForCausalLM"].startswith("refused, since it keeps a recurrent state")
+    assert "BertLMHeadModel" not in shown | refused
