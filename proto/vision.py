@@ -23,6 +23,48 @@ MediaKind = Literal["image", "video"]
 LongArray = npt.NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class EncoderLayers:
+    """Equal layers of an encoder, of which each rank has some heads and inner elements.
+
+    Attributes:
+        size, inner: elements of the hidden states and inside the feed-forward network.
+        num_kv_heads: 0 for as many as there are heads.
+        head_dim: 0 for `size` divided by the heads.
+        num_inward: matrices into the feed-forward network: one, or a gate and another one.
+        num_others: numbers of a layer that each rank holds besides, in norms and factors.
+        is_divisible: the ranks may share a layer; otherwise each of them holds it whole.
+    """
+
+    count: int
+    size: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    num_inward: int = 1
+    qkv_bias: bool = True
+    output_bias: bool = True
+    mlp_bias: bool = True
+    num_others: int = 0
+    is_divisible: bool = True
+
+    def num_parameters(self, num_ranks: int = 1) -> int:
+        """Return the parameters that each of the ranks holds."""
+        num_kv_heads, head_dim = (
+            self.num_kv_heads or self.num_heads,
+            self.head_dim or self.size // self.num_heads,
+        )
+        heads, kv_heads = self.num_heads * head_dim, num_kv_heads * head_dim
+        divided = (heads + 2 * kv_heads) * (self.size + self.qkv_bias) + heads * self.size
+        divided += self.inner * (self.num_inward * (self.size + self.mlp_bias) + self.size)
+        whole = (self.output_bias + self.mlp_bias) * self.size + self.num_others
+        sizes = self.num_heads, num_kv_heads, self.inner
+        if self.is_divisible and all(each % num_ranks == 0 for each in sizes):
+            divided //= num_ranks
+        return self.count * (divided + whole)
+
+
 @dataclass(frozen=True)
 class VisionSpec:
     """Encoder of a model that reads images.
@@ -35,7 +77,8 @@ class VisionSpec:
         has_grid_positions: image tokens have multi-dimensional rotary positions, by MediaItem.grid.
         attends_within: layers in which the tokens of an image attend to each other in both directions.
         num_deep_features: further embeddings of each image token, which the first layers add to their outputs.
-        num_parameters: of the encoder, which every rank holds whole.
+        layers: of its parameters, those of layers that the ranks may share.
+        num_parameters: of the encoder.
         work_per_patch: multiplications of each patch beside attention; 0 for one for each parameter.
         layer_windows: patches that a patch attends to in each layer, 0 for all of the image.
         patch_bytes: of the tensors of a patch.
@@ -51,6 +94,7 @@ class VisionSpec:
     has_grid_positions: bool = False
     attends_within: AttendsWithin = "none"
     num_deep_features: int = 0
+    layers: tuple[EncoderLayers, ...] = ()
     num_parameters: int = 0
     work_per_patch: int = 0
     layer_windows: tuple[int, ...] = ()
@@ -68,6 +112,11 @@ class VisionSpec:
     def row_size(self) -> int:
         """Return the numbers of one row of the encoder's output: an embedding and its deep features."""
         return self.embedding_size * (1 + self.num_deep_features)
+
+    def rank_parameters(self, num_ranks: int) -> int:
+        """Return the parameters that each rank holds of an encoder whose layers so many ranks share."""
+        shared = sum(own.num_parameters() - own.num_parameters(num_ranks) for own in self.layers)
+        return self.num_parameters - shared
 
     def token_id(self, kind: MediaKind) -> int | None:
         """Return the token in whose place an embedding of an image or a video stands; None if none is read."""

@@ -60,6 +60,11 @@ _Nodes = Annotated[
     int | None,
     typer.Option(help="Show the splits over so many nodes of --gpus GPUs each.", min=1),
 ]
+_EncoderMode = Annotated[
+    str,
+    typer.Option(help="weights: the GPUs share the layers of an encoder of images; data: each has it whole."),
+]
+_TextOnly = Annotated[bool, typer.Option(help="Without the encoder of images.")]
 _Utilization = Annotated[
     float, typer.Option(help="Share of a GPU's memory that quire may use.", min=0.1, max=1.0)
 ]
@@ -83,6 +88,8 @@ def fit(
     max_loras: Annotated[int, typer.Option(help="Slots for LoRA adapters; 0 for none.", min=0)] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.", min=1)] = 16,
     lora_target_modules: _LoraModules = None,
+    mm_encoder_tp_mode: _EncoderMode = "weights",
+    language_model_only: _TextOnly = False,
     gpu_memory_utilization: _Utilization = 0.9,
 ) -> None:
     """Show which tensor-parallel sizes a model fits, and how many tokens its KV cache then holds.
@@ -112,11 +119,20 @@ def fit(
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             mamba_ssm_cache_dtype=mamba_ssm_cache_dtype,
+            mm_encoder_tp_mode=mm_encoder_tp_mode,
+            language_model_only=language_model_only,
         )
     )
     dtype_bytes = DTYPES.get(described.dtype, 2)
     kv_bytes = 1 if kv_cache_dtype in QUANTIZED_KV else dtype_bytes
-    workload = Workload(max_num_seqs, max_num_batched_tokens, gpu_memory_utilization, dtype_bytes, kv_bytes)
+    workload = Workload(
+        max_num_seqs,
+        max_num_batched_tokens,
+        gpu_memory_utilization,
+        dtype_bytes,
+        kv_bytes,
+        shares_encoder=mm_encoder_tp_mode == "weights",
+    )
     slots = _Slots(max_loras, max_lora_rank, lora_target_modules)
     if nodes is not None:
         _show_splits(described, nodes, gpus, gpu, memory, workload)
@@ -136,7 +152,7 @@ def fit(
     console.print(
         f"{described.name}: {described.architecture}, {_count(weights.num_parameters)} parameters, "
         f"{_size(weights.num_bytes)} of weights, context of {described.max_model_len:,} tokens"
-        f"{', reads images' if described.reads_images else ''}"
+        f"{_encoder(described)}"
     )
     try:
         check_tokenizer_files(Path(described.path))
@@ -280,6 +296,13 @@ def _num_experts(model: "ModelConfig") -> int:
     from ...proto.model.registry import check_expert_parallel, check_supported
 
     return check_expert_parallel(model, check_supported(model, 1)).count
+
+
+def _encoder(model: "ModelConfig") -> str:
+    """Return the end of the line about a model that says whether it reads images."""
+    return (
+        "" if model.vision is None else f", reads images ({_count(model.vision.num_parameters)} parameters)"
+    )
 
 
 def _count(number: int) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...proto.cache_groups import CacheLayout, make_layout
 from ...proto.config import ENCODER_CACHE_STEPS, ModelConfig
 from ...proto.errors import ConfigError
+from ...proto.model.quantization import read_quantization
 from ...proto.model.registry import state_layers
 from ...proto.model.state import state_bytes
 from ...proto.state_memory import choose_num_slots
@@ -25,6 +26,7 @@ class Workload:
     Attributes:
         utilization: share of a GPU's memory that quire may use.
         kv_bytes: bytes of a number in the KV cache; quantized ones have a 4-byte scale per token and head besides.
+        shares_encoder: the ranks share the layers of an encoder of images; otherwise each of them holds it whole.
     """
 
     max_num_seqs: int
@@ -32,6 +34,7 @@ class Workload:
     utilization: float
     dtype_bytes: int
     kv_bytes: int
+    shares_encoder: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Capacity:
     """Memory of one rank, and the tokens that a replica holds.
 
     Attributes:
-        weight_bytes: bytes of one rank's weights.
+        weight_bytes: bytes of one rank's weights, with those of an encoder of images.
         lora_bytes: bytes of one rank's slots for adapters.
         kv_token_bytes: bytes of one token on one rank, the mean of a sequence as long as the context: layers with a
             window keep its last tokens only.
@@ -92,8 +95,7 @@ def capacity(
     # With one group a block has all layers, which may differ; otherwise places for the largest.
     slot_bytes = sum(of_layers) if len(layout.groups) == 1 else layout.layers_per_block * max(of_layers)
     slots_per_token = layout.num_slots(model.max_model_len) / model.max_model_len
-    if model.vision is not None:
-        rank_bytes += model.vision.num_parameters * workload.dtype_bytes
+    rank_bytes += _encoder_bytes(model, tensor_parallel_size, workload)
     used = (
         rank_bytes
         + _embedding_bytes(model, workload)
@@ -123,6 +125,21 @@ def capacity(
         own_state_bytes,
         num_state_slots,
     )
+
+
+def _encoder_bytes(model: ModelConfig, tensor_parallel_size: int, workload: Workload) -> int:
+    """Return the bytes of one rank's part of an encoder of images; 0 for a model that reads none.
+
+    The encoder of a quantized checkpoint is counted in full precision, which most of them have.
+
+    Raises:
+        ConfigError: the quantization is not supported, or cannot be read.
+    """
+    if model.vision is None:
+        return 0
+    quantization = read_quantization(model)
+    is_shared = workload.shares_encoder and (quantization is None or quantization.is_online)
+    return model.vision.rank_parameters(tensor_parallel_size if is_shared else 1) * workload.dtype_bytes
 
 
 def _embedding_bytes(model: ModelConfig, workload: Workload) -> int:

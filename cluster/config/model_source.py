@@ -62,8 +62,10 @@ def describe_files(options: EngineOptions) -> ModelConfig:
         ModelLoadError, ConfigError: as `locate_model` and `describe_model` do.
     """
     source = locate_model(options, with_weights=False)
+    described = describe_model(source.path, options.name, runner=options.runner)
     return replace(
-        describe_model(source.path, options.name, runner=options.runner),
+        described,
+        vision=None if options.language_model_only else described.vision,
         hub_id=source.hub_id,
         commit=source.commit,
         quantization=options.quantization,

@@ -7,20 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
-from ..vision import VisionSpec
+from ..vision import EncoderLayers, VisionSpec
+
+_NO_BIASES = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 
 
 def _read_qwen2_5_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
-    vision, size, inner = hf["vision_config"], *_sizes(hf)
-    layer = (
-        _linear(size, 3 * size)
-        + _linear(size, size)
-        + 2 * size
-        + 2 * _linear(size, inner)
-        + _linear(inner, size)
-    )
-    num_parameters = _patch_len(vision) * size + int(vision["depth"]) * layer + _merger(hf, size)
-    spec = _qwen_spec("qwen2_5_vl", hf, num_parameters)
+    vision, size = hf["vision_config"], _size(hf)
+    layers = _layers(vision, num_inward=2, num_others=2 * size)
+    spec = _qwen_spec("qwen2_5_vl", hf, layers, _patch_len(vision) * size + _merger(hf, size))
     return replace(
         spec, video_token_id=_video_token_id(hf), tokens_per_second=float(vision.get("tokens_per_second", 4))
     )
@@ -31,7 +26,8 @@ def _video_token_id(hf: Mapping[str, Any]) -> int | None:
     return None if token_id is None else int(token_id)
 
 
-def _qwen_spec(kind: str, hf: Mapping[str, Any], num_parameters: int) -> VisionSpec:
+def _qwen_spec(kind: str, hf: Mapping[str, Any], layers: EncoderLayers, num_others: int) -> VisionSpec:
+    """Return a spec, given the parameters beside those of the layers."""
     vision = hf["vision_config"]
     return VisionSpec(
         kind,
@@ -40,13 +36,34 @@ def _qwen_spec(kind: str, hf: Mapping[str, Any], num_parameters: int) -> VisionS
         merge_size=int(vision["spatial_merge_size"]),
         has_grid_positions=True,
         num_deep_features=len(vision.get("deepstack_visual_indexes") or ()),
-        num_parameters=num_parameters,
+        layers=(layers,),
+        num_parameters=layers.num_parameters() + num_others,
         hf=vision,
     )
 
 
-def _sizes(hf: Mapping[str, Any]) -> tuple[int, int]:
-    return int(hf["vision_config"]["hidden_size"]), int(hf["vision_config"]["intermediate_size"])
+def _size(hf: Mapping[str, Any]) -> int:
+    return int(hf["vision_config"]["hidden_size"])
+
+
+def _layers(vision: Mapping[str, Any], **form: Any) -> EncoderLayers:
+    """Return the layers of an encoder by the names that most configurations have, with norms that have biases.
+
+    Args:
+        form: settings of EncoderLayers that differ from these.
+    """
+    size = int(vision["hidden_size"])
+    num_layers = next(
+        vision[key] for key in ("num_used_layers", "depth", "num_hidden_layers") if key in vision
+    )
+    found: dict[str, Any] = {
+        "count": int(num_layers),
+        "size": size,
+        "inner": int(vision.get("intermediate_size", 0)),
+        "num_heads": int(vision["num_heads" if "num_heads" in vision else "num_attention_heads"]),
+        "num_others": 4 * size,
+    }
+    return EncoderLayers(**found | form)
 
 
 def _patch_len(vision: Mapping[str, Any]) -> int:
@@ -70,39 +87,40 @@ def _read_qwen3_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     vision = hf["vision_config"]
     if (activation := vision.get("hidden_act")) != "gelu_pytorch_tanh":
         raise ValueError(f"its activation {activation!r:.100} is not supported")
-    size, inner = _sizes(hf)
-    layer = (
-        _linear(size, 3 * size) + _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
-    )
+    size = _size(hf)
     num_deep = len(vision.get("deepstack_visual_indexes") or ())
     merged = size * int(vision["spatial_merge_size"]) ** 2
-    num_parameters = (
+    num_others = (
         _linear(_patch_len(vision), size)
         + int(vision["num_position_embeddings"]) * size
-        + int(vision["depth"]) * layer
         + _merger(hf, 2 * size)
         + num_deep * _merger(hf, 2 * merged)
     )
-    return replace(_qwen_spec("qwen3_vl", hf, num_parameters), video_token_id=_video_token_id(hf))
+    spec = _qwen_spec("qwen3_vl", hf, _layers(vision), num_others)
+    return replace(spec, video_token_id=_video_token_id(hf))
 
 
 def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     """Return the encoder of GLM-4V or, without learned positions and with norms of heads, of GLM-OCR."""
-    vision, (size, inner) = hf["vision_config"], _sizes(hf)
+    vision, size, inner = hf["vision_config"], _size(hf), int(hf["vision_config"]["intermediate_size"])
     is_ocr, bias = vision["model_type"] == "glm_ocr_vision", bool(vision["attention_bias"])
     merged, side = int(vision["out_hidden_size"]), int(vision["spatial_merge_size"])
     if merged != int(hf["text_config"]["hidden_size"]):
         raise ValueError(f"its out_hidden_size is {merged}, not the hidden size of the text model")
     layer_inner, merger_inner = (inner, merged * int(vision["in_channels"])) if is_ocr else (merged, inner)
-    layer = (4 * size + 3 * bias + 2 + 3 * layer_inner) * size
-    places = 0
-    if is_ocr:
-        layer += 2 * (size // int(vision["num_heads"])) + bias * (size + 2 * layer_inner + size)
-    else:
-        places = ((int(vision["image_size"]) // int(vision["patch_size"])) ** 2 + 1) * size
+    layers = _layers(
+        vision,
+        inner=layer_inner,
+        num_inward=2,
+        qkv_bias=bias,
+        output_bias=bias and is_ocr,
+        mlp_bias=bias and is_ocr,
+        num_others=2 * size + 2 * is_ocr * (size // int(vision["num_heads"])),
+    )
+    places = 0 if is_ocr else ((int(vision["image_size"]) // int(vision["patch_size"])) ** 2 + 1) * size
     merger = (size * side**2 + 1 + merged + 2 + 3 * merger_inner) * merged
     patches = (_patch_len(vision) + 1) * size
-    spec = _qwen_spec("glm4v", hf, patches + places + size + int(vision["depth"]) * layer + merger)
+    spec = _qwen_spec("glm4v", hf, layers, patches + places + size + merger)
     settings = {"is_ocr": is_ocr, "layer_inner": layer_inner, "merger_inner": merger_inner}
     return replace(spec, hf=dict(vision) | settings)
 
@@ -121,14 +139,14 @@ def _pixtral_spec(hf: Mapping[str, Any], merge_size: int, bias: bool) -> VisionS
     Args:
         merge_size: rows and columns of patches that a layer merges; 0 for no such layer.
     """
-    vision, (size, inner) = hf["vision_config"], _sizes(hf)
+    vision, size = hf["vision_config"], _size(hf)
     if vision["model_type"] != "pixtral" or hf.get("vision_feature_layer", -1) != -1:
         raise ValueError(
             f"an encoder of type {vision['model_type']!r:.100} and its layer {hf.get('vision_feature_layer')!r:.100} "
             "are not supported, only the last layer of a pixtral"
         )
     embedding_size = int(hf["text_config"]["hidden_size"])
-    layer = 4 * size * size + 3 * size * inner + 2 * size
+    layers = _layers(vision, num_inward=2, num_others=2 * size, **_NO_BIASES)
     projector = (size + embedding_size + 2 * bias) * embedding_size
     merger = size * merge_size**2 * size + size if merge_size else 0
     patch_len = int(vision["num_channels"]) * int(vision["patch_size"]) ** 2
@@ -137,7 +155,8 @@ def _pixtral_spec(hf: Mapping[str, Any], merge_size: int, bias: bool) -> VisionS
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         merge_size=merge_size or 1,
-        num_parameters=(patch_len + 1) * size + int(vision["num_hidden_layers"]) * layer + projector + merger,
+        layers=(layers,),
+        num_parameters=(patch_len + 1) * size + layers.num_parameters() + projector + merger,
         hf=dict(vision)
         | {
             "has_merger": merge_size > 0,
@@ -160,6 +179,7 @@ def _read_gemma3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         attends_within="all",
+        layers=(_layers(vision),),
         num_parameters=_vit_parameters(vision) + size * (embedding_size + 1),
         hf=vision | {"mm_tokens_per_image": hf["mm_tokens_per_image"]},
     )
@@ -184,6 +204,7 @@ def _read_paligemma(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         "paligemma",
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
+        layers=(_layers(vision),),
         num_parameters=_vit_parameters(vision) + _linear(size, embedding_size),
         hf=vision,
     )
@@ -213,6 +234,7 @@ def _vit_settings(hf: Mapping[str, Any], model_types: Sequence[str], *, last_lay
 
 def _vit_parameters(
     vision: Mapping[str, Any],
+    layers: EncoderLayers | None = None,
     *,
     has_class: bool = False,
     patch_bias: bool = True,
@@ -221,15 +243,14 @@ def _vit_parameters(
     """Return the parameters of a vision transformer of which all layers and positions are used.
 
     Args:
+        layers: None for those of most.
         num_norms: norms before and after the layers.
     """
-    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    side, patch = _length(vision["image_size"]), _length(vision["patch_size"])
-    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    size, side, patch = (_length(vision[key]) for key in ("hidden_size", "image_size", "patch_size"))
     patches = (int(vision.get("num_channels", 3)) * patch**2 + patch_bias) * size
     places = ((side // patch) ** 2 + 2 * has_class) * size
     norms = int(vision["has_last_norm"]) if num_norms is None else num_norms
-    return int(vision["num_used_layers"]) * layer + patches + places + 2 * size * norms
+    return (layers or _layers(vision)).num_parameters() + patches + places + 2 * size * norms
 
 
 def _projector(hf: Mapping[str, Any], vision: Mapping[str, Any], bias: bool) -> dict[str, Any]:
@@ -269,6 +290,7 @@ def _llava_spec(kind: str, hf: Mapping[str, Any], settings: Mapping[str, Any]) -
         kind,
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
+        layers=(_layers(vision),),
         num_parameters=_vit_parameters(
             vision, has_class=is_clip, patch_bias=not is_clip, num_norms=1 if is_clip else 0
         )
@@ -291,18 +313,22 @@ def _read_internvl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         raise ValueError("an encoder whose first token is kept is not supported")
     size, embedding_size = int(vision["hidden_size"]), int(hf["text_config"]["hidden_size"])
     side = round(1 / float(hf["downsample_ratio"]))
-    merged, layers = size * side**2, int(vision["num_used_layers"])
-    per_layer = (
-        2 * size - (0 if vision["attention_bias"] else 3 * size) + 2 * size * bool(vision["use_qk_norm"])
+    merged, has_head_norms = size * side**2, bool(vision["use_qk_norm"])
+    norms = 2 if vision["norm_type"] == "rms_norm" else 4
+    layers = _layers(
+        vision,
+        qkv_bias=bool(vision["attention_bias"]),
+        num_others=(norms + 2 + 2 * has_head_norms) * size,
+        is_divisible=not has_head_norms,
     )
-    per_layer -= 2 * size if vision["norm_type"] == "rms_norm" else 0
     projector = 2 * merged + _linear(merged, embedding_size) + _linear(embedding_size, embedding_size)
     return VisionSpec(
         "llava",
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         merge_size=side,
-        num_parameters=_vit_parameters(vision, has_class=True) + layers * per_layer + projector,
+        layers=(layers,),
+        num_parameters=_vit_parameters(vision, layers, has_class=True) + projector,
         hf=vision | _projector(hf, vision, bias=True) | {"projector_norm": True},
     )
 
@@ -316,6 +342,7 @@ def _read_idefics3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         merge_size=side,
+        layers=(_layers(vision),),
         num_parameters=_vit_parameters(vision) + merged * embedding_size,
         hf=vision,
     )
@@ -341,33 +368,33 @@ def _read_llama4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         merge_size=side,
+        layers=(_layers(vision),),
         num_parameters=_vit_parameters(vision, has_class=True, patch_bias=False, num_norms=2)
         + (merged + inner + embedding_size) * inner,
         hf=vision,
     )
 
 
-def _grid_vit_parameters(vision: Mapping[str, Any], num_places: int, side: int, embedding_size: int) -> int:
-    """Return the parameters of a vision transformer of any grid, with a projector of two layers.
+def _grid_vit_others(vision: Mapping[str, Any], num_places: int, side: int, embedding_size: int) -> int:
+    """Return the parameters beside the layers of a vision transformer of any grid, with a projector of two layers.
 
     Args:
         num_places: learned positions.
         side: rows and columns of patches of one embedding.
     """
-    size, inner = int(vision["hidden_size"]), int(vision["intermediate_size"])
-    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    size = int(vision["hidden_size"])
     patches = _linear(int(vision.get("num_channels", 3)) * int(vision["patch_size"]) ** 2, size)
     merged = size * side**2
     projector = 2 * size + _linear(merged, merged) + _linear(merged, embedding_size)
-    return patches + num_places * size + int(vision["num_hidden_layers"]) * layer + 2 * size + projector
+    return patches + num_places * size + 2 * size + projector
 
 
 def _read_paddleocr_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     vision = hf["vision_config"]
     num_places = (int(vision["image_size"]) // int(vision["patch_size"])) ** 2
     embedding_size, side = int(hf["text_config"]["hidden_size"]), int(vision["spatial_merge_size"])
-    num_parameters = _grid_vit_parameters(vision, num_places, side, embedding_size)
-    return _qwen_spec("paddleocr_vl", hf, num_parameters)
+    num_others = _grid_vit_others(vision, num_places, side, embedding_size)
+    return _qwen_spec("paddleocr_vl", hf, _layers(vision), num_others)
 
 
 def _read_kimi_k25(name: str, hf: Mapping[str, Any]) -> VisionSpec:
@@ -379,12 +406,14 @@ def _read_kimi_k25(name: str, hf: Mapping[str, Any]) -> VisionSpec:
             f"supported: the kernel is to be square, the size that of the encoder, {size}"
         )
     num_places, side = int(vision["pos_emb_height"]) * int(vision["pos_emb_width"]), sides.pop()
+    layers = _layers(vision)
     return VisionSpec(
         "kimi_k25",
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         merge_size=side,
-        num_parameters=_grid_vit_parameters(vision, num_places, side, embedding_size),
+        layers=(layers,),
+        num_parameters=layers.num_parameters() + _grid_vit_others(vision, num_places, side, embedding_size),
         hf=dict(vision) | {"projector_eps": hf["projection_layer_norm_eps"]},
     )
 
@@ -398,43 +427,40 @@ def _read_deepseek_ocr2(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     patch, head_dim = int(sam["patch_size"]), size // int(sam["num_attention_heads"])
     side, window = int(sam["image_size"]) // patch, int(sam["window_size"])
     channels, (first, last) = int(sam["output_channels"]), map(int, sam["downsample_channels"])
-    layer = _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
-    layer += 3 * size * (size + bool(sam["qkv_bias"]))
+    layers = _layers(sam, inner=inner, qkv_bias=bool(sam["qkv_bias"]))
     num_layers = int(sam["num_hidden_layers"])
     num_global = sum(index in sam["global_attn_indexes"] for index in range(num_layers))
     distances = num_global * (2 * side - 1) + (num_layers - num_global) * (2 * window - 1)
-    patches = num_layers * layer + 2 * head_dim * distances + _linear(num_channels * patch**2, size)
+    patches = layers.num_parameters() + 2 * head_dim * distances + _linear(num_channels * patch**2, size)
     convolutions = channels * (size + 9 * channels + 4 + 9 * first) + 9 * first * last
-    queries = _query_encoder_parameters(encoder)
+    query_layers = _layers(
+        encoder,
+        num_kv_heads=int(encoder["num_key_value_heads"]),
+        num_inward=2,
+        num_others=2 * int(encoder["hidden_size"]),
+        **_NO_BIASES | {"qkv_bias": True},
+    )
+    queries = query_layers.num_parameters() + (1 + 144 + 256) * int(encoder["hidden_size"])
     embedding_size = int(hf["text_config"]["hidden_size"])
     output = _linear(int(encoder["hidden_size"]), embedding_size) + embedding_size
     return VisionSpec(
         "deepseek_ocr2",
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
+        layers=(layers, query_layers),
         num_parameters=patches + side**2 * size + convolutions + queries + output,
         work_per_patch=patches + queries // 8,
         hf=sam | {"encoder_config": encoder},
     )
 
 
-def _query_encoder_parameters(hf: Mapping[str, Any]) -> int:
-    """Return the parameters of layers of Qwen2, and of 144 and 256 queries."""
-    size, inner, num_heads = (
-        int(hf[key]) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
-    )
-    kv_size = int(hf["num_key_value_heads"]) * (size // num_heads)
-    layer = _linear(size, size + 2 * kv_size) + size * size + 3 * size * inner + 2 * size
-    return int(hf["num_hidden_layers"]) * layer + size + (144 + 256) * size
-
-
 def _read_step3p7(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     """Return the encoder of Step 3.7; it has one embedding for 16 patches."""
     vision, embedding_size = hf["vision_config"], int(hf["text_config"]["hidden_size"])
-    size, inner = _sizes(hf)
+    size = _size(hf)
     patch, num_channels = int(vision["patch_size"]), int(vision["num_channels"])
-    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 6 * size
-    layers = int(vision["num_hidden_layers"]) * layer + num_channels * patch**2 * size
+    layers = _layers(vision, num_others=6 * size)
+    every_patch = layers.num_parameters() + num_channels * patch**2 * size
     places = (int(vision["image_size"]) // patch) ** 2 * size
     halving = _linear(9 * size, 2 * size) + _linear(9 * 2 * size, 4 * size)
     output = (4 * size + bool(hf["projector_bias"])) * embedding_size
@@ -442,8 +468,9 @@ def _read_step3p7(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         "step3p7",
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
-        num_parameters=layers + places + 2 * size + halving + output,
-        work_per_patch=layers + (halving + output) // 4,
+        layers=(layers,),
+        num_parameters=every_patch + places + 2 * size + halving + output,
+        work_per_patch=every_patch + (halving + output) // 4,
         hf=dict(vision)
         | {"projector_bias": hf["projector_bias"], "num_used_layers": vision["num_hidden_layers"]},
     )
@@ -451,7 +478,7 @@ def _read_step3p7(name: str, hf: Mapping[str, Any]) -> VisionSpec:
 
 def _read_muse_spark(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     vision, embedding_size = hf["vision_config"], int(hf["text_config"]["hidden_size"])
-    (size, inner), side = _sizes(hf), int(vision["merge_size"])
+    size, side = _size(hf), int(vision["merge_size"])
     merged, places = size * side**2, int(vision["pos_emb_height"])
     if int(hf["out_hidden_size"]) != merged or int(vision["pos_emb_width"]) != places:
         raise ValueError(
@@ -469,7 +496,7 @@ def _read_muse_spark(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         "projector_hidden_act": hf["projector_hidden_act"],
         "embedding_norm_eps": hf["text_config"]["rms_norm_eps"],
     }
-    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    layers = _layers(vision)
     projector = (merged + int(hf["projector_hidden_size"]) + embedding_size) * int(
         hf["projector_hidden_size"]
     )
@@ -478,24 +505,23 @@ def _read_muse_spark(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         image_token_id=_image_token_id(hf),
         embedding_size=embedding_size,
         merge_size=side,
-        num_parameters=(_patch_len(settings) + places**2 + 4) * size
-        + int(vision["num_hidden_layers"]) * layer
-        + projector,
+        layers=(layers,),
+        num_parameters=(_patch_len(settings) + places**2 + 4) * size + layers.num_parameters() + projector,
         hf=settings,
     )
 
 
 def _read_minimax_m3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
-    vision, text_size, inner = hf["vision_config"], int(hf["text_config"]["hidden_size"]), _sizes(hf)[1]
+    vision, text_size = hf["vision_config"], int(hf["text_config"]["hidden_size"])
     size, merge_size = int(vision["hidden_size"]), int(vision["spatial_merge_size"])
     projector = int(hf["projector_hidden_size"])
-    layer = 4 * _linear(size, size) + _linear(size, inner) + _linear(inner, size) + 4 * size
+    layers = _layers(vision)
     patch_len = (
         int(vision["num_channels"]) * int(vision["temporal_patch_size"]) * int(vision["patch_size"]) ** 2
     )
     num_parameters = (
         (patch_len + 2) * size
-        + int(vision["num_hidden_layers"]) * layer
+        + layers.num_parameters()
         + _linear(size, projector)
         + _linear(merge_size**2 * text_size, projector)
         + 2 * _linear(projector, text_size)
@@ -505,6 +531,7 @@ def _read_minimax_m3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         image_token_id=_image_token_id(hf),
         embedding_size=text_size,
         merge_size=merge_size,
+        layers=(layers,),
         num_parameters=num_parameters,
         hf=dict(vision) | {"projector_size": projector},
     )
@@ -512,16 +539,22 @@ def _read_minimax_m3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
 
 def _read_gemma4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     vision, text = hf["vision_config"], hf["text_config"]
-    size, inner = _sizes(hf)
+    size = _size(hf)
     if vision["num_key_value_heads"] != vision["num_attention_heads"] or vision["attention_bias"]:
         raise ValueError("an encoder with shared keys and values, or with biases, is not supported")
     head_dim, embedding_size = int(vision["head_dim"]), int(text["hidden_size"])
-    heads = int(vision["num_attention_heads"]) * head_dim
-    layer = 4 * size * heads + 2 * head_dim + 3 * size * inner + 4 * size
+    layers = _layers(
+        vision,
+        head_dim=head_dim,
+        num_inward=2,
+        num_others=2 * head_dim + 4 * size,
+        is_divisible=not vision["use_clipped_linears"],
+        **_NO_BIASES,
+    )
     num_parameters = (
         3 * int(vision["patch_size"]) ** 2 * size
         + 2 * int(vision["position_embedding_size"]) * size
-        + int(vision["num_hidden_layers"]) * layer
+        + layers.num_parameters()
         + size * embedding_size
     )
     attends = text.get("use_bidirectional_attention") == "vision"
@@ -531,6 +564,7 @@ def _read_gemma4(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         embedding_size=embedding_size,
         merge_size=int(vision["pooling_kernel_size"]),
         attends_within="windows" if attends else "none",
+        layers=(layers,),
         num_parameters=num_parameters,
         hf=vision,
     )
@@ -571,7 +605,7 @@ VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
 def _with_layers(spec: VisionSpec) -> VisionSpec:
     """Return the spec with what its layers attend to, by which its work is counted."""
     hf, side = spec.hf, _length(spec.hf["patch_size"])
-    num_layers = int(next(hf[key] for key in ("num_used_layers", "depth", "num_hidden_layers") if key in hf))
+    num_layers = spec.layers[0].count
     windows = [0] * num_layers
     if "num_used_layers" in hf:  # tiles of one size
         windows = [(_length(hf["image_size"]) // side) ** 2] * num_layers

@@ -155,6 +155,39 @@ def test_fit_counts_the_keys_of_indexers(tmp_path: Path, capsys: pytest.CaptureF
     assert "83.9 KiB" in capsys.readouterr().out
 
 
+def test_fit_counts_the_part_of_an_encoder_that_each_gpu_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The encoder of Qwen2.5-VL has 679 million parameters, of which 630 million are in the matrices of layers."""
+    text = QWEN3_8B | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2_5_vl_text"}
+    config = {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "hidden_size": 1280,
+            "intermediate_size": 3420,
+            "out_hidden_size": 4096,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def weights(**options: Any) -> tuple[str, list[float]]:
+        fit(str(tmp_path), gpu="h200", gpus=2, **options)
+        shown = capsys.readouterr().out
+        rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
+        return shown, [float(row[1].split()[0]) for row in rows]
+
+    (shown, shared), (_, whole) = weights(), weights(mm_encoder_tp_mode="data")
+    text_alone, without = weights(language_model_only=True)
+    assert "reads images (0.68 B parameters)" in " ".join(shown.split())
+    assert "reads images" not in text_alone
+    assert shared[0] == whole[0] == pytest.approx(without[0] + 2 * 0.679e9 / 2**30, abs=0.11)
+    assert whole[1] == pytest.approx(without[1] + 2 * 0.679e9 / 2**30, abs=0.11)
+    assert shared[1] == pytest.approx(whole[1] - 0.630e9 / 2**30, abs=0.11)
+
+
 def test_fit_of_layers_of_different_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Gemma 3n lists the sizes of its feed-forward networks."""
     gemma = {

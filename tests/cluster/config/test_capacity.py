@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from quire.cluster.config.machine import gpu_bytes
 from quire.cluster.config.model_source import describe_files
 from quire.proto.config import ModelConfig
 from quire.proto.errors import ConfigError
+from quire.proto.vision import EncoderLayers, VisionSpec
 
 WORKLOAD = Workload(256, 8192, utilization=0.9, dtype_bytes=2, kv_bytes=2)
 
@@ -24,8 +26,6 @@ def llama(make_model: Callable[..., Path]) -> ModelConfig:
 
 
 def test_kv_bytes_per_token_are_those_of_the_cache_engine(llama: ModelConfig) -> None:
-    from dataclasses import replace
-
     import torch
 
     from quire.cluster.config.resolve import engine_config
@@ -67,3 +67,35 @@ def test_states_are_those_of_the_cache_engine_and_take_their_memory(make_model: 
     assert found.num_state_slots > WORKLOAD.max_num_seqs
     assert found.concurrency(16) <= found.num_state_slots - 1
     assert capacity(model, 80 * GIB, 80 * GIB, 1, WORKLOAD).num_kv_tokens == 0
+
+
+def test_ranks_hold_their_part_of_an_encoder_of_images_and_its_outputs(llama: ModelConfig) -> None:
+    """A rank has all of what is beside the layers, and the encoder outputs of four steps."""
+    layers = EncoderLayers(10, size=1024, inner=4096, num_heads=16)
+    vision = VisionSpec("any", 0, 4096, layers=(layers,), num_parameters=layers.num_parameters() + 1_000_000)
+    sees = replace(llama, vision=vision)
+    text, one, two, three, whole = (
+        capacity(model, GIB, 80 * GIB, size, workload)
+        for model, size, workload in (
+            (llama, 1, WORKLOAD),
+            (sees, 1, WORKLOAD),
+            (sees, 2, WORKLOAD),
+            (sees, 3, WORKLOAD),
+            (sees, 2, replace(WORKLOAD, shares_encoder=False)),
+        )
+    )
+    matrices = 10 * (4 * 1024 + 2 * 4096) * 1024
+    biases, others = 10 * (3 * 1024 + 4096), 10 * (2 * 1024) + 1_000_000
+    assert one.weight_bytes - text.weight_bytes == 2 * (matrices + biases + others)
+    assert two.weight_bytes - text.weight_bytes == matrices + biases + 2 * others
+    assert three.weight_bytes == whole.weight_bytes == one.weight_bytes  # three ranks have no equal parts
+    output_bytes = 4 * 8192 * 4096 * 2
+    fewer = (text.num_slots - one.num_slots) * text.kv_token_bytes
+    assert fewer == pytest.approx(
+        one.weight_bytes - text.weight_bytes + output_bytes, abs=2 * text.kv_token_bytes
+    )
+    packed = {"bits": 4, "quant_method": "gptq", "group_size": 32}
+    quantized = replace(sees, hf=sees.hf | {"quantization_config": packed})
+    assert capacity(quantized, GIB, 80 * GIB, 2, WORKLOAD).weight_bytes == one.weight_bytes
+    online = replace(sees, quantization="int8")
+    assert capacity(online, GIB, 80 * GIB, 2, WORKLOAD).weight_bytes == two.weight_bytes

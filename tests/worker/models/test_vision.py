@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import shutil
@@ -30,6 +31,7 @@ from vision_models import (
     save_model,
 )
 
+from quire.kernels.linear import PackedWeight
 from quire.proto.block_tables import outputs_digest
 from quire.proto.config import EngineConfig
 from quire.proto.engine_command import Action, EngineCommand
@@ -39,6 +41,7 @@ from quire.proto.step import WHOLE_IMAGE, EncoderInput, RowLogitsProcessors, Row
 from quire.worker.models.vision.parts import Encoding
 from quire.worker.rank.encoder_outputs import EncoderOutputs
 from quire.worker.step.media_rows import Piece, StepMedia
+from quire.worker.weights import linear_weight
 
 # Width and height, one of them far from square.
 SIZES = ((32, 32), (80, 16), (20, 44), (9, 70))
@@ -172,19 +175,53 @@ def test_ranks_share_a_model_that_reads_images(kind: str, tp: int, model_of: Any
 
 
 @pytest.mark.parametrize("kind", VISION_KINDS)
-def test_ranks_share_the_layers_of_an_encoder(kind: str, model_of: Any, make_engine: Any) -> None:
-    """Or hold them whole, if they are told so, or if heads cannot be divided."""
-    model = model_of(kind)
+def test_ranks_share_the_layers_of_an_encoder(
+    kind: str, model_of: Any, make_engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or hold them whole, if they are told so, or if heads cannot be divided; as `quire fit` counts them."""
+    monkeypatch.setattr(linear_weight, "pack", PackedWeight)  # without numbers that pad rows
+    model, held = model_of(kind), {}
     for mode in ("weights", "data"):
         engine = make_engine(model.folder, 2, max_model_len=1024, num_blocks=256, mm_encoder_tp_mode=mode)
         if mode == "data" and kind in TYPICAL:
             run(model, engine, model.prompts)
         encoders = [runner.memory.loaded.encoder for runner in engine.runners]
+        held[mode] = {count_numbers(encoder) for encoder in encoders}
         for tensors, expected in model.encoded():
             on_ranks = {name: torch.from_numpy(each.copy()) for name, each in tensors.items()}
             found = engine.on_all(partial(_encode_alone, on_ranks), encoders)
             assert torch.equal(*found)
             torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    vision = engine.config.model.vision
+    (shared,), (whole,) = held["weights"], held["data"]
+    assert whole - shared == vision.num_parameters - vision.rank_parameters(2)
+    assert (whole == shared) == (not vision.layers[0].is_divisible)
+
+
+def count_numbers(encoder: object) -> int:
+    """Return the numbers of all tensors that an object holds."""
+    found, left = dict[int, torch.Tensor](), [encoder]
+    seen = set[int]()
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage().data_ptr()] = each
+        elif isinstance(each, (list, tuple)):
+            left.extend(each)
+        elif isinstance(each, dict):
+            left.extend(each.values())
+        elif type(each).__module__.startswith("quire."):
+            slots = [name for base in type(each).__mro__ for name in getattr(base, "__slots__", ())]
+            left.extend(getattr(each, name) for name in slots if hasattr(each, name))
+            left.extend(getattr(each, "__dict__", {}).values())
+        elif inspect.ismethod(each):  # of a norm
+            left.append(each.__self__)
+        elif inspect.isfunction(each):
+            left.extend(cell.cell_contents for cell in each.__closure__ or ())
+    return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in found.values())
 
 
 def _encode_alone(tensors: Any, encoder: Any) -> torch.Tensor:
