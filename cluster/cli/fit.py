@@ -152,7 +152,8 @@ def fit(
     console.print(
         f"{described.name}: {described.architecture}, {_count(weights.num_parameters)} parameters, "
         f"{_size(weights.num_bytes)} of weights, context of {described.max_model_len:,} tokens"
-        f"{_encoder(described)}"
+        f"{_encoder(described)}",
+        soft_wrap=True,
     )
     try:
         check_tokenizer_files(Path(described.path))
@@ -181,7 +182,8 @@ def _show_splits(
     )
     console, title = Console(), f"{num_nodes} x {num_gpus} x {gpu}, sequences of {length:,} tokens"
     console.print(
-        f"{model.name}: {_count(weights.num_parameters)} parameters, {_size(weights.num_bytes)} of weights"
+        f"{model.name}: {_count(weights.num_parameters)} parameters, {_size(weights.num_bytes)} of weights",
+        soft_wrap=True,
     )
     console.print(_split_table(splits, title))
     best = best_split(splits)
@@ -195,17 +197,21 @@ def _show_splits(
         flags += (
             [f"--dp-attention-size {best.attention_groups}"] if best.attention_groups < best.tensor else []
         )
-    console.print(f"The fewest GPUs: {' '.join(flags) or 'one GPU'}. Step times are assumed, not measured.")
+    console.print(
+        f"The fewest GPUs: {' '.join(flags) or 'one GPU'}. Step times are assumed, not measured.",
+        soft_wrap=True,
+    )
 
 
 def _split_table(splits: "Sequence[Split]", title: str) -> "Table":
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    for name in ("stages", "tensor parallel", "experts", "attention", "weights per GPU", "KV tokens"):
-        table.add_column(name, justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for name in ("stages", "tensor\nparallel", "experts", "attention", "weights\nper GPU", "KV tokens"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("sequences", "step"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for each in splits:
         table.add_row(
             str(each.pipeline),
@@ -213,7 +219,7 @@ def _split_table(splits: "Sequence[Split]", title: str) -> "Table":
             "whole" if each.whole_experts else "",
             f"{each.attention_groups} groups" if each.attention_groups > 1 else "",
             _size(each.capacity.weight_bytes),
-            f"{each.capacity.num_kv_tokens:,}" if each.fits else "does not fit",
+            f"{each.capacity.num_kv_tokens:,}" if each.fits else "no room",
             f"{each.num_sequences:,}" if each.fits else "",
             f"{1e3 * each.step_s:.1f} ms" if each.fits else "",
         )
@@ -335,27 +341,29 @@ def _parallel_sizes(model: "ModelConfig", num_gpus: int, expert_parallel: bool) 
 
 
 def _table(found: "Sequence[Capacity]", context_len: int, title: str, *, has_slots: bool) -> "Table":
+    """Return a table with a line per figure and a column per tensor-parallel size, which 80 columns hold."""
+    from rich import box
     from rich.table import Table
 
     from ..config.capacity import GIB
 
-    lengths = sorted({min(_TYPICAL_LEN, context_len), context_len})
-    table = Table(title=title, title_justify="left")
-    slots = ["LoRA slots per GPU"] if has_slots else []
-    states = ["state per sequence and GPU", "state slots"] if any(each.state_bytes for each in found) else []
-    for name in ("tensor parallel", "weights per GPU", *slots, "KV per token and GPU", *states, "KV tokens"):
-        table.add_column(name, justify="right")
-    for length in lengths:
-        table.add_column(f"sequences of {length:,}", justify="right")
+    lines: dict[str, list[str]] = {"weights per GPU": [_size(each.weight_bytes) for each in found]}
+    if has_slots:
+        lines["LoRA slots per GPU"] = [f"{each.lora_bytes / GIB:.2f} GiB" for each in found]
+    lines["KV per token and GPU"] = [f"{each.kv_token_bytes / 1024:.1f} KiB" for each in found]
+    if any(each.state_bytes for each in found):
+        lines["state per row and GPU"] = [_size(each.state_bytes) for each in found]
+        lines["state slots"] = [f"{each.num_state_slots:,}" for each in found]
+    lines["KV tokens"] = [
+        f"{each.num_kv_tokens:,}" if each.num_kv_tokens else "does not fit" for each in found
+    ]
+    for length in sorted({min(_TYPICAL_LEN, context_len), context_len}):
+        lines[f"sequences of {length:,}"] = [
+            f"{each.concurrency(length):,.1f}" if each.num_kv_tokens else "" for each in found
+        ]
+    table = Table("tensor parallel", title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for each in found:
-        fits = each.num_kv_tokens > 0
-        table.add_row(
-            str(each.tensor_parallel_size),
-            _size(each.weight_bytes),
-            *([f"{each.lora_bytes / GIB:.2f} GiB"] if has_slots else []),
-            f"{each.kv_token_bytes / 1024:.1f} KiB",
-            *([_size(each.state_bytes), f"{each.num_state_slots:,}"] if states else []),
-            f"{each.num_kv_tokens:,}" if fits else "does not fit",
-            *(f"{each.concurrency(length):,.1f}" if fits else "" for length in lengths),
-        )
+        table.add_column(str(each.tensor_parallel_size), justify="right", no_wrap=True)
+    for name, cells in lines.items():
+        table.add_row(name, *cells)
     return table

@@ -87,9 +87,10 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def read_figures(shown: str) -> dict[str, list[str]]:
+    """Return the figures that `quire fit` shows: name |-> that of each tensor-parallel size."""
+    lines = (re.split(r"\s{2,}", line.strip()) for line in shown.splitlines())
+    return {name: cells for name, *cells in lines if cells}
 
 
 def test_fit_shows_each_parallel_size(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +98,22 @@ def test_fit_shows_each_parallel_size(model: str, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     # Facts of the published model: 8.2 B parameters, 144 KiB of KV per token.
     assert "8.19 B parameters, 15.3 GiB of weights, context of 40,960 tokens" in shown
-    rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
-    assert [row[0].strip() for row in rows] == ["1", "2", "4"]
-    assert [row[2].strip() for row in rows] == ["144.0 KiB", "72.0 KiB", "36.0 KiB"]
+    figures = read_figures(shown)
+    assert figures["tensor parallel"] == ["1", "2", "4"]
+    assert figures["KV per token and GPU"] == ["144.0 KiB", "72.0 KiB", "36.0 KiB"]
+
+
+def test_fit_shows_all_of_its_figures_in_80_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four sizes with all kinds of figures, and the splits over nodes."""
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"num_hidden_layers": 8}))
+    fit(str(tmp_path), gpu="h100", gpus=8, max_loras=4)
+    shown = capsys.readouterr().out
+    assert len(read_figures(shown)["KV tokens"]) == 4
+    fit(str(tmp_path), gpu="h100", gpus=8, nodes=2)
+    assert "…" not in shown + capsys.readouterr().out
 
 
 def test_fit_tells_what_serve_will_refuse_and_counts_small_models(
@@ -122,10 +136,10 @@ def test_fit_of_latent_attention_counts_latents_once_per_gpu(
     # Facts of the published model: 671 B parameters without the layer that predicts further tokens, and 576 numbers
     # per token and layer: 68.6 KiB, where keys and values of 128 heads would be 4,880 KiB.
     assert "671.03 B parameters" in shown
-    rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
-    assert {row[2].strip() for row in rows} == {"68.6 KiB"}
-    assert rows[-1][0].strip() == "8"
-    assert rows[-1][3].strip() != "does not fit"
+    figures = read_figures(shown)
+    assert set(figures["KV per token and GPU"]) == {"68.6 KiB"}
+    assert figures["tensor parallel"][-1] == "8"
+    assert figures["KV tokens"][-1] != "does not fit"
 
 
 def test_fit_of_data_parallel_attention_counts_the_tokens_of_all_gpus(
@@ -136,11 +150,10 @@ def test_fit_of_data_parallel_attention_counts_the_tokens_of_all_gpus(
     found = []
     for enabled in (False, True):
         fit(str(tmp_path), gpu="h200", gpus=8, enable_dp_attention=enabled)
-        rows = [
-            line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")
-        ]
-        assert rows[-1][0].strip() == "8"
-        found.append((float(rows[-1][1].split()[0]), int(rows[-1][3].strip().replace(",", ""))))
+        figures = read_figures(capsys.readouterr().out)
+        assert figures["tensor parallel"][-1] == "8"
+        weights, tokens = figures["weights per GPU"][-1], figures["KV tokens"][-1]
+        found.append((float(weights.split()[0]), int(tokens.replace(",", ""))))
     (shared, all_tokens), (whole, own_tokens) = found
     assert whole - shared == pytest.approx(7 * 0.204e9 / 2**30, abs=0.11)  # 8 layers, float8
     assert 7 * all_tokens < own_tokens < 8 * all_tokens
@@ -176,12 +189,11 @@ def test_fit_counts_the_part_of_an_encoder_that_each_gpu_has(
     def weights(**options: Any) -> tuple[str, list[float]]:
         fit(str(tmp_path), gpu="h200", gpus=2, **options)
         shown = capsys.readouterr().out
-        rows = [line.split("│")[1:-1] for line in shown.splitlines() if line.startswith("│")]
-        return shown, [float(row[1].split()[0]) for row in rows]
+        return shown, [float(each.split()[0]) for each in read_figures(shown)["weights per GPU"]]
 
     (shown, shared), (_, whole) = weights(), weights(mm_encoder_tp_mode="data")
     text_alone, without = weights(language_model_only=True)
-    assert "reads images (0.68 B parameters)" in " ".join(shown.split())
+    assert "reads images (0.68 B parameters)" in shown
     assert "reads images" not in text_alone
     assert shared[0] == whole[0] == pytest.approx(without[0] + 2 * 0.679e9 / 2**30, abs=0.11)
     assert whole[1] == pytest.approx(without[1] + 2 * 0.679e9 / 2**30, abs=0.11)
@@ -213,12 +225,16 @@ def test_fit_counts_whole_experts(tmp_path: Path, capsys: pytest.CaptureFixture[
     weights = []
     for whole in (False, True):
         fit(str(tmp_path), gpu="h200", gpus=8, enable_expert_parallel=whole)
-        rows = [
-            line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")
-        ]
-        weights.append({row[0].strip(): float(row[1].split()[0]) for row in rows})
-    assert weights[0]["2"] == weights[1]["2"]
-    assert weights[0]["8"] < weights[1]["8"] < 1.05 * weights[0]["8"]
+        figures = read_figures(capsys.readouterr().out)
+        sizes = map(int, figures["tensor parallel"])
+        weights.append(
+            {
+                size: float(cell.split()[0])
+                for size, cell in zip(sizes, figures["weights per GPU"], strict=True)
+            }
+        )
+    assert weights[0][2] == weights[1][2]
+    assert weights[0][8] < weights[1][8] < 1.05 * weights[0][8]
 
 
 def test_fit_of_whole_experts_needs_experts(model: str) -> None:
@@ -231,11 +247,11 @@ def test_fit_of_whole_experts_needs_experts(model: str) -> None:
 def test_fit_counts_slots_of_adapters(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """At rank 16 a slot has 16 numbers for each input of A and each output of B."""
     fit(model, gpu="h200", gpus=1, max_loras=8, lora_target_modules="o_proj")
-    (row,) = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    assert row[2].strip() == f"{8 * 36 * 16 * 2 * (4096 + 4096) / 2**30:.2f} GiB"
+    figures = read_figures(capsys.readouterr().out)
+    assert figures["LoRA slots per GPU"] == [f"{8 * 36 * 16 * 2 * (4096 + 4096) / 2**30:.2f} GiB"]
     fit(model, gpu="h200", gpus=1)
-    (without,) = [line.split("│") for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
-    tokens, all_tokens = (int(cell.replace(",", "")) for cell in (row[4], without[4]))
+    without = read_figures(capsys.readouterr().out)
+    tokens, all_tokens = (int(each["KV tokens"][0].replace(",", "")) for each in (figures, without))
     assert 0 < all_tokens - tokens < 1000
 
 
