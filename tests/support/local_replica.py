@@ -89,7 +89,8 @@ class Script:
     """Replaces the tokens that the ranks sample, for outputs of a known text. For one running sequence.
 
     A step samples from the output that was the latest when the step was planned: the last step of an aborted request
-    may still be in flight when the next output is written.
+    may still be in flight when the next output is written. Canaries, which gateways send to an idle replica while a
+    client starts, sample tokens of their own.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,8 @@ class Script:
         broadcast, gather = group.broadcast, group.gather
 
         def scripted_broadcast(plan: StepPlan) -> None:
-            self._planned[plan.step_id] = self._token_ids
+            is_canary = any(new.num_tokens == 1 for new in plan.new)
+            self._planned[plan.step_id] = deque() if is_canary else self._token_ids
             broadcast(plan)
 
         def scripted_gather(timeout_s: float) -> StepResult:

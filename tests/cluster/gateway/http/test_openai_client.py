@@ -13,6 +13,7 @@ from chat_model import write_output
 from deadlines import CALL_TIMEOUT_S
 from local_server import ThreadedServer
 
+from quire.cluster.fleet.replica.canary import run_canary
 from quire.cluster.gateway.http import calls
 
 MESSAGES: list[Any] = [{"role": "user", "content": "When?"}]
@@ -33,6 +34,14 @@ def client(server: ThreadedServer) -> Iterator[openai.OpenAI]:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "quire"
+
+
+def test_scripted_output_is_whole_after_a_canary(client: openai.OpenAI, server: ThreadedServer) -> None:
+    """Gateways send one to an idle replica; a slow client's output may have been written before."""
+    write_output(server, "At noon.")
+    server.run(run_canary(server.server.replica, CALL_TIMEOUT_S))
+    reply = client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert reply.choices[0].message.content == "At noon."
 
 
 def test_completion_streams_the_same_text(client: openai.OpenAI) -> None:
