@@ -55,7 +55,8 @@ def token_windows(x: Tensor, ends: Tensor, states: Tensor, runs: StateRuns) -> T
         is_before = tokens < starts[own, None]
         return every[torch.where(is_before, kept.clamp(min=0), num_runs * num_kept + tokens)]
 
-    found = inputs_up_to(ends, torch.searchsorted(runs.starts[1 : num_runs + 1], ends.int(), right=True))
+    of_ends = torch.searchsorted(runs.starts[1 : num_runs + 1], ends.int(), right=True)
+    found = inputs_up_to(ends, of_ends.clamp(max=num_runs - 1))  # padding is of the last run
     own = torch.arange(num_runs, device=x.device)
     after = inputs_up_to(runs.ends[:num_runs].long() - 1, own)[:, 1:]
     if runs.stores is not None:

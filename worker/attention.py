@@ -288,6 +288,14 @@ class AttentionInputs:
     states: StepStates | None = None
     library: StepAttention = OWN_ATTENTION
 
+    @property
+    def known_lens(self) -> list[int] | None:
+        """`seq_lens` on the host; None in recorded steps, where block tables bound the lengths."""
+        if self.chunks is None:
+            return None
+        lens = self.seq_lens[: self.num_decodes].cpu() if self.decode_lens is None else self.decode_lens
+        return [*lens.tolist(), *self.chunks.seq_lens]
+
     def own(self, values: Tensor) -> Tensor:
         """Return the entries of the tokens that this rank attends for, of values for each token of the step."""
         return values if self.own_tokens is None else values.index_select(0, self.own_tokens.index)

@@ -12,6 +12,7 @@ from thread_group import ThreadGroup
 from torch import Tensor
 
 from quire.cluster.config.model_config import describe_model
+from quire.kernels.latent_attention import ChunkBounds
 from quire.kernels.state_runs import StateRuns
 from quire.proto.config import ModelConfig
 from quire.proto.model.quantization import read_quantization
@@ -120,6 +121,7 @@ class StateModel:
                 tables,
                 bounds[num_decodes:] - bounds[num_decodes],
                 seq_lens,
+                chunks=ChunkBounds(lens[num_decodes:], seq_lens[num_decodes:].tolist()),
                 states=StepStates(runs, rank.states),
             )
             hidden = rank.model.forward(

@@ -36,6 +36,7 @@ from .graph_shapes import (
     NUM_CHUNKS,
     GraphShape,
     adapted_shapes,
+    bounded_shapes,
     decode_shapes,
     find_shape,
     mixed_shapes,
@@ -116,6 +117,7 @@ class GraphLimits:
             does not know their lengths, and batch-invariant ones are expanded. Layers with states compute the chunks
             of all ranks, and data-parallel attention those of its own.
         has_states: layers of the model keep states.
+        gathers_keys: see Model.gathers_keys. Steps with chunks are not recorded then.
     """
 
     max_num_seqs: int
@@ -128,9 +130,10 @@ class GraphLimits:
     num_lora_slots: int = 0
     records_chunks: bool = True
     has_states: bool = False
+    gathers_keys: bool = False
 
     @classmethod
-    def of(cls, config: EngineConfig) -> GraphLimits:
+    def of(cls, config: EngineConfig, *, gathers_keys: bool = False) -> GraphLimits:
         """Return the limits of an engine."""
         scheduler, max_blocks = config.scheduler, config.max_blocks_per_seq
         max_seq_len = max_blocks * config.cache.block_size
@@ -144,20 +147,25 @@ class GraphLimits:
             num_groups,
             config.parallel.enable_dp_attention,
             0 if config.lora is None else config.lora.max_loras,
-            not (config.parallel.batch_invariant and config.model.latent_dim)
+            not gathers_keys
+            and not (config.parallel.batch_invariant and config.model.latent_dim)
             and not (config.parallel.enable_dp_attention and config.model.has_states),
             config.model.has_states,
+            gathers_keys,
         )
 
     @property
     def decode_shapes(self) -> list[GraphShape]:
         """Shapes of the graphs of decoding rows."""
-        return decode_shapes(self.max_num_seqs, self.max_decode_tokens)
+        return self._bounded(decode_shapes(self.max_num_seqs, self.max_decode_tokens))
 
     @property
     def adapted_shapes(self) -> list[GraphShape]:
         """Shapes of the graphs of decoding rows with adapters."""
-        return adapted_shapes(self.max_num_seqs, self.max_decode_tokens, self.num_lora_slots)
+        return self._bounded(adapted_shapes(self.max_num_seqs, self.max_decode_tokens, self.num_lora_slots))
+
+    def _bounded(self, shapes: list[GraphShape]) -> list[GraphShape]:
+        return bounded_shapes(shapes, self.max_seq_len) if self.gathers_keys else shapes
 
     @property
     def mixed_shapes(self) -> list[GraphShape]:
@@ -246,6 +254,7 @@ class StepGraphs:
         self._mixed_shapes = limits.mixed_shapes
         self._adapted_shapes = limits.adapted_shapes
         self._max_seq_len = limits.max_seq_len
+        self._block_size = limits.max_seq_len // limits.max_blocks_per_seq
         self._backend = backend
         self._all_ranks = all_ranks
         self._split_rule = split_rule
@@ -325,7 +334,8 @@ class StepGraphs:
         shapes = self._mixed_shapes if num_chunks else self._decode_shapes
         if not batch.lora.is_empty:
             shapes = self._adapted_shapes
-        return find_shape(shapes, num_decodes, num_chunks, len(batch.token_ids) - num_decodes)
+        num_chunk_tokens = len(batch.token_ids) - num_decodes
+        return find_shape(shapes, num_decodes, num_chunks, num_chunk_tokens, int(batch.lens.max()))
 
     def drop(self) -> None:
         """Drop all graphs; further steps are computed. Another thread may be in `replay`."""
@@ -384,11 +394,12 @@ class StepGraphs:
         if seq_lens.is_cuda:
             first_rows = self._first_rows[:num_decodes]
             splits = self._split_rule.split(seq_lens[:num_decodes], self._max_seq_len, first_rows)
-        own = self._own_tokens
+        own, num_blocks = self._own_tokens, -(-(shape.max_len or self._max_seq_len) // self._block_size)
+        block_tables = self._block_tables[:, :num_rows, :num_blocks]
         attention = AttentionInputs(
             num_decodes=num_decodes,
             slot_mapping=self._slot_mappings[0, :num_tokens],
-            block_tables=self._block_tables[0, :num_rows],
+            block_tables=block_tables[0],
             query_start=self._query_start[: shape.num_chunks + 1],
             seq_lens=seq_lens,
             splits=splits,
@@ -396,8 +407,8 @@ class StepGraphs:
             library=self._attention.of_decodes(num_decodes),
         )
         if len(self._block_tables) > 1:
-            slot_mappings, tables = self._slot_mappings[:, :num_tokens], self._block_tables[:, :num_rows]
-            attention = with_groups(attention, slot_mappings.unbind(), tables.unbind())
+            slot_mappings = self._slot_mappings[:, :num_tokens]
+            attention = with_groups(attention, slot_mappings.unbind(), block_tables.unbind())
         sampled_index = self._sampled_index[:num_rows] if shape.num_chunks else None
         lora = self._adapters.of_rows(num_rows) if shape.has_adapters else NO_ADAPTERS
         inputs = GraphInputs(

@@ -63,11 +63,14 @@ class Model(Protocol):
 
     Attributes:
         supports_graphs: a step can be recorded as a graph, because launching it reads nothing back from the device.
+        gathers_keys: attention gathers the keys of whole sequences, so that a recorded step takes the time of the
+            longest sequences that it may have.
         supports_outputs: `forward` can compute the hidden states of some tokens only.
         reserved_bytes: of a GPU, that a step may need beyond one of as many tokens in short sequences.
     """
 
     supports_graphs: bool
+    gathers_keys: bool
     supports_outputs: bool
     reserved_bytes: int
 

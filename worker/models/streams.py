@@ -80,7 +80,7 @@ class StreamsDecoder(Decoder):
         compressed = [own for own in (layer.attention for layer in self.layers) if _has_entries(own)]
         for number, attention in enumerate(compressed):
             attention.attach(self._pages, number, self.rotary[attention.spec.rope])
-        self.supports_graphs = False  # the host reads the lengths of sequences
+        self.gathers_keys = True
 
     def _plan_fused_decode(self, load: LoadContext) -> None:
         log_op_by_op(load.device, "its residual has several streams")

@@ -160,7 +160,7 @@ class ZayaDecoder(Decoder):
             _vector(load, f"model.input_hidden_states_{part}", spec.hidden_size) for part in ("scale", "bias")
         )
         super().__init__(load, spec, num_positions, has_head=has_head)
-        self.supports_outputs = self.supports_graphs = False  # no GPU has recorded its convolutions
+        self.supports_outputs = False
 
     def _plan_fused_decode(self, load: LoadContext) -> None:
         log_op_by_op(load.device, "its residual is scaled in float32")

@@ -131,6 +131,8 @@ class LargestSteps:
             block_tables=self._int_zeros(num_seqs, config.max_blocks_per_seq),
             query_start=self._int_zeros(1),
             seq_lens=self._int_zeros(num_seqs) + 1,
+            chunks=ChunkBounds([], []),
+            decode_lens=np.ones(num_seqs, np.int32),
             own_tokens=self._own_tokens(num_seqs),
         )
         inputs = self._in_all_groups(inputs)

@@ -373,7 +373,7 @@ class RankMemory:
         is_last, backend = self._pipeline.stage.is_last, self._graph_backend or CudaGraphs(self._device)
         graphs = StepGraphs(
             partial(loaded.compute, cache.layers, cache.states, samples=is_last),
-            GraphLimits.of(self._config),
+            GraphLimits.of(self._config, gathers_keys=loaded.model.gathers_keys),
             self._device,
             backend,
             self._all_ranks,

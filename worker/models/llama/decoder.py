@@ -100,9 +100,8 @@ class Decoder:
         self.comm, self.lora = load.comm, load.lora
         self.hidden_size = spec.hidden_size
         self.reserved_bytes = _reserved_bytes(mixers)
-        # The host reads the lengths of sequences before blocks are chosen.
-        chooses_blocks = any(isinstance(layer.attention, BlockSparseAttention) for layer in self.layers)
-        self.supports_graphs = not (chooses_blocks or any(mlp.reads_back for mlp in self._mixtures()))
+        self.supports_graphs = not any(mlp.reads_back for mlp in self._mixtures())
+        self.gathers_keys = any(isinstance(layer.attention, BlockSparseAttention) for layer in self.layers)
         self.supports_outputs = self.stage.is_last and self.layers[-1].supports_outputs
         self.norm: Norm | None = None
         if self.stage.is_last:

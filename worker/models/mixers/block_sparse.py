@@ -59,15 +59,17 @@ class BlockSparseAttention:
         own = inputs.of_group(kv_cache.group)
         q, _ = self._attention.write(self.qkv.forward(x), rotations, kv_cache, own)
         index_q = self._write_keys(x, rotations, kv_cache.index_keys, inputs)
-        if self._attends_to_all(own):
+        if self._attends_to_all(own, kv_cache.blocks.shape[3]):
             attended = paged_attention(q, kv_cache, own, self._spec.scale, self._attention.variant)
         else:
             attended = self._attend_sparsely(q, index_q, kv_cache, inputs, own)
         return self.output.forward_partial(attended.flatten(1))
 
-    def _attends_to_all(self, inputs: AttentionInputs) -> bool:
-        """Return whether no sequence has more tokens than a query attends to."""
-        return max(inputs.seq_lens.tolist(), default=0) <= self._sizes.num_tokens
+    def _attends_to_all(self, inputs: AttentionInputs, block_size: int) -> bool:
+        """Return whether no sequence can have more tokens than a query attends to."""
+        lens = inputs.known_lens
+        longest = inputs.block_tables.shape[1] * block_size if lens is None else max(lens, default=0)
+        return longest <= self._sizes.num_tokens
 
     def _write_keys(
         self, x: Tensor, rotations: Rotations, cache: LayerCache, inputs: AttentionInputs
@@ -96,12 +98,12 @@ class BlockSparseAttention:
             own: the inputs of the cache's group.
         """
         attended, most = torch.empty_like(q), self._sizes.num_tokens
-        for tile in query_tiles(own):
+        for tile in query_tiles(own, kv_cache.blocks.shape[3]):
             is_chunk = tile.tokens.start >= own.num_decodes
             if not is_chunk or tile.length > most or own.generated is not None:
                 attended[tile.tokens] = self._attend(q[tile.tokens], index_q, tile, kv_cache, inputs)
         early = early_chunks(own, most)
-        if len(early.tokens):
+        if early is not None:
             found = paged_prefill_attention(
                 q[early.tokens], kv_cache.blocks, own.block_tables[early.sequences], early.query_start,
                 early.seq_lens, self._spec.scale,
@@ -148,19 +150,20 @@ class EarlyChunks(NamedTuple):
     seq_lens: Tensor
 
 
-def early_chunks(inputs: AttentionInputs, most: int) -> EarlyChunks:
-    """Return the tokens of chunks that are among the first `most` of their sequences."""
-    split, starts = inputs.num_decodes, inputs.query_start.tolist()
+def early_chunks(inputs: AttentionInputs, most: int) -> EarlyChunks | None:
+    """Return the tokens of chunks that are among the first `most` of their sequences; None if there are none."""
+    start = split = inputs.num_decodes
     tokens, sequences, counts, lens = list[int](), list[int](), [0], list[int]()
-    for index, length in enumerate(inputs.seq_lens[split:].tolist()):
-        first = length - (starts[index + 1] - starts[index])
-        end = min(length, most)
-        if end > first:
-            begin = split + starts[index]
-            tokens += range(begin, begin + end - first)
+    for index, (count, length) in enumerate(zip(*(inputs.chunks or ((), ())), strict=True)):
+        num_early = min(length, most) - (length - count)
+        if num_early > 0:
+            tokens += range(start, start + num_early)
             sequences.append(split + index)
             counts.append(len(tokens))
-            lens.append(end)
+            lens.append(min(length, most))
+        start += count
+    if not tokens:
+        return None
     device = inputs.seq_lens.device
     ints = (torch.tensor(values, dtype=torch.int32, device=device) for values in (counts, lens))
     index_of = (torch.tensor(values, dtype=torch.int64, device=device) for values in (tokens, sequences))

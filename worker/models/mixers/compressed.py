@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +30,7 @@ from ....proto.model.compressed import CompressedSpec, SharedKvSpec, num_pages, 
 from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache
 from ...comm.shard import Shard
+from ...memory.host_to_device import to_device_once
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, PartialSum, Projection, RotaryTable, Rotations, RowParallelLinear
 from ..load_context import LoadContext
@@ -127,13 +129,13 @@ class SharedKvAttention:
         q = rotate_last(rms_norm(q, self._ones, self._eps), cos, sin)
         vectors = rms_norm(vectors.contiguous(), self._norm, self._eps)
         of_cache = inputs.of_group(kv_cache.group)
-        block_size, slots = kv_cache.blocks.shape[3], of_cache.slot_mapping
+        block_size, slots = kv_cache.blocks.shape[3], of_cache.slot_mapping.clamp(min=0)  # padding in block 0
         stored = rotate_last(vectors[:, None], cos, sin)[:, 0]
         kv_cache.blocks[slots // block_size, 0, 0, slots % block_size] = stored
         self._compress(further, inputs)
         out = torch.empty_like(q)
         choice = self._prepare_choice(x, latent, cos, sin)
-        for tile in query_tiles(inputs):
+        for tile in query_tiles(inputs, block_size):
             keys, visible = self._window(tile, kv_cache, of_cache.block_tables)
             entries, chosen = self._entries(tile, choice, inputs)
             if entries is not None and chosen is not None:
@@ -263,17 +265,28 @@ class CompressedAttention(SharedKvAttention, StateMixer):
         assert inputs.states is not None
         own, runs, states = self.spec, inputs.states.runs, inputs.states.layers[self.layer]
         rows, lens = inputs.tokens_as_sequences(len(projected[0]))
-        ends = ((lens % own.rate == 0) & (lens > 0)).nonzero()[:, 0]
+        ends = self._find_ends(inputs, len(lens))
         rows, lens = rows[ends], lens[ends].long()
-        cos, sin = self._rotary.at(lens - own.rate)
-        block, place = entry_places(lens // own.rate - 1, own.rate, self._pages.block_size)
+        completes = (lens % own.rate == 0) & (lens > 0)
+        cos, sin = self._rotary.at((lens - own.rate).clamp(min=0))
+        block, place = entry_places((lens // own.rate - 1).clamp(min=0), own.rate, self._pages.block_size)
         for index, (compressor, cache) in enumerate(
             zip(self._compressors, self._pages.layers[self._number], strict=True)
         ):
             x = torch.cat((projected[2 * index], projected[2 * index + 1]), dim=1)
             windows = runs.compute(token_windows, x, ends, states=states[index], by_token=False)
             tables = inputs.of_group(cache.group).block_tables
-            cache.entries[tables[rows, block].long(), place] = compressor.pool(windows, lens, cos, sin)
+            blocks = tables[rows, block].long() * completes  # other entries go to block 0, as padding does
+            cache.entries[blocks, place] = compressor.pool(windows, lens, cos, sin)
+
+    def _find_ends(self, inputs: AttentionInputs, num_tokens: int) -> Tensor:
+        """Return the tokens that complete an entry; all tokens in recorded steps, whose shapes are fixed."""
+        known, device = inputs.known_lens, inputs.seq_lens.device
+        if known is None or inputs.chunks is None:
+            return torch.arange(num_tokens, device=device)
+        chunks = [np.arange(length - count, length) + 1 for count, length in zip(*inputs.chunks, strict=True)]
+        lens = np.concatenate((np.array(known[: inputs.num_decodes], np.int64), *chunks))
+        return to_device_once(np.flatnonzero(lens % self.spec.rate == 0), device)
 
     def _prepare_choice(
         self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor

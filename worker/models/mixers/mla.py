@@ -287,7 +287,7 @@ class MlaAttention:
         """
         sums = q.new_empty(*q.shape[:2], self._sizes.rank)
         absorbed, latents = self._absorb(q), self._latents(kv_cache)
-        for tile in query_tiles(inputs):
+        for tile in query_tiles(inputs, latents.shape[3]):
             cached = torch.arange(tile.length, device=q.device)
             positions = cached.expand(len(tile.sequences), -1)
             keys = gather_tokens(latents, inputs.block_tables[tile.sequences], positions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ class Tile:
         tokens: of the step, G T of them.
         sequences: [G] int64.
         positions: [G, T] int64, of the queries.
-        length: tokens of the longest sequence up to its last query.
+        length: tokens of the longest sequence up to its last query, or more in recorded steps.
     """
 
     tokens: slice
@@ -31,17 +32,23 @@ class Tile:
     length: int
 
 
-def query_tiles(inputs: AttentionInputs) -> Iterator[Tile]:
-    """Yield the queries of a step: those that decode, then those of each chunk, some at a time."""
-    lens, split = inputs.seq_lens.tolist(), inputs.num_decodes
+def query_tiles(inputs: AttentionInputs, block_size: int) -> Iterator[Tile]:
+    """Yield the queries of a step: those that decode, then those of each chunk, some at a time.
+
+    Recorded steps have no chunks.
+    """
+    lens, split = inputs.known_lens, inputs.num_decodes
     device = inputs.seq_lens.device
     if split:
         positions = inputs.seq_lens[:split, None].long() - 1
-        yield Tile(slice(0, split), torch.arange(split, device=device), positions, max(lens[:split]))
-    starts = inputs.query_start.tolist()
-    for index, length in enumerate(lens[split:]):
+        length = inputs.block_tables.shape[1] * block_size if lens is None else max(lens[:split])
+        yield Tile(slice(0, split), torch.arange(split, device=device), positions, length)
+    if inputs.chunks is None:
+        return
+    starts = list(accumulate(inputs.chunks.query_lens, initial=0))
+    for index, length in enumerate(inputs.chunks.seq_lens):
         first, end = starts[index], starts[index + 1]
-        sequence = torch.tensor([split + index], device=device)
+        sequence = torch.arange(split + index, split + index + 1, device=device)
         for start in range(first, end, _TILE_LEN):
             stop = min(start + _TILE_LEN, end)
             last = length - (end - stop)  # tokens of the sequence up to the last query

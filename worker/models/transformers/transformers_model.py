@@ -97,6 +97,7 @@ class TransformersModel:
     """
 
     supports_graphs = False  # the modules may read results back from the device
+    gathers_keys = False
     supports_outputs = False
     reserved_bytes = 0
 
