@@ -119,8 +119,15 @@ class Checkpoint:
         return list(self._file_of)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor. Raises ModelLoadError if there is none of this name."""
-        return self._find(name).shape
+        """Return the shape of a tensor, or of a matrix of a stack.
+
+        Raises:
+            ModelLoadError: there is none of this name.
+        """
+        stored, alias = self._find(name).shape, self._aliases.get(name)
+        if alias is None or len(stored) < 3:
+            return stored
+        return (alias.length, stored[1]) if alias.transposed else (alias.length, *stored[2:])
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the stored dtype of a tensor. Raises ModelLoadError if there is none of this name."""
@@ -235,7 +242,7 @@ class Checkpoint:
     def _read_stored(self, out: Tensor, name: str, shape: tuple[int, ...], starts: list[int]) -> None:
         if name not in self._file_of:
             raise ModelLoadError(f"{self._folder} has no tensor {name!r}, expected with shape {list(shape)}")
-        found, file_name = self.shape_of(name), self._file_of[name]
+        found, file_name = self._find(name).shape, self._file_of[name]
         if found != shape:
             raise ModelLoadError(f"{name!r} in {file_name} has shape {list(found)}, expected {list(shape)}")
         started = time.monotonic()

@@ -57,6 +57,7 @@ STEP_3 = Family(
     names=Names(
         renames=(
             (r"\.moe\.(gate|up|down)_proj\.weight$", r".mlp.experts.\1_proj"),
+            (r"\.moe\.(gate|up|down)_proj\.(weight_\w+)$", r".mlp.experts.\1_proj_\2"),
             (r"\.moe\.gate\.", ".mlp.gate."),
             (r"\.moe\.router_bias$", ".mlp.gate.e_score_correction_bias"),
             (r"\.share_expert\.", ".mlp.shared_experts."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantized_models import SCHEMES, write_quantized
+from quantized_models import SCHEMES, Scheme, write_quantized
 from quick_cases import diagonal, slow_except
 from ranked_driver import RankedDriver
 from safetensors.torch import load_file, save_file
@@ -440,6 +441,53 @@ def test_quantized_checkpoints_keep_the_encoder(
     (quantized / "config.json").write_text(json.dumps(config))
     engine = make_engine(quantized, max_model_len=1024, num_blocks=256)
     run(model, engine, model.prompts, reference=VisionReference(twin))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_stacks_of_experts_in_float8_have_stacks_of_scales(
+    tp: int, model_of: Any, make_engine: Any, tmp_path: Path
+) -> None:
+    """As Step 3.7 is published."""
+    model = model_of("step3p7")
+    single = Path(shutil.copytree(model.folder, tmp_path / "single"))
+    write_tensors(single, split_experts(load_file(single / "model.safetensors")))
+    scheme = Scheme("float8", is_float=True, block=(16, 16), ignored=r"vision|vit_|lm_head|embed|moe\.gate\.")
+    published, twin = write_quantized(single, tmp_path, scheme)
+    for folder in (published, twin):
+        write_tensors(folder, stack_experts(load_file(folder / "model.safetensors")))
+    assert load_file(published / "model.safetensors")[
+        "model.layers.1.moe.down_proj.weight_scale_inv"
+    ].shape == (4, 4, 2)
+    engine = make_engine(published, tp, max_model_len=1024, num_blocks=256)
+    run(model, engine, model.prompts, reference=VisionReference(twin))
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with each expert's matrices under names of their own."""
+    found = {name: each for name, each in tensors.items() if each.dim() != 3}
+    for name in tensors.keys() - found.keys():
+        for index, matrix in enumerate(tensors[name]):
+            found[name.replace(".moe.", f".moe.{index}.")] = matrix.clone()
+    return found
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with those of all of a layer's experts in stacks."""
+    stacks = dict[str, dict[int, torch.Tensor]]()
+    found = dict[str, torch.Tensor]()
+    for name, each in tensors.items():
+        index = re.search(r"\.moe\.(\d+)\.", name)
+        if index is None:
+            found[name] = each
+        else:
+            stacks.setdefault(name.replace(index[0], ".moe."), {})[int(index[1])] = each
+    return found | {
+        name: torch.stack([parts[index] for index in sorted(parts)]) for name, parts in stacks.items()
+    }
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "gemma3"])

@@ -38,6 +38,8 @@ _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 _UP_PROJECTIONS = ("up_proj", "gate_up_proj")
 # Index of an expert in the name of a tensor of its own.
 _EXPERT_INDEX = re.compile(r"\.experts\.(\d+)\.")
+# Scales per block of float8 matrices.
+_BLOCK_SCALES = "weight_scale_inv"
 # Names of an expert's gate, up and down matrices.
 _MATRICES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -155,10 +157,10 @@ def _alias_stack(
     """Name each expert's matrices of ``gate_up_proj``, [X, 2 I, E], and ``down_proj``, [X, E, I].
 
     Transformers stores these. Gate and up may be stacks of their own. A family with `transposed` stacks has
-    [X, E, 2 I] and [X, I, E].
+    [X, E, 2 I] and [X, I, E]. Scales of blocks are a stack beside that of the matrices.
     """
-    for name in ("gate_up_proj", "down_proj"):
-        # Of NVIDIA's Model Optimizer for Llama 4.
+    for name in ("gate_up_proj", "gate_proj", "up_proj", "down_proj"):
+        # Of NVIDIA's Model Optimizer for Llama 4 and Step 3.5.
         if checkpoint.has(f"{stack}.{name}_weight_scale"):
             raise ConfigError(
                 f"{stack!r} has quantized experts in one stack ({name}_weight_scale), which is not supported; take a "
@@ -189,6 +191,10 @@ def _alias_stack(
                 length,
                 transposed=transposed,
             )
+            scales = f"{stack}.{name}_{_BLOCK_SCALES}"
+            if checkpoint.has(scales):
+                own, shape = f"{stack}.{index}.{name}.{_BLOCK_SCALES}", checkpoint.shape_of(scales)
+                checkpoint.alias_rows(own, scales, shape, index, 0, shape[1])
 
 
 def _interleaved(
