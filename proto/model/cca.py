@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .attention import AttentionSpec
-from .state import StateTensor
+from .state import StateSection, StateTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,10 @@ class CcaSpec:
         """Return the last inputs: queries and keys of this rank's KV heads, and the values of the next token."""
         own, dim = self.attention, self.attention.head_dim
         kv_heads = max(1, own.num_kv_heads // num_ranks)
-        heads = kv_heads * (1 + own.num_heads // own.num_kv_heads)
-        return (StateTensor("inputs", (self.span - 1, heads * dim + own.num_kv_heads * dim // 2)),)
+        share, values = own.num_heads // own.num_kv_heads, own.num_kv_heads * dim // 2
+        queries, keys = (StateSection(own.num_kv_heads, count * dim) for count in (share, 1))
+        sections = queries, keys, StateSection(1, values)
+        return (StateTensor("inputs", (self.span - 1, kv_heads * (share + 1) * dim + values), sections),)
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
         """Do nothing: the heads are checked as those of other attention."""

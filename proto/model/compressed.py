@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from .attention import FULL
-from .state import StateTensor
+from .state import StateSection, StateTensor
 
 # Tokens of a block for which the number of pages is computed.
 USUAL_BLOCK_SIZE = 16
@@ -84,9 +84,9 @@ class CompressedSpec(SharedKvSpec):
 
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return the last inputs of each compressor, values and gates; every rank holds them in full."""
-        series = 2 if self.overlaps else 1
+        lens = [2 * (2 if self.overlaps else 1) * dim for dim in self.compressed_dims()]
         return tuple(
-            StateTensor("compressor", (self.span - 1, 2 * series * dim)) for dim in self.compressed_dims()
+            StateTensor("compressor", (self.span - 1, length), (StateSection(1, length),)) for length in lens
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

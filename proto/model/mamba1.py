@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from .attention import AttentionSpec
-from .state import StateTensor, check_channels, groups_per_rank
+from .state import StateTensor, channel_section, check_channels, groups_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,15 @@ class Mamba1Spec:
     attention: AttentionSpec | None = None
 
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
-        """Return the last inputs of the convolution, and the vectors of the channels, a tensor for each head."""
+        """Return the last inputs of the convolution, and the vectors of the channels, a tensor for each head.
+
+        The number of tensors depends on that of the ranks if there are heads, so that these have no sections.
+        """
         channels, own_heads = self.num_channels // num_ranks, groups_per_rank(self.num_heads, num_ranks)
-        recurrent = StateTensor("recurrent", (self.state_size, channels // own_heads), is_recurrent=True)
-        return StateTensor("conv", (self.width - 1, channels)), *[recurrent] * own_heads
+        section = (channel_section(self.num_channels),)
+        shape, sections = (self.state_size, channels // own_heads), () if self.num_heads else section
+        recurrent = StateTensor("recurrent", shape, sections, is_recurrent=True)
+        return StateTensor("conv", (self.width - 1, channels), section), *[recurrent] * own_heads
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
         """Raise ConfigError unless these ranks get equal parts, of whole heads or of one head each."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .state import StateTensor, check_heads_and_groups
+from .state import StateSection, StateTensor, check_heads_and_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,10 @@ class RgLruSpec:
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return the last inputs of the convolution, and a number per channel."""
         channels = self.num_channels // num_ranks
+        sections = (StateSection(self.num_heads, self.num_channels // self.num_heads),)
         return (
-            StateTensor("conv", (self.width - 1, channels)),
-            StateTensor("recurrent", (1, channels), is_recurrent=True),
+            StateTensor("conv", (self.width - 1, channels), sections),
+            StateTensor("recurrent", (1, channels), sections, is_recurrent=True),
         )
 
     def check_ranks(self, name: str, num_ranks: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .state import StateTensor, check_channels
+from .state import StateTensor, channel_section, check_channels
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,8 @@ class ShortConvSpec:
 
     def state_tensors(self, num_ranks: int) -> tuple[StateTensor, ...]:
         """Return the last inputs of the convolution."""
-        return (StateTensor("conv", (self.width - 1, self.num_channels // num_ranks)),)
+        shape = self.width - 1, self.num_channels // num_ranks
+        return (StateTensor("conv", shape, (channel_section(self.num_channels),)),)
 
     def check_ranks(self, name: str, num_ranks: int) -> None:
         """Raise ConfigError unless these ranks get equal parts."""

@@ -10,18 +10,32 @@ from typing import Protocol, runtime_checkable
 from ..errors import ConfigError
 from ..options.sections import DTYPES
 
+# A power of two that no tensor-parallel size exceeds.
+_MAX_RANKS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class StateSection:
     """Heads that stand side by side in each row of a state's tensor, of which each rank has some.
 
     Attributes:
-        num_heads: of all ranks; ranks that are more share them.
+        num_heads: of all ranks; ranks that are more share them, so that each has the one head of what is not divided.
         head_len: elements of a head in a row.
     """
 
     num_heads: int
     head_len: int
+
+
+def channel_section(num_channels: int) -> StateSection:
+    """Return the section of channels that each rank has adjacent ones of.
+
+    Its heads are as long as any number of ranks allows that is a power of two up to _MAX_RANKS, times an odd divisor:
+    blocks are copied in words that divide a head.
+    """
+    power = num_channels & -num_channels
+    head_len = max(1, power // _MAX_RANKS)
+    return StateSection(num_channels // head_len, head_len)
 
 
 @dataclass(frozen=True, slots=True)
