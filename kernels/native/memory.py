@@ -1,12 +1,15 @@
-"""CPU memory: huge pages for weights, and hints to the allocator (native/memory.cpp). Results depend on neither."""
+"""CPU memory: huge pages, copies, and hints to the allocator (native/memory.cpp). Results depend on none of them."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,6 +21,9 @@ CHUNK_BYTES = 32 << 20
 # Smaller tensors stay where the allocator puts them.
 MIN_BYTES = 64 << 10
 _ALIGNMENT = 64
+_MAP_NORESERVE = 0x4000  # Linux; absent in Python 3.11
+
+Addresses = npt.NDArray[np.uint64]
 
 
 class HugePages:
@@ -84,3 +90,52 @@ def keep_freed_memory(num_bytes: int) -> None:
     """Let this process keep up to `num_bytes`, below 2 GiB, of freed memory for later allocations."""
     if is_available():
         library().quire_keep_freed_memory(num_bytes)
+
+
+def map_on_huge_pages(
+    descriptor: int, num_bytes: int, *, is_read_only: bool = False
+) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+    """Map a file in memory for all processes that map it, so that its huge pages are huge in this one, too.
+
+    Returns:
+        The mapping, which the array keeps alive, and the file's bytes.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    access = mmap.ACCESS_READ if is_read_only else mmap.ACCESS_WRITE
+    if not is_available():
+        memory = mmap.mmap(descriptor, num_bytes, access=access)
+        return memory, np.frombuffer(memory, np.uint8)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    content = whole[start : start + num_bytes]
+    if not library().quire_map_file(descriptor, content.ctypes.data, num_bytes, is_read_only):
+        raise OSError(f"{num_bytes} bytes of a file in memory cannot be mapped")
+    content.flags.writeable = not is_read_only
+    return memory, content
+
+
+def allocate_huge_pages(zeros: npt.NDArray[np.uint8]) -> None:
+    """Allocate huge pages for a file of zeros that `map_on_huge_pages` has mapped, if the system has some."""
+    if is_available():
+        library().quire_allocate_huge_pages(zeros.ctypes.data, zeros.size, HUGE_PAGE_BYTES)
+
+
+def copy_pieces(
+    targets: Addresses, sources: Addresses, lengths: Addresses, *, bypasses_cache: bool = False
+) -> None:
+    """Copy pieces of memory, one after the other, without the interpreter's lock.
+
+    Args:
+        targets, sources, lengths: contiguous arrays.
+        bypasses_cache: for targets that are not read soon.
+    """
+    if is_available():
+        pointers = (each.ctypes.data for each in (targets, sources, lengths))
+        library().quire_copy_pieces(*pointers, targets.size, bypasses_cache)
+        return
+    for target, source, length in zip(targets.flat, sources.flat, lengths.flat, strict=True):
+        ctypes.memmove(int(target), int(source), int(length))

@@ -46,7 +46,7 @@ class CacheEngine:
         num_host_blocks: in host memory; 0 for no host tier.
         dtype: the model's dtype.
         touches_pages: on a CPU, write the device's part now.
-        segment: holds all of it, on a CPU; None for memory that ends with the process.
+        segment: holds all of it, on a CPU; None for memory of this process alone.
         num_state_slots: slots of each state; None for those of the configuration.
         stage: the layers of this rank.
 
@@ -55,6 +55,7 @@ class CacheEngine:
         draft_layers: of the draft model, for the same blocks.
         states: the tensors of each layer with a state, [num_state_slots, ...]; slot 0 is scratch for padding rows.
         num_blocks: on the device.
+        segment: as given.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class CacheEngine:
         num_state_slots: int | None = None,
         stage: Stage = WHOLE_MODEL,
     ) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.segment = num_blocks, segment
         num_slots = config.cache.num_state_slots if num_state_slots is None else num_state_slots
         self.states = [
             tuple(

@@ -27,7 +27,8 @@ _log = logging.getLogger(__name__)
 class KvMemory:
     """The memory for the KV cache of one rank, which sleep frees.
 
-    With `standby_weights` on a CPU it is a segment, which outlives the process and which sleep only empties.
+    On a CPU it is a segment, which sleep only empties, if others map it: with `standby_weights` the next rank, with
+    `kv_transfer` the ranks that read blocks.
 
     Args:
         rank: named in errors.
@@ -73,8 +74,10 @@ class KvMemory:
 
     @property
     def segment(self) -> SegmentAddress | None:
-        """Return the segment that holds the cache, the same one until `close`. Returns None if there is none."""
-        return None if self._segment is None else self._segment.address
+        """Return the segment that outlives the process, the same one until `close`. Returns None if there is none."""
+        if self._segment is None or not self._config.parallel.standby_weights:
+            return None
+        return self._segment.address
 
     def allocate(
         self, num_blocks: int, *, touches_pages: bool = True, inherited: SegmentAddress | None = None
@@ -94,12 +97,15 @@ class KvMemory:
         host_bytes += self.host_states_bytes
         on_host = f" and {host_bytes / 2**30:.2f} GiB for what is swapped" if host_bytes else ""
         failure = f"rank {self._rank} cannot allocate {device_bytes / 2**30:.2f} GiB of KV memory{on_host}"
-        if self._config.parallel.standby_weights and self._segment is None:
+        is_mapped = self._config.parallel.standby_weights or self._config.cache.kv_transfer
+        if is_mapped and self._device.type == "cpu" and self._segment is None:
             self._segment = self._open_segment(num_blocks, inherited)
         is_inherited = self._segment is not None and self._segment.is_inherited
         if not is_inherited:
             check_host_memory(host_bytes + (device_bytes if self._device.type == "cpu" else 0), failure)
         with out_of_memory_as(failure):
+            if self._segment is not None and touches_pages and not is_inherited:
+                self._segment.touch_pages()
             self._cache = self._make_cache(
                 num_blocks, num_host_blocks, touches_pages=touches_pages, segment=self._segment
             )
@@ -142,7 +148,7 @@ class KvMemory:
                 + self.host_states_bytes
             )
         except OSError as error:
-            _log.warning("the KV of rank %d ends with its process: %s", self._rank, error)
+            _log.warning("no other process can map the KV of rank %d: %s", self._rank, error)
             return None
 
 

@@ -14,6 +14,11 @@ import os
 import secrets
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.native.memory import map_on_huge_pages
+
 # Linux; absent in Python 3.11.
 _MAP_NORESERVE = 0x4000
 _FINAL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -119,6 +124,14 @@ class SharedSegment:
             OSError: the segment is sealed.
         """
         return mmap.mmap(self._open, self.num_bytes)
+
+    def map_on_huge_pages(self, *, is_read_only: bool = False) -> tuple[mmap.mmap, npt.NDArray[np.uint8]]:
+        """Map the whole segment as `map` does, on the huge pages that it has; return the mapping, and its bytes.
+
+        Raises:
+            OSError: the segment is sealed.
+        """
+        return map_on_huge_pages(self._open, self.num_bytes, is_read_only=is_read_only)
 
     def map_private(self) -> mmap.mmap:
         """Map the whole segment; its pages are shared until this process writes to them, which copies them.

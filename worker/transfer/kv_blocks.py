@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,20 +12,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...kernels.native.memory import Addresses, copy_pieces
 from ...proto.block_tables import IntArray
 from ...proto.cache_groups import CacheLayout
 from ...proto.kv_layout import KvLayout, StateLayout
 from ...proto.kv_transfer import KvOrders, KvReport
 from ..attention import LayerCache
 from ..memory.cache_engine import CacheEngine
-from .process_memory import Addresses, OwnMemory, join_pieces
+from ..memory.shared_segment import SegmentAddress, SharedSegment
+from .planes import Numbers, Planes
 
 ByteArray = npt.NDArray[np.uint8]
 # (first, count) of each layer of a group, by the numbers of the model's heads; a count of 0 for none.
 Heads = tuple[tuple[int, int], ...]
-
-# Numbers that tell where a part of a layer is, see KvBlocks._places.
-_NUM_FIELDS = 6
 # Types that blocks are copied as: of 8 bytes 30 times as fast as of one.
 _WORDS = torch.int64, torch.int32, torch.int16, torch.uint8
 
@@ -46,6 +45,85 @@ class _Layer:
     place: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """Where the blocks of a rank are in a segment.
+
+    Attributes:
+        planes: of all groups, by their places in the segment, see Planes.pack.
+    """
+
+    segment: SegmentAddress
+    planes: bytes
+
+
+class MappedBlocks:
+    """The blocks of another rank of this host, mapped into this process until the object is dropped.
+
+    Raises:
+        OSError: the rank has ended, or belongs to another user or host.
+        ValueError: the map is not that of the segment.
+    """
+
+    def __init__(self, blocks: BlockMap) -> None:
+        with closing(SharedSegment.open(blocks.segment)) as segment:
+            _, self._content = segment.map_on_huge_pages(is_read_only=True)
+        self.planes = Planes.unpack(blocks.planes)
+        if not self.planes.are_within(self._content.size):
+            raise ValueError(f"blocks are not within the {self._content.size} bytes of their segment")
+
+    @property
+    def address(self) -> int:
+        return self._content.ctypes.data
+
+
+class _Group:
+    """The layers of a cache group, and where they are in memory.
+
+    Attributes:
+        planes: those of each part of each layer, one after the other, by addresses.
+    """
+
+    def __init__(self, layers: Sequence[_Layer], word_bytes: int) -> None:
+        self.layers = layers
+        rows, places = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for number, layer in enumerate(layers):
+            for part in layer.parts:
+                total, num_planes, num_heads, num_words = part.shape
+                width = num_words * word_bytes
+                for plane in range(num_planes):
+                    start = part.data_ptr() + (layer.place * num_planes + plane) * num_heads * width
+                    stride = layer.split * num_planes * num_heads * width
+                    num_blocks = 1 + (total - 1 - layer.place) // layer.split
+                    rows.append((start, stride, width, layer.first_head, num_heads, num_blocks))
+                    places.append((number, plane, num_planes))
+        self.planes = Planes(np.array(rows, np.int64).reshape(-1, Planes.NUM_FIELDS))
+        self._layer, self._plane, self._num_planes = np.array(places, np.int64).reshape(-1, 3).T
+
+    def heads_of_planes(self, heads: Heads) -> tuple[Numbers, Numbers]:
+        """Return the number of each plane's first head, and how many."""
+        first, count = np.array(heads, np.int64).reshape(-1, 2)[self._layer].T
+        return first, count
+
+    def pieces(self, block_ids: IntArray, heads: Heads) -> tuple[Addresses, Addresses]:
+        """Return the addresses of some heads of blocks, and their lengths: [planes, blocks] each.
+
+        Raises:
+            ValueError: the rank does not have these heads or blocks.
+        """
+        first, count = self.heads_of_planes(heads)
+        addresses = self.planes.addresses(0, block_ids, first, count)
+        lengths = np.broadcast_to((count * self.planes.head_bytes)[:, None], addresses.shape)
+        return addresses, lengths.astype(np.uint64)
+
+    def places_in_content(self, lengths: Addresses) -> Addresses:
+        """Return the places of pieces in bytes that have them by part: [blocks, planes of the part, heads]."""
+        part_lens = self._num_planes.astype(np.uint64) * lengths.sum(axis=1, dtype=np.uint64)
+        ends = np.cumsum(np.where(self._plane == 0, part_lens, 0), dtype=np.uint64)  # of each plane's part
+        places = np.arange(lengths.shape[1]) * self._num_planes[:, None] + self._plane[:, None]
+        return (ends - part_lens)[:, None] + places.astype(np.uint64) * lengths
+
+
 class KvBlocks:
     """The blocks and states of one rank, by group of `KvLayout.transferred_groups`; slot s of states is number -s."""
 
@@ -53,16 +131,15 @@ class KvBlocks:
         self, cache: CacheEngine, groups: CacheLayout, layout: KvLayout, device: torch.device
     ) -> None:
         self.layout, self.num_groups = layout, len(groups.groups)
-        self._device = device
+        self._device, self._segment = device, cache.segment
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._is_written: torch.cuda.Event | None = None
-        self._memory: OwnMemory | None = None
         rank, size = layout.rank, layout.tensor_parallel_size
         lengths = [_head_bytes(each) for each in (*cache.layers, *cache.draft_layers)]
         states = [tensor for layer in cache.states for tensor in layer]
         lengths += [each.unit_bytes for each in layout.states]
         self._word = next(word for word in _WORDS if all(length % word.itemsize == 0 for length in lengths))
-        self._groups = [
+        groups_of_layers = [
             [
                 _Layer(
                     self._parts(cache.layers[layer]),
@@ -76,22 +153,23 @@ class KvBlocks:
         ]
         if cache.draft_layers:
             shapes = layout.groups[-1].layers
-            self._groups.append(
+            groups_of_layers.append(
                 [
                     _Layer(self._parts(each), shape.heads_of(rank, size).start, 1, 0)
                     for each, shape in zip(cache.draft_layers, shapes, strict=True)
                 ]
             )
 
-        self._state_group = len(self._groups) if states else -1
+        self._state_group = len(groups_of_layers) if states else -1
         if states:
-            self._groups.append(
+            groups_of_layers.append(
                 [
                     section
                     for tensor, own in zip(states, layout.states, strict=True)
                     for section in self._sections(tensor, own)
                 ]
             )
+        self._groups = [_Group(layers, self._word.itemsize) for layers in groups_of_layers]
 
     def _sections(self, tensor: Tensor, own: StateLayout) -> Iterator[_Layer]:
         """Yield the sections of a state's tensor: all of them are views [N, rows, units of a row, words of a unit].
@@ -129,64 +207,37 @@ class KvBlocks:
         """Return the bytes of some heads of a block."""
         return sum(
             part.shape[1] * count * part.shape[3] * self._word.itemsize
-            for layer, (_, count) in zip(self._groups[group], heads, strict=True)
+            for layer, (_, count) in zip(self._groups[group].layers, heads, strict=True)
             for part in layer.parts
         )
 
     @property
-    def memory(self) -> OwnMemory | None:
-        """The addresses of the blocks, for `pieces` of a reader; None if they are not in this process's memory."""
-        layers = [layer for layers in self._groups for layer in layers]
-        if self._stream is not None or not all(
-            part.is_contiguous() for each in layers for part in each.parts
-        ):
-            return None
-        if self._memory is None:
-            rows = [row for layer in layers for row in self._places(layer)]
-            self._memory = OwnMemory(np.array(rows, np.int64).ravel())
-        return self._memory
-
-    def pieces(
-        self, group: int, heads: Heads, sources: IntArray, targets: IntArray, places: npt.NDArray[np.int64]
-    ) -> tuple[Addresses, Addresses, Addresses]:
-        """Return the addresses to copy to, those to copy from in the lender's memory, and the lengths.
-
-        Args:
-            places: of the lender's `memory`.
-
-        Raises:
-            ValueError: the lender does not have these heads.
-        """
-        own, other = (
-            iter(each.reshape(-1, _NUM_FIELDS)[self._first_row(group) :])
-            for each in (self._memory_places, places)
-        )
-        sources, targets = self._numbers(group, sources), self._numbers(group, targets)
-        found = list[tuple[Addresses, Addresses, Addresses]]()
-        for layer, (first, count) in zip(self._groups[group], heads, strict=True):
-            for part in layer.parts:
-                width = part.shape[3] * self._word.itemsize
-                here, there = next(own), next(other)
-                if not count:
-                    continue
-                to = _starts(here, targets, first, count, part.shape[1], width)
-                at = _starts(there, sources, first, count, part.shape[1], width)
-                found.append((to, at, np.full(to.size, count * width, np.uint64)))
-        return join_pieces(*(np.concatenate(each) for each in zip(*found, strict=True)))
-
-    def _first_row(self, group: int) -> int:
-        return sum(len(layer.parts) for layers in self._groups[:group] for layer in layers)
+    def are_on_gpu(self) -> bool:
+        return self._stream is not None
 
     @property
-    def _memory_places(self) -> npt.NDArray[np.int64]:
-        assert self.memory is not None
-        return self.memory.places
+    def map(self) -> BlockMap | None:
+        """Where the blocks are, for MappedBlocks of a reader; None if not all are in a segment."""
+        parts = [part for group in self._groups for layer in group.layers for part in layer.parts]
+        if self._segment is None or not all(map(self._segment.has, parts)):
+            return None
+        planes = (group.planes.pack(self._segment.start) for group in self._groups)
+        return BlockMap(self._segment.address, b"".join(planes))
 
-    @staticmethod
-    def _places(layer: _Layer) -> Iterator[tuple[int, ...]]:
-        """Yield where each part of a layer is: address, first head, heads, blocks, and its sub-block."""
-        for part in layer.parts:
-            yield part.data_ptr(), layer.first_head, part.shape[2], part.shape[0], layer.split, layer.place
+    def copy_from(
+        self, mapped: MappedBlocks, group: int, heads: Heads, sources: IntArray, targets: IntArray
+    ) -> None:
+        """Copy some heads of another rank's blocks into this one's.
+
+        Raises:
+            ValueError: one of the ranks does not have these heads or blocks.
+        """
+        own = self._groups[group]
+        into, lengths = own.pieces(self._numbers(group, targets), heads)
+        planes = mapped.planes.part(sum(len(each.planes) for each in self._groups[:group]), own.planes)
+        sources = self._numbers(group, sources)
+        theirs = planes.addresses(mapped.address, sources, *own.heads_of_planes(heads))
+        copy_pieces(into, theirs, lengths, bypasses_cache=True)
 
     def mark_written(self) -> None:
         """Note that everything launched so far is to be read by `gather`; on a CPU it is done."""
@@ -196,23 +247,32 @@ class KvBlocks:
 
     def gather(self, group: int, block_ids: IntArray, heads: Heads, into: ByteArray) -> None:
         """Copy some heads of blocks into host memory of `block_bytes` each, layer by layer."""
-        with self._on_stream():
+        if self._stream is None:
+            addresses, places, lengths = self._pieces(group, block_ids, heads, into)
+            copy_pieces(places, addresses, lengths)
+            return
+        with self._on_stream(self._stream):
             for own, index, view in self._views(group, block_ids, heads, into):
-                if self._stream is None:
-                    torch.index_select(own, 0, index, out=view)
-                else:
-                    view.copy_(own.index_select(0, index))
+                view.copy_(own.index_select(0, index))
 
     def scatter(self, group: int, block_ids: IntArray, heads: Heads, content: ByteArray) -> None:
         """Copy what `gather` returned, on this or another rank, into blocks."""
-        with self._on_stream():
+        if self._stream is None:
+            addresses, places, lengths = self._pieces(group, block_ids, heads, content)
+            copy_pieces(addresses, places, lengths, bypasses_cache=True)
+            return
+        with self._on_stream(self._stream):
             for own, index, view in self._views(group, block_ids, heads, content):
-                if self._stream is None:
-                    own.numpy()[index.numpy()] = (
-                        view.numpy()
-                    )  # PyTorch's index_copy_ takes three times as long
-                else:
-                    own.index_copy_(0, index, view.to(self._device))
+                own.index_copy_(0, index, view.to(self._device))
+
+    def _pieces(
+        self, group: int, block_ids: IntArray, heads: Heads, content: ByteArray
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """Return the addresses of heads of blocks, those of their bytes in `content`, and the lengths."""
+        own = self._groups[group]
+        addresses, lengths = own.pieces(self._numbers(group, block_ids), heads)
+        assert lengths.sum() == content.size, "the content has the length of the heads"
+        return addresses, np.uint64(content.ctypes.data) + own.places_in_content(lengths), lengths
 
     def _views(
         self, group: int, block_ids: IntArray, heads: Heads, content: ByteArray
@@ -221,7 +281,7 @@ class KvBlocks:
         start, whole = 0, torch.from_numpy(content).view(self._word)
         block_ids = self._numbers(group, block_ids)
         indices: dict[tuple[int, int], Tensor] = {}
-        for layer, (first, count) in zip(self._groups[group], heads, strict=True):
+        for layer, (first, count) in zip(self._groups[group].layers, heads, strict=True):
             if (layer.split, layer.place) not in indices:
                 indices[layer.split, layer.place] = self._index(layer, block_ids)
             index = indices[layer.split, layer.place]
@@ -241,39 +301,13 @@ class KvBlocks:
         return index.to(self._device)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
+    def _on_stream(self, stream: torch.cuda.Stream) -> Iterator[None]:
         """Run the body on a stream of its own, after what was marked as written, and wait for it."""
-        if self._stream is None:
-            with torch.inference_mode():
-                yield
-            return
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             if self._is_written is not None:
-                self._stream.wait_event(self._is_written)
+                stream.wait_event(self._is_written)
             yield
-            self._stream.synchronize()
-
-
-def _starts(
-    place: npt.NDArray[np.int64], block_ids: IntArray, first: int, count: int, num_parts: int, width: int
-) -> Addresses:
-    """Return the addresses of some heads of blocks in a part of a layer, [blocks * num_parts].
-
-    Args:
-        place: of the part, see KvBlocks._places.
-        width: bytes of a head.
-    """
-    address, first_head, num_heads, num_blocks, split, sub_block = place.tolist()
-    blocks = block_ids.astype(np.int64) * split + sub_block
-    if not first_head <= first <= first + count <= first_head + num_heads or blocks.max() >= num_blocks:
-        raise ValueError(
-            f"heads {first} to {first + count} of blocks up to {blocks.max()} are not in this memory"
-        )
-    starts = blocks[:, None] * num_parts + np.arange(num_parts)
-    addresses: Addresses = (
-        (address + (starts * num_heads + first - first_head) * width).ravel().astype(np.uint64)
-    )
-    return addresses
+            stream.synchronize()
 
 
 def heads_to_read(own: KvLayout, other: KvLayout, group: int, taken: Sequence[set[int]]) -> Heads:

@@ -12,11 +12,12 @@ from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
 from ...proto.later_fields import sent_if_set
 from ..memory.shared_segment import SegmentAddress
-from .kv_blocks import Heads
-from .process_memory import MemoryMap
+from .kv_blocks import BlockMap, Heads
 
-# Bytes of a read: small enough that reading, checking and writing overlap.
+# Bytes of a read: small enough that reading, checking and writing overlap. A reader that copies from the server's
+# memory does all by itself, and asks once for more bytes.
 READ_BYTES = 4 << 20
+MAPPED_READ_BYTES = 64 << 20
 # Reads of a peer at once.
 READS_AT_ONCE = 2
 # Largest answer that is accepted; a single block may exceed READ_BYTES.
@@ -28,13 +29,11 @@ class Hello:
     """Asks for a comparison of layouts; a Welcome answers.
 
     Attributes:
-        pid: of the reader.
         buffer: memory that the reader shares, to find out whether the server can map it.
     """
 
     instance: str
     layout: KvLayout
-    pid: int = sent_if_set(0)
     buffer: SegmentAddress | None = sent_if_set(None)
 
 
@@ -54,14 +53,14 @@ class Welcome:
     Attributes:
         problem: the fields that differ; empty if the ranks may exchange blocks.
         maps_buffer: the server writes into the memory that the reader shares.
-        memory: where the blocks are in the server's memory; None on a GPU.
+        blocks: memory with the blocks, which a reader on the server's host maps; None on a GPU.
         stream: between hosts only.
     """
 
     layout: KvLayout
     problem: str
     maps_buffer: bool = sent_if_set(False)
-    memory: MemoryMap | None = sent_if_set(None)
+    blocks: BlockMap | None = sent_if_set(None)
     stream: StreamOffer | None = sent_if_set(None)
 
 

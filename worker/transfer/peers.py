@@ -1,13 +1,12 @@
 """A reader's connection to one rank of another replica, and the ways by which blocks come.
 
-In order of preference: the reader copies from the lender's memory, which a CPU's rank on the same host can do; the
-lender copies into memory that the reader shares, on the same host; it sends them over a stream, encrypted, between
-hosts; they follow its answers as frames, where nothing else works.
+In order of preference: the reader copies from the lender's memory, which it maps, between ranks on CPUs of one host;
+the lender copies into memory that the reader shares, on the same host; it sends them over a stream, encrypted,
+between hosts; they follow its answers as frames, where nothing else works.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from contextlib import suppress
@@ -24,8 +23,9 @@ from ...proto.kv_transfer import KvFailure
 from ...proto.transport.network import CurveKeys, connect
 from ..memory.checksum import checksum
 from ..memory.shared_segment import SegmentAddress, SharedSegment
-from .kv_blocks import ByteArray, Heads, KvBlocks
+from .kv_blocks import ByteArray, Heads, KvBlocks, MappedBlocks
 from .messages import (
+    MAPPED_READ_BYTES,
     MAX_FRAME_BYTES,
     READ_BYTES,
     READS_AT_ONCE,
@@ -41,7 +41,6 @@ from .messages import (
     pack_heads,
     wire,
 )
-from .process_memory import ProcessMemory
 from .sealed_port import connect_stream
 from .sealed_stream import SealedStream
 
@@ -67,7 +66,13 @@ class BlockRead:
 
 
 class _Way(Protocol):
-    """A way by which blocks come. For one thread."""
+    """A way by which blocks come. For one thread.
+
+    Attributes:
+        read_bytes: what a read should have.
+    """
+
+    read_bytes: int
 
     def begin(self, read: BlockRead) -> None: ...
 
@@ -92,10 +97,15 @@ class Peer:
         self._way: _Way | None = None
         self._num_reads = 0
 
+    @property
+    def read_bytes(self) -> int:
+        assert self._way is not None, "hello must be called before the first read"
+        return self._way.read_bytes
+
     def hello(self, layout: KvLayout, timeout_s: float) -> KvLayout:
         probe = _Buffer()
         try:
-            self._line.send(Hello(self._line.instance, layout, os.getpid(), probe.address(READ_BYTES)))
+            self._line.send(Hello(self._line.instance, layout, probe.address(READ_BYTES)))
             deadline = time.monotonic() + timeout_s
             while (left_s := deadline - time.monotonic()) > 0:
                 answer = self._line.receive(left_s)
@@ -114,12 +124,9 @@ class Peer:
         return welcome.layout
 
     def _choose(self, welcome: Welcome) -> _Way:
-        if welcome.memory is not None and self._blocks.memory is not None:
-            memory = ProcessMemory.open(welcome.memory)
-            if memory is not None:
-                return _FromMemory(
-                    self._line, self._blocks, memory, np.frombuffer(welcome.memory.places, np.int64)
-                )
+        if welcome.blocks is not None and not self._blocks.are_on_gpu:
+            with suppress(OSError, ValueError):  # it is on another host, or of another user
+                return _FromMemory(self._line, self._blocks, MappedBlocks(welcome.blocks))
         if not welcome.maps_buffer and welcome.stream is not None:
             stream = _connect_stream(self._line.endpoint, welcome.stream)
             if stream is not None:
@@ -195,14 +202,10 @@ class _FromMemory:
     number is not used again.
     """
 
-    def __init__(
-        self,
-        line: _Line,
-        blocks: KvBlocks,
-        memory: ProcessMemory,
-        places: np.ndarray[tuple[int], np.dtype[np.int64]],
-    ) -> None:
-        self._line, self._blocks, self._memory, self._places = line, blocks, memory, places
+    read_bytes = MAPPED_READ_BYTES
+
+    def __init__(self, line: _Line, blocks: KvBlocks, mapped: MappedBlocks) -> None:
+        self._line, self._blocks, self._mapped = line, blocks, mapped
         self._waiting = deque[BlockRead]()
         self._granted = 0  # generation of the lease that was in effect when asked
 
@@ -225,10 +228,8 @@ class _FromMemory:
 
     def _copy(self, read: BlockRead) -> None:
         try:
-            self._memory.read(
-                *self._blocks.pieces(read.group, read.heads, read.sources, read.targets, self._places)
-            )
-        except (OSError, ValueError) as error:
+            self._blocks.copy_from(self._mapped, read.group, read.heads, read.sources, read.targets)
+        except ValueError as error:
             raise KvReadError(KvFailure.UNREACHABLE, f"{self._line.endpoint}: {error}") from None
         self._ask(read, read.read_id)
 
@@ -242,6 +243,8 @@ class _FromMemory:
 
 class _FromAnswers:
     """Has the lender copy into memory that this process shares, or send the bytes with its answers."""
+
+    read_bytes = READ_BYTES
 
     def __init__(self, line: _Line, blocks: KvBlocks, *, shares: bool) -> None:
         self._line, self._blocks, self._shares = line, blocks, shares
@@ -277,6 +280,8 @@ class _FromAnswers:
 
 class _FromStream:
     """Has the lender send the bytes over a stream, which authenticates them."""
+
+    read_bytes = READ_BYTES
 
     def __init__(self, line: _Line, blocks: KvBlocks, stream: SealedStream) -> None:
         self._line, self._blocks, self._stream = line, blocks, stream

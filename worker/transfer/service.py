@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -24,7 +24,7 @@ from ...proto.errors import in_one_line
 from ...proto.kv_transfer import KvFailure, KvOrders, KvPull, KvReport, KvReportKind
 from ...proto.transport.network import CurveKeys
 from .kv_blocks import Heads, KvBlocks, NoKvService, heads_to_read
-from .messages import READ_BYTES, READS_AT_ONCE, KvReadError
+from .messages import READS_AT_ONCE, KvReadError
 from .transport import KvPeer, ZmqTransport
 
 # A step without anything to compute waits this long for something to report: the scheduler plans such steps, one
@@ -234,12 +234,23 @@ class _Chunk:
 
     Attributes:
         places: of the blocks in the pull.
+        width: bytes of these heads of a block.
     """
 
     group: int
     places: IntArray
     heads: Heads
-    num_bytes: int
+    width: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.places.size * self.width
+
+    def split(self, num_bytes: int) -> Iterator[_Chunk]:
+        """Yield chunks of at most `num_bytes`, or of one block."""
+        step = max(1, num_bytes // self.width)
+        for start in range(0, self.places.size, step):
+            yield replace(self, places=self.places[start : start + step])
 
 
 class _Reader:
@@ -287,27 +298,24 @@ class _Reader:
             chunks = [
                 chunk
                 for group in range(len(groups))
-                for chunk in self._chunks_of(group, heads_to_read(own, peer, group, taken[group]))
+                if (chunk := self._chunk_of(group, heads_to_read(own, peer, group, taken[group]))) is not None
             ]
             if chunks:
                 found[endpoints[rank]] = chunks
         return found
 
-    def _chunks_of(self, group: int, heads: Heads) -> list[_Chunk]:
+    def _chunk_of(self, group: int, heads: Heads) -> _Chunk | None:
         lens, own = self._pull.order.group_lens.tolist(), self._blocks.place_in_pull(group)
         start, width = sum(lens[:own]), self._blocks.block_bytes(group, heads)
         places = np.arange(start, start + sum(lens[own : own + 1]), dtype=np.int32)
-        if not width or not places.size:
-            return []
-        step = max(1, READ_BYTES // width)
-        parts = [places[at : at + step] for at in range(0, places.size, step)]
-        return [_Chunk(group, part, heads, part.size * width) for part in parts]
+        return _Chunk(group, places, heads, width) if width and places.size else None
 
     def _read_from(self, endpoint: str, chunks: list[_Chunk]) -> None:
         peer = self._open_peer(endpoint)
         try:
             peer.hello(self._blocks.layout, min(SILENCE_S, self._time_left_s(endpoint)))
-            order, waiting, reading = self._pull.order, deque(chunks), dict[int, _Chunk]()
+            parts = chain.from_iterable(chunk.split(peer.read_bytes) for chunk in chunks)
+            order, waiting, reading = self._pull.order, deque(parts), dict[int, _Chunk]()
             while waiting or reading:
                 while waiting and len(reading) < READS_AT_ONCE:
                     chunk = waiting.popleft()

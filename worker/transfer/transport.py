@@ -43,7 +43,6 @@ from .messages import (
     wire,
 )
 from .peers import Peer
-from .process_memory import let_read
 from .sealed_port import SealedPort
 from .sealed_stream import SealedStream
 
@@ -62,7 +61,13 @@ _log = logging.getLogger(__name__)
 
 
 class KvPeer(Protocol):
-    """A connection to one rank of another replica. For one thread."""
+    """A connection to one rank of another replica. For one thread.
+
+    Attributes:
+        read_bytes: what a read should have, after `hello`.
+    """
+
+    read_bytes: int
 
     def hello(self, layout: KvLayout, timeout_s: float) -> KvLayout:
         """Return the peer's layout.
@@ -230,14 +235,11 @@ class ZmqTransport:
             problem = "the rank that lent the blocks has ended"
         if problem:
             return Welcome(blocks.layout, problem)
-        if self._keys is None and hello.pid > 0:
-            let_read(hello.pid)
-        memory = blocks.memory
         return Welcome(
             blocks.layout,
             "",
             maps_buffer=hello.buffer is not None and _can_open(hello.buffer),
-            memory=None if memory is None else memory.describe(),
+            blocks=blocks.map,
             stream=None if self._streams is None else self._streams.offer(),
         )
 

@@ -1,18 +1,32 @@
-"""Tensors on huge pages, and the reuse of freed memory by the allocator."""
+"""Tensors and files on huge pages, copies of pieces, and the reuse of freed memory by the allocator."""
 
 from __future__ import annotations
 
 import gc
 import mmap
+import os
 import platform
 import resource
 import weakref
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from quire.kernels.native import memory
 from quire.kernels.native.library import is_available
-from quire.kernels.native.memory import CHUNK_BYTES, MIN_BYTES, HugePages, keep_freed_memory
+from quire.kernels.native.memory import (
+    CHUNK_BYTES,
+    HUGE_PAGE_BYTES,
+    MIN_BYTES,
+    Addresses,
+    HugePages,
+    allocate_huge_pages,
+    copy_pieces,
+    keep_freed_memory,
+    map_on_huge_pages,
+)
 
 NUM_BYTES = 24 << 20
 
@@ -77,3 +91,50 @@ def test_chunk_is_freed_with_its_last_tensor() -> None:
     gc.collect()
     assert chunk() is None
     assert torch.equal(pages.copy(tensor), tensor)
+
+
+def pieces_of(content: np.ndarray[Any, Any], starts: list[int]) -> Addresses:
+    return np.array([content.ctypes.data + start for start in starts], np.uint64)
+
+
+@pytest.mark.parametrize("bypasses_cache", [False, True])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_pieces_of_any_place_and_length_are_copied(
+    monkeypatch: pytest.MonkeyPatch, bypasses_cache: bool, is_native: bool
+) -> None:
+    if not is_native:
+        monkeypatch.setattr(memory, "is_available", lambda: False)
+    elif not is_available():
+        pytest.skip("there is no C++ compiler")
+    lengths = [0, 1, 31, 127, 128, 159, 4096, 5001]
+    starts = [1 + sum(lengths[:number]) + 7 * number for number in range(len(lengths))]
+    source = np.random.default_rng(0).integers(1, 256, 16384, np.uint8)
+    target, expected = np.zeros(16384, np.uint8), np.zeros(16384, np.uint8)
+    for start, length in zip(starts, lengths, strict=True):
+        expected[start : start + length] = source[start + 3 : start + 3 + length]
+    into, out_of = pieces_of(target, starts), pieces_of(source, [start + 3 for start in starts])
+    copy_pieces(into, out_of, np.array(lengths, np.uint64), bypasses_cache=bypasses_cache)
+    assert np.array_equal(target, expected)
+
+
+@needs_huge_pages
+@pytest.mark.parametrize("is_native", [False, True])
+def test_file_in_memory_is_shared_and_read_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, is_native: bool
+) -> None:
+    if not is_native:
+        monkeypatch.setattr(memory, "is_available", lambda: False)
+    descriptor = os.memfd_create("test")
+    try:
+        os.ftruncate(descriptor, HUGE_PAGE_BYTES + 4096)
+        _, content = map_on_huge_pages(descriptor, HUGE_PAGE_BYTES + 4096)
+        allocate_huge_pages(content)
+        assert not content.any()
+        content[[0, -1]] = 7, 9
+        _, seen = map_on_huge_pages(descriptor, HUGE_PAGE_BYTES + 4096, is_read_only=True)
+        assert seen[[0, -1]].tolist() == [7, 9]
+        assert not seen.flags.writeable
+        if is_native and is_available():
+            assert content.ctypes.data % HUGE_PAGE_BYTES == seen.ctypes.data % HUGE_PAGE_BYTES == 0
+    finally:
+        os.close(descriptor)

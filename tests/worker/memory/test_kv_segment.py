@@ -21,6 +21,7 @@ from quire.proto.step import StepPlan, StepResult
 from quire.scheduler.kv.kv_tiers import KvTiers
 from quire.worker.comm.communicator import SingleRank
 from quire.worker.memory.cache_engine import CacheEngine, bytes_per_block
+from quire.worker.memory.kv_memory import KvMemory
 from quire.worker.memory.kv_segment import KvSegment
 from quire.worker.memory.shared_segment import SegmentAddress
 from quire.worker.rank.runner import ModelRunner
@@ -152,3 +153,22 @@ def test_rank_keeps_its_segment_over_sleep(config: EngineConfig) -> None:
             runner.execute(StepPlan(step_id, 1, 0, command=EngineCommand(action, level=1)))
         assert runner.kv_segment == before
         assert not runner.memory.kv.cache.layers[0].blocks.any()
+
+
+@pytest.mark.parametrize("standby_weights", [False, True])
+def test_blocks_that_travel_are_in_a_segment_which_only_a_standby_inherits(standby_weights: bool) -> None:
+    config = small_config()
+    config = replace(
+        config,
+        cache=replace(config.cache, kv_transfer=True),
+        parallel=replace(config.parallel, standby_weights=standby_weights),
+    )
+    memory = KvMemory(config, 0, torch.float32, torch.device("cpu"))
+    assert memory.allocate(NUM_BLOCKS) is False
+    assert memory.cache.segment is not None
+    assert all(memory.cache.segment.has(layer.blocks) for layer in memory.cache.layers)
+    assert (memory.segment is not None) == standby_weights
+    memory.free()  # as sleep does
+    memory.allocate(NUM_BLOCKS)
+    assert not any(layer.blocks.any() for layer in memory.cache.layers)
+    memory.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -10,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,14 +25,15 @@ from quire.proto.model.state import StateSection
 from quire.proto.transport.network import CurveKeys
 from quire.worker.memory.cache_engine import CacheEngine
 from quire.worker.memory.checksum import checksum
+from quire.worker.memory.kv_segment import KvSegment
 from quire.worker.transfer import peers, transport
-from quire.worker.transfer.kv_blocks import KvBlocks, heads_to_read
+from quire.worker.transfer.kv_blocks import KvBlocks, MappedBlocks, heads_to_read
 from quire.worker.transfer.peers import Peer
-from quire.worker.transfer.process_memory import Addresses, MemoryMap, ProcessMemory
+from quire.worker.transfer.planes import Planes
 from quire.worker.transfer.sealed_stream import SealedStream
 from quire.worker.transfer.service import KvService
 
-NUM_BLOCKS, NUM_SLOTS = 12, 5
+NUM_BLOCKS, NUM_SLOTS, SEGMENT_BYTES = 12, 5, 1 << 20
 SOURCES = np.array([3, 7, 5, 9], np.int32)
 TARGETS = np.array([1, 2, 4, 8], np.int32)
 CPU = torch.device("cpu")
@@ -54,13 +55,22 @@ def make_config(size: int, *, windows: tuple[int, ...] = (0, 0, 0), dtype: str =
     )
 
 
+def state_of(cache: CacheEngine, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zeros in the segment of a cache."""
+    assert cache.segment is not None
+    return cache.segment.take(shape, torch.float32)
+
+
 class Replica:
     """The caches of a replica's ranks, with content that names layer, part, head, block and token."""
 
     def __init__(self, config: EngineConfig, *, is_empty: bool = False, has_states: bool = False) -> None:
         self.config, self.size = config, config.parallel.tensor_parallel_size
         self.states: tuple[StateLayout, ...] = ()
-        self.caches = [CacheEngine(config, NUM_BLOCKS, 0, torch.float32, CPU) for _ in range(self.size)]
+        self.caches = [
+            CacheEngine(config, NUM_BLOCKS, 0, torch.float32, CPU, segment=KvSegment.create(SEGMENT_BYTES))
+            for _ in range(self.size)
+        ]
         if not is_empty:
             for rank, cache in enumerate(self.caches):
                 for layer, each in enumerate(cache.layers):
@@ -71,8 +81,9 @@ class Replica:
             shapes = (3, 24 // self.size), (7,)
             self.states = tuple(StateLayout(str(shape), shape, "float32") for shape in shapes)
             for rank, cache in enumerate(self.caches):
-                fill = torch.zeros if is_empty else torch.rand
-                cache.states = [(fill(NUM_SLOTS, *shape) + rank * (not is_empty),) for shape in shapes]
+                cache.states = [(state_of(cache, (NUM_SLOTS, *shape)),) for shape in shapes]
+                for (tensor,) in () if is_empty else cache.states:
+                    tensor.copy_(torch.rand(tensor.shape) + rank)
 
     def _content(self, tensor: torch.Tensor, layer: int, rank: int) -> torch.Tensor:
         shape = (*tensor.shape[:2], tensor.shape[2] * self.size, *tensor.shape[3:])
@@ -127,10 +138,14 @@ def travel(
     return [await_report(each, KvReportKind.PULLED) for each in reading]
 
 
+def no_mapping(blocks: object) -> None:
+    raise OSError("the lender is on another host")
+
+
 def use(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have blocks come by one way: memory of the lender, buffer of the reader, stream, or frames."""
     if way != "memory":  # as from a GPU, or from another host
-        monkeypatch.setattr(ProcessMemory, "open", staticmethod(lambda memory: None))
+        monkeypatch.setattr(peers, "MappedBlocks", no_mapping)
     if way in ("stream", "frames"):
         monkeypatch.setattr(peers._Buffer, "address", lambda self, num_bytes: None)
     if way == "frames":
@@ -291,7 +306,7 @@ def replica_with_heads(size: int, *, is_empty: bool) -> Replica:
         for name, part, sections in names_and_sections
     )
     for rank, cache in enumerate(replica.caches):
-        cache.states = [(torch.zeros(NUM_SLOTS, *part.shape),) for part in parts]
+        cache.states = [(state_of(cache, (NUM_SLOTS, *part.shape)),) for part in parts]
         for (tensor,), part in zip(cache.states, states_of(rank, size), strict=True):
             tensor[2] = 0 if is_empty else part
     return replica
@@ -342,6 +357,25 @@ def test_blocks_and_states_are_not_mistaken_for_each_other(group: int, number: i
         blocks.gather(group, np.array([number], np.int32), heads, content)
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_copies_on_a_cpu_and_on_a_gpu_have_one_order(first: int) -> None:
+    """A rank on a GPU gathers by tensors, and one on a CPU by addresses: either reads what the other sends."""
+    replica = Replica(make_config(1, dtype="int8"))
+    layout = layout_of(replica.config, 0, "w")
+    blocks = KvBlocks(replica.caches[0], replica.config.cache_layout, layout, CPU)
+    heads = tuple((first, number) for number in (2, 0, 3))
+    content = np.zeros(SOURCES.size * blocks.block_bytes(0, heads), np.uint8)
+    blocks.gather(0, SOURCES, heads, content)
+    for own, index, view in blocks._views(0, SOURCES, heads, content):
+        assert torch.equal(own.index_select(0, index), view)
+    for part in (part for layer in blocks._groups[0].layers for part in layer.parts):
+        part.zero_()
+    blocks.scatter(0, SOURCES, heads, content)
+    for own, index, view in blocks._views(0, SOURCES, heads, content):
+        assert view.any()
+        assert torch.equal(own.index_select(0, index), view)
+
+
 def test_rank_without_the_keys_reads_nothing(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,14 +404,13 @@ def test_blocks_of_an_ended_lease_are_not_read(stack: ExitStack, tmp_path: Path)
 
 
 def revoke_after_the_copy(monkeypatch: pytest.MonkeyPatch, lending: list[KvService]) -> None:
-    read = ProcessMemory.read
+    copy_from = KvBlocks.copy_from
 
-    def read_and_lose(memory: ProcessMemory, own: Addresses, others: Addresses, lengths: Addresses) -> None:
-        read(memory, own, others, lengths)
-        if lengths.sum() > 32:  # not the proof of identity
-            lending[0].apply(KvOrders(revoked=np.array([1], np.int32)))
+    def copy_and_lose(blocks: KvBlocks, *args: Any) -> None:
+        copy_from(blocks, *args)
+        lending[0].apply(KvOrders(revoked=np.array([1], np.int32)))
 
-    monkeypatch.setattr(ProcessMemory, "read", read_and_lose)
+    monkeypatch.setattr(KvBlocks, "copy_from", copy_and_lose)
 
 
 @pytest.mark.parametrize("way", ["memory", "buffer", "stream"])
@@ -541,12 +574,29 @@ def test_message_that_cannot_be_answered_leaves_other_readers_theirs(
     assert_arrived(source, target)
 
 
-def test_memory_of_another_process_of_that_number_is_not_read() -> None:
-    content = np.zeros(8, np.uint8)
-    memory = MemoryMap(os.getpid(), content.ctypes.data, b"12345678", b"")
-    assert ProcessMemory.open(memory) is None
-    assert ProcessMemory.open(replace(memory, proof_address=8)) is None  # nothing is there
-    assert ProcessMemory.open(replace(memory, proof=bytes(8))) is not None
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_blocks_that_are_not_where_they_are_said_to_be_are_not_mapped(is_cut: bool) -> None:
+    """A reader that believed it would read other memory of its own, or end."""
+    replica = Replica(make_config(1))
+    (cache,) = replica.caches
+    found = KvBlocks(cache, replica.config.cache_layout, layout_of(replica.config, 0, "w"), CPU).map
+    assert found is not None
+    MappedBlocks(found)
+    planes = Planes.unpack(found.planes).table.copy()
+    planes[-1, 5] += SEGMENT_BYTES
+    wrong = found.planes[:-1] if is_cut else planes.tobytes()
+    with pytest.raises(ValueError, match=r"not within the .* bytes of their segment|buffer size"):
+        MappedBlocks(replace(found, planes=wrong))
+
+
+def test_mapped_memory_of_a_lender_is_freed_with_the_read(stack: ExitStack, tmp_path: Path) -> None:
+    source, target = Replica(make_config(1)), Replica(make_config(1), is_empty=True)
+    assert source.caches[0].segment is not None
+    name = source.caches[0].segment.address.name
+    assert not travel(stack, source, target, tmp_path)[0].failed.size
+    assert_arrived(source, target)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    assert len(mapped) == 1, "only the owner's mapping is left"
 
 
 def test_stream_admits_only_holders_of_a_token(stack: ExitStack, tmp_path: Path) -> None:
