@@ -1,4 +1,4 @@
-"""Rates at which one process reads the KV blocks of another one, beside a plain socket and a copy of memory.
+"""Rates at which one process reads the KV blocks of another one, beside sockets and a copy of memory.
 
     python -m benchmarks.kv_transfer --json FILE
 
@@ -11,9 +11,10 @@ import multiprocessing
 import socket
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import count
 from multiprocessing.connection import Connection
 from unittest import mock
 
@@ -27,41 +28,75 @@ from quire.proto.config import EngineConfig, ModelConfig
 from quire.proto.kv_layout import layout_of
 from quire.proto.kv_transfer import KvGrant, KvOrders, KvPull, KvReportKind
 from quire.proto.transport.network import CurveKeys
-from quire.worker.memory.cache_engine import CacheEngine
+from quire.worker.memory.kv_memory import KvMemory
 from quire.worker.transfer import peers
 from quire.worker.transfer.kv_blocks import KvBlocks
 from quire.worker.transfer.messages import READ_BYTES
-from quire.worker.transfer.process_memory import ProcessMemory
+from quire.worker.transfer.sealed_stream import KEY_BYTES, SealedStream
 from quire.worker.transfer.service import KvService
 
-NUM_BLOCKS, NUM_LAYERS, REPEATS = 129, 32, 9
+NUM_BLOCKS, NUM_LAYERS, REPEATS = 129, 32, 15
+# way |-> what it is, and the figure that it is a share of.
 WAYS = {
-    "memory": "the reader copies from the lender's memory, on one host",
-    "buffer": "the lender copies into shared memory, on one host",
-    "stream": "AES-GCM over TCP",
-    "frames": "ZeroMQ's CURVE over TCP",
+    "memory": ("the reader copies from the lender's memory, on one host", "memcpy"),
+    "buffer": ("the lender copies into shared memory, on one host", "memcpy"),
+    "stream": ("AES-GCM over TCP", "tcp_encrypted"),
+    "frames": ("ZeroMQ's CURVE over TCP", "tcp_plain"),
 }
 CPU = torch.device("cpu")
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
+    torch.set_num_threads(1)
     num_bytes = (NUM_BLOCKS - 1) * sum(layout_of(make_config(), 0, "").block_bytes)
-    note = f"{num_bytes >> 20} MiB, one sequence's blocks at once, best of {REPEATS}"
-    figures = {
-        "kv_transfer.memcpy": Figure(num_bytes / copy_seconds(num_bytes) / 1e9, "GB/s", note),
-        "kv_transfer.tcp_plain": Figure(num_bytes / socket_seconds(num_bytes) / 1e9, "GB/s", note),
-    }
-    for name, keys in (
-        ("memory", None),
-        ("buffer", None),
-        ("stream", CurveKeys.generate()),
-        ("frames", CurveKeys.generate()),
-    ):
-        seconds = min(pull_seconds(name, keys))
-        figures[f"kv_transfer.{name}"] = Figure(num_bytes / seconds / 1e9, "GB/s", WAYS[name])
+    with ExitStack() as stack:
+        measured: dict[str, Callable[[], Seconds]] = {
+            "memcpy": make_copy(num_bytes),
+            "tcp_plain": stack.enter_context(open_tcp(num_bytes, key=b"")),
+            "tcp_encrypted": stack.enter_context(open_tcp(num_bytes, key=bytes(KEY_BYTES))),
+        }
+        measured |= {way: stack.enter_context(open_pulls(way)) for way in WAYS}
+        # In turns: what else runs on the machine is the same for all.
+        rounds = [{name: measure() for name, measure in measured.items()} for _ in range(REPEATS)]
+    figures = dict[str, Figure]()
+    for kind, text in (("wall", ""), ("busy", ", by processor time of the busier process")):
+        rates = {
+            name: num_bytes / min(getattr(each[name], kind) for each in rounds) / 1e9 for name in measured
+        }
+        prefix = "kv_transfer." if kind == "wall" else "kv_transfer.busy."
+        for name, rate in rates.items():
+            note, _ = WAYS.get(name, (f"{num_bytes >> 20} MiB at once, best of {REPEATS}", ""))
+            figures[f"{prefix}{name}"] = Figure(rate, "GB/s", f"{note}{text}")
+        for name, (_, limit) in WAYS.items():
+            figures[f"{prefix}{name}_share"] = Figure(
+                100 * rates[name] / rates[limit], "%", f"of {limit}{text}"
+            )
     report(figures, arguments.json)
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Time of a transfer.
+
+    Attributes:
+        busy: processor time of the busier one of the two processes. On a quiet machine with a core for each it is
+            nearly the whole time; on others it is what can be compared.
+    """
+
+    wall: float
+    busy: float
+
+
+def timed(work: Callable[[], None], other_pid: int | None = None) -> Seconds:
+    """Return the time of a transfer between this process and another one."""
+    clocks = [time.CLOCK_PROCESS_CPUTIME_ID, *([] if other_pid is None else [~other_pid << 3 | 2])]
+    before, started = [time.clock_gettime(clock) for clock in clocks], time.perf_counter()
+    work()
+    wall = time.perf_counter() - started
+    after = [time.clock_gettime(clock) for clock in clocks]
+    return Seconds(wall, max(end - start for start, end in zip(before, after, strict=True)))
 
 
 def make_config() -> EngineConfig:
@@ -75,8 +110,9 @@ def make_config() -> EngineConfig:
 
 def make_service(keys: CurveKeys | None, directory: str, name: str) -> KvService:
     config = make_config()
-    cache = CacheEngine(config, NUM_BLOCKS, 0, torch.bfloat16, CPU)
-    blocks = KvBlocks(cache, config.cache_layout, layout_of(config, 0, "w"), CPU)
+    memory = KvMemory(config, 0, torch.bfloat16, CPU)
+    memory.allocate(NUM_BLOCKS)
+    blocks = KvBlocks(memory.cache, config.cache_layout, layout_of(config, 0, "w"), CPU)
     endpoint = f"ipc://{directory}/{name}.kv" if keys is None else "tcp://127.0.0.1:*"
     return KvService(blocks, "w", endpoint, keys, lambda body: body())
 
@@ -91,17 +127,11 @@ def lend(keys: CurveKeys | None, directory: str, channel: Connection) -> None:
     service.close()
 
 
-def pull_seconds(way: str, keys: CurveKeys | None) -> list[float]:
-    """Return the seconds of some pulls of all blocks, which come by one of the ways."""
-    torch.set_num_threads(1)
-    seconds = list[float]()
+@contextmanager
+def open_pulls(way: str) -> Iterator[Callable[[], Seconds]]:
+    """Yield a function that returns the time of a pull of all blocks, which come by one of the ways."""
+    keys = CurveKeys.generate() if way in ("stream", "frames") else None
     with ExitStack() as stack:
-        if way != "memory":  # as from a GPU, or from another host
-            stack.enter_context(mock.patch.object(ProcessMemory, "open", return_value=None))
-        if way in ("stream", "frames"):
-            stack.enter_context(mock.patch.object(peers._Buffer, "address", return_value=None))
-        if way == "frames":
-            stack.enter_context(mock.patch.object(peers, "_connect_stream", return_value=None))
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         spawn = multiprocessing.get_context("spawn")
         own, others = spawn.Pipe()
@@ -115,62 +145,90 @@ def pull_seconds(way: str, keys: CurveKeys | None) -> list[float]:
         service = make_service(keys, directory, "reader")
         stack.callback(service.close)
         ids = np.arange(1, NUM_BLOCKS, dtype=np.int32)
-        for number in range(1, REPEATS + 1):
-            order = KvPull(number, 1, (endpoint,), np.array([ids.size], np.int32), ids, ids, TIMEOUT_S)
-            service.apply_pulls(KvOrders(pulls=(order,)))
-            seconds.append(await_pull(service))
-    return seconds
+        numbers = count(1)
+
+        def pull() -> None:
+            counts = np.array([ids.size], np.int32)
+            order = KvPull(next(numbers), 1, (endpoint,), counts, ids, ids, TIMEOUT_S)
+            with only(way):
+                service.apply_pulls(KvOrders(pulls=(order,)))
+                await_pull(service)
+
+        yield lambda: timed(pull, lender.pid)
 
 
-def await_pull(service: KvService) -> float:
-    """Return the seconds of the pull that ends next."""
+@contextmanager
+def only(way: str) -> Iterator[None]:
+    """Have pulls of the body use one way."""
+    with ExitStack() as stack:
+        if way != "memory":  # as from a GPU, or from another host
+            stack.enter_context(mock.patch.object(peers, "MappedBlocks", side_effect=OSError))
+        if way in ("stream", "frames"):
+            stack.enter_context(mock.patch.object(peers._Buffer, "address", return_value=None))
+        if way == "frames":
+            stack.enter_context(mock.patch.object(peers, "_connect_stream", return_value=None))
+        yield
+
+
+def await_pull(service: KvService) -> None:
+    """Wait for the pull that ends next."""
     while True:
         for each in service.take_reports(is_idle=True):
             if each.kind is KvReportKind.PULLED:
                 assert not each.failed.size, each.name
-                return each.seconds
+                return
 
 
-def copy_seconds(num_bytes: int) -> float:
+def make_copy(num_bytes: int) -> Callable[[], Seconds]:
     source = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-    target = np.empty_like(source)
-    return min([timed(lambda: np.copyto(target, source)) for _ in range(REPEATS)])
+    target = np.ones_like(source)
+    return lambda: timed(lambda: np.copyto(target, source))
 
 
-def socket_seconds(num_bytes: int) -> float:
-    """Return the seconds in which another process sends so many bytes over a plain TCP connection."""
+@contextmanager
+def open_tcp(num_bytes: int, key: bytes) -> Iterator[Callable[[], Seconds]]:
+    """Yield a function that returns the time in which another process sends so many bytes over TCP.
+
+    Args:
+        key: with which they are encrypted as blocks are; empty for plain bytes.
+    """
     spawn = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(TIMEOUT_S)
-        sender = spawn.Process(target=send_plain, args=(server.getsockname()[1], num_bytes))
+        sender = spawn.Process(target=send, args=(server.getsockname()[1], num_bytes, key))
         sender.start()
         connection, _ = server.accept()
-    target = memoryview(bytearray(num_bytes))
+    target = memoryview(bytearray(b"1") * num_bytes)
 
     def receive() -> None:
+        connection.settimeout(TIMEOUT_S)
         connection.sendall(b"!")
         start = 0
         while start < num_bytes:
             start += connection.recv_into(target[start : start + READ_BYTES])
 
     with connection:
-        seconds = min([timed(receive) for _ in range(REPEATS)])
+        stream = SealedStream(connection, key, is_server=False, max_bytes=READ_BYTES) if key else None
+
+        def receive_encrypted() -> None:
+            assert stream is not None
+            stream.send(b"!", TIMEOUT_S)
+            for _ in range(num_bytes // READ_BYTES):
+                assert stream.receive(TIMEOUT_S) is not None
+
+        yield lambda: timed(receive if stream is None else receive_encrypted, sender.pid)
     sender.join()
-    return seconds
 
 
-def send_plain(port: int, num_bytes: int) -> None:
-    content = memoryview(bytearray(num_bytes))
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        while connection.recv(1):
-            for start in range(0, num_bytes, READ_BYTES):
-                connection.sendall(content[start : start + READ_BYTES])
-
-
-def timed(work: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def send(port: int, num_bytes: int, key: bytes) -> None:
+    """Send bytes whenever the other end asks, until it has closed the connection."""
+    content = memoryview(bytearray(b"1") * num_bytes)
+    parts = [content[start : start + READ_BYTES] for start in range(0, num_bytes, READ_BYTES)]
+    with socket.create_connection(("127.0.0.1", port)) as connection, suppress(ConnectionError):
+        stream = SealedStream(connection, key, is_server=True, max_bytes=READ_BYTES) if key else None
+        while connection.recv(1) if stream is None else stream.receive(TIMEOUT_S):
+            for part in parts:
+                connection.sendall(part) if stream is None else stream.send(part, TIMEOUT_S)
 
 
 if __name__ == "__main__":

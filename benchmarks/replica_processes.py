@@ -34,7 +34,6 @@ from quire.scheduler import Scheduler, StepLoop
 from quire.scheduler.core.queue import kv_moves
 from quire.scheduler.service.zmq_mailbox import ZmqMailbox
 from quire.worker.transfer import peers
-from quire.worker.transfer.process_memory import ProcessMemory
 
 START_TIMEOUT_S = 300.0
 
@@ -89,7 +88,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with ExitStack() as stack:
         if keys is not None:  # as between hosts
-            stack.enter_context(mock.patch.object(ProcessMemory, "open", return_value=None))
+            stack.enter_context(mock.patch.object(peers, "MappedBlocks", side_effect=OSError))
             stack.enter_context(mock.patch.object(peers._Buffer, "address", return_value=None))
         if lends_small:
             stack.enter_context(mock.patch.object(kv_moves, "PULL_OVERHEAD_S", 0.0))
