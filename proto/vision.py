@@ -83,7 +83,8 @@ class VisionSpec:
         layer_windows: patches that a patch attends to in each layer, 0 for all of the image.
         patch_bytes: of the tensors of a patch.
         hf: the encoder's own configuration.
-        video_token_id: as image_token_id, of a frame of a video; None for a model that reads no videos.
+        video_token_id: as image_token_id, of a frame of a video; None for a model that reads no videos. If it is that
+            of images, a prompt has images or videos.
         tokens_per_second: positions in time of a second of a video; 0 for a position for each frame of the grid.
     """
 
@@ -117,6 +118,11 @@ class VisionSpec:
         """Return the parameters that each rank holds of an encoder whose layers so many ranks share."""
         shared = sum(own.num_parameters() - own.num_parameters(num_ranks) for own in self.layers)
         return self.num_parameters - shared
+
+    @property
+    def shares_token(self) -> bool:
+        """Return whether the tokens of images and videos are the same."""
+        return self.video_token_id == self.image_token_id
 
     def token_id(self, kind: MediaKind) -> int | None:
         """Return the token in whose place an embedding of an image or a video stands; None if none is read."""

@@ -122,7 +122,8 @@ def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     patches = (_patch_len(vision) + 1) * size
     spec = _qwen_spec("glm4v", hf, layers, patches + places + size + merger)
     settings = {"is_ocr": is_ocr, "layer_inner": layer_inner, "merger_inner": merger_inner}
-    return replace(spec, hf=dict(vision) | settings)
+    # Frames of videos have the tokens of images.
+    return replace(spec, hf=dict(vision) | settings, video_token_id=None if is_ocr else spec.image_token_id)
 
 
 def _read_mistral3(name: str, hf: Mapping[str, Any]) -> VisionSpec:

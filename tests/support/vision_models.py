@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ class RandomVideo:
     def item(self, start: int, rng: random.Random, config: Any) -> tuple[list[int], MediaItem]:
         """Return the tokens and the item. Frames are apart, with their times in text, unless these are positions."""
         frames, rows, columns = self.grid
-        frame, step = [VIDEO_TOKEN] * (rows // 2 * (columns // 2)), 1.0
+        token_id = IMAGE_TOKEN if shares_token(config) else VIDEO_TOKEN
+        frame, step = [token_id] * (rows // 2 * (columns // 2)), 1.0
         tokens = frame * frames
         if _has_times(config):
             step = float(np.float32(config.vision_config.tokens_per_second) * np.float32(self.seconds))
@@ -112,6 +113,11 @@ class RandomVideo:
 
 def _has_times(config: Any) -> bool:
     return hasattr(config.vision_config, "tokens_per_second")
+
+
+def shares_token(config: Any) -> bool:
+    """Return whether frames of videos have the tokens of images, as in GLM-4V."""
+    return config.model_type in ("glm4v", "glm4v_moe", "glm46v")
 
 
 def random_image(rng: random.Random, width: int, height: int) -> Image.Image:
@@ -231,7 +237,9 @@ class VisionReference:
 
     def encode(self, prompt: VisionPrompt) -> list[torch.Tensor]:
         """Return the embeddings of each image of a prompt, with their deep features beside them."""
-        output = self.base.get_image_features(**prompt.arguments)
+        return self._to_embeddings(prompt, self.base.get_image_features(**prompt.arguments))
+
+    def _to_embeddings(self, prompt: VisionPrompt, output: Any) -> list[torch.Tensor]:
         if self.model.config.model_type == "llama4":
             output = self.base.multi_modal_projector(output.last_hidden_state)
         found = [each.flatten(0, -2) for each in getattr(output, "pooler_output", output)]
@@ -247,10 +255,8 @@ class VisionReference:
 
     def encode_videos(self, prompt: VisionPrompt) -> list[torch.Tensor]:
         """Return the embeddings of each video of a prompt, with their deep features beside them."""
-        names = {"pixel_values_videos": "pixel_values", "video_grid_thw": "image_grid_thw"}
-        return self.encode(
-            replace(prompt, arguments={own: prompt.arguments[name] for name, own in names.items()})
-        )
+        arguments = {name: prompt.arguments[name] for name in ("pixel_values_videos", "video_grid_thw")}
+        return self._to_embeddings(prompt, self.base.get_video_features(**arguments))
 
     @torch.inference_mode()
     def expand(self, tensors: MediaTensors) -> tuple[list[int], tuple[int, ...]]:
@@ -269,7 +275,9 @@ class VisionReference:
         arguments = dict(prompt.arguments)
         is_image = (ids == IMAGE_TOKEN).int()
         if "video_grid_thw" in arguments:
-            is_image += 2 * (ids == VIDEO_TOKEN)
+            is_image = (
+                is_image * 2 if shares_token(self.model.config) else is_image + 2 * (ids == VIDEO_TOKEN)
+            )
         if self.model.config.model_type == "paligemma":  # all of a prompt is of type 0
             is_image = (torch.arange(ids.shape[1])[None] >= len(prompt.token_ids)).int()
         for name in ("mm_token_type_ids", "token_type_ids"):

@@ -179,6 +179,9 @@ class PromptImages:
             place, image = images[0]
             raise InvalidRequest(place, f"is {_NAMES[image.kind]}, and {why}")
         self.check_count(images)
+        if self._shares_token and len({image.kind for _, image in images}) > 1:
+            place = next(place for place, image in images if image.kind == "video")
+            raise InvalidRequest(place, f"is a video beside images, and {name} reads one of both in a prompt")
         for place, image in images:
             if image.is_remote:
                 raise InvalidRequest(place, "is a URL, and files are not fetched here")
@@ -244,7 +247,9 @@ class PromptImages:
             InvalidRequest: the prompt has more or fewer image tokens than the images.
         """
         found = [
-            item for kind in _KINDS for item in self._items_of_kind(kind, token_ids, images.of_kind(kind))
+            item
+            for kind in self._token_kinds(images)
+            for item in self._items_of_kind(kind, token_ids, images.of_kind(kind))
         ]
         found.sort(key=lambda item: item.start)
         try:
@@ -252,6 +257,16 @@ class PromptImages:
         except ValueError as error:  # token ids of the client have an image within a video
             raise InvalidRequest("prompt", str(error)) from error
         return tuple(found)
+
+    @property
+    def _shares_token(self) -> bool:
+        return self._vision is not None and self._vision.shares_token
+
+    def _token_kinds(self, images: Images) -> Sequence[MediaKind]:
+        """Return the kinds to look for by their tokens; one of two that share a token."""
+        if not self._shares_token:
+            return _KINDS
+        return ("video",) if images.of_kind("video") else ("image",)
 
     def _items_of_kind(
         self, kind: MediaKind, token_ids: IntArray, images: Sequence[ProcessedImage]

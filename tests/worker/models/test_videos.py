@@ -19,10 +19,11 @@ from vision_models import (
     make_prompt,
     random_image,
     save_model,
+    shares_token,
 )
 
-# Times as positions; text between frames with deep features and experts; and with states.
-KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5")
+# Times as positions; text between frames with deep features and experts; with states; and with tokens of images.
+KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v")
 SETTINGS: dict[str, Any] = {"max_model_len": 1024, "num_blocks": 256, "block_size": 4}
 NUM_TOKENS = 6
 
@@ -38,9 +39,9 @@ class Model:
         long, wide, short = (RandomVideo(1, (5, 8, 6), 0.875), RandomVideo(2, (4, 4, 16), 1 / 6),
                              RandomVideo(3, (1, 6, 6), 1.0))  # fmt: skip
         image = random_image(random.Random(5), 32, 40)
-        self.prompts = [
-            self.prompt(7, *each) for each in ((long,), (wide, wide), (image, long, image), (short,))
-        ]
+        # transformers reads images or videos if they have the same token.
+        several = (short, long) if shares_token(self.reference.model.config) else (image, long, image)
+        self.prompts = [self.prompt(7, *each) for each in ((long,), (wide, wide), several, (short,))]
         self.other = self.prompt(7, RandomVideo(4, long.grid, long.seconds))
 
     def prompt(self, seed: int, *images: Any) -> VisionPrompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,33 @@ def test_video_becomes_what_the_familys_own_processor_makes(model_type: str, tmp
     for wrong in (0, "fast", True):
         with pytest.raises(ImageError, match="frames per second, must have"):
             processor.process(source, {"fps": wrong}, b"")
+
+
+@pytest.mark.parametrize("name", ["Glm4vProcessor", "Glm46VProcessor"])
+def test_frames_of_glm_have_the_tokens_of_images_and_times_as_text(name: str, tmp_path: Path) -> None:
+    if not is_torchvision_available():
+        pytest.skip("torchvision is not installed")
+    family = next(each for each in FAMILIES if each.model_type == "glm4v")
+    family = replace(family, processor=name, model_type=name.removesuffix("Processor").lower())
+    image_token_id = save_processors(family, tmp_path)
+    processor = TransformersImageProcessor(str(tmp_path), image_token_id, video_token_id=image_token_id)
+    frames, text = [picture(60, 44, seed) for seed in range(5)], "one <|video|>."
+    reference = load_family_processor(family, tmp_path, reads_videos=True)
+    for fps in (2.0, 0.3):
+        video = processor.process(ImageSource(kind="video", frames=tuple(frames)), {"fps": fps}, b"")
+        metadata = {"total_num_frames": 5, "fps": fps, "frames_indices": list(range(5))}
+        expected = reference(
+            videos=[frames], text=[text], video_metadata=[metadata], do_sample_frames=False,
+            return_tensors="pt", add_special_tokens=False,
+        )  # fmt: skip
+        expanded = Expansions({"video": (video.placeholder, [video.expansion])}).expand(text)
+        own = reference.tokenizer(expanded, add_special_tokens=False)["input_ids"]
+        assert own == expected["input_ids"][0].tolist()
+        assert own.count(image_token_id) == video.num_embeddings == 3 * video.grid[1] * video.grid[2] // 4
+        np.testing.assert_array_equal(video.tensors["pixel_values"], expected["pixel_values_videos"])
+        assert list(video.grid) == expected["video_grid_thw"][0].tolist()
+        assert video.seconds_per_frame == 0.0  # times are text: of the first frame of each two
+        assert f"<|end_of_image|>{int(4 / fps)}" in video.expansion
 
 
 def test_video_is_refused_by_models_of_images_and_without_torchvision(

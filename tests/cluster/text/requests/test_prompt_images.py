@@ -114,6 +114,35 @@ def test_images_within_a_video_are_refused(config: EngineConfig) -> None:
         checker(config).check(prompt, SamplingParams())
 
 
+def test_model_with_one_token_for_both_reads_images_or_videos(config: EngineConfig) -> None:
+    """As GLM-4V."""
+    assert config.model.vision is not None
+    token_id = config.model.vision.image_token_id
+    vision = replace(config.model.vision, video_token_id=token_id)
+
+    class OneToken(FakeProcessor):
+        def process(self, source: ImageSource, settings: Mapping[str, Any], root: bytes) -> ProcessedImage:
+            made = super().process(source, settings, root)
+            video_pad = config.model.vision.video_token_id if config.model.vision else None
+            return replace(
+                made, token_ids=tuple(token_id if id == video_pad else id for id in made.token_ids)
+            )
+
+    tokenizer = load_tokenizer(config.model)
+    shared = replace(config, model=replace(config.model, vision=vision))
+    check = RequestChecker(shared, tokenizer, image_processor=OneToken(tokenizer))
+    assert placed(check, ImagePrompt("b<|image_pad|>c<|image_pad|>", (IMAGE, IMAGE))) == [
+        (1, 2, 1, 1.0), (4, 2, 1, 1.0),
+    ]  # fmt: skip
+    ids = tokenizer.encode("b<|video_pad|>c", add_special_tokens=False)
+    assert placed(check, ImagePrompt(ids, (VIDEO,))) == [(1, 8, 3, 2.0)]
+    both = ImagePrompt("<|image_pad|><|video_pad|>", (IMAGE, VIDEO))
+    with pytest.raises(
+        InvalidRequest, match=r"video\[0\]: is a video beside images, and .* reads one of both"
+    ):
+        check.check(both, SamplingParams())
+
+
 def test_model_without_videos_says_why_and_reads_images(config: EngineConfig) -> None:
     check = checker(config, "the server lacks torchvision, which processes videos")
     assert (check.reads_images, check.reads_videos) == (True, False)
