@@ -110,7 +110,7 @@ class ModelConfig(ModelOptions):
         kv_layers: KV heads and head dim of each layer with keys and values of its own, which are the first layers;
             empty if these are all layers, with `num_kv_heads` and `head_dim`.
         layer_windows: tokens that a token attends to in each of these layers, 0 for all; empty if no layer has a
-            window, or it is not known before the model is loaded, or the layers differ in heads.
+            window, or it is not known before the model is loaded, or the layers differ in heads, or prompts see all.
     """
 
     path: str

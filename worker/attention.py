@@ -107,10 +107,12 @@ class ImageSpans(NamedTuple):
 
     Attributes:
         windows_only: in layers with a window alone (Gemma 4); in the others their attention is causal.
+        ignores_windows: they attend to each other however far apart (PaliGemma).
     """
 
     spans: tuple[ImageSpan, ...] = ()
     windows_only: bool = False
+    ignores_windows: bool = False
 
 
 NO_SPANS = ImageSpans()
@@ -422,6 +424,8 @@ def paged_attention(
         out[own.tokens] = paged_decode_attention(
             q[own.tokens], kv_cache.blocks, tables, own.lens, scale, None, variant, kv_cache.scales
         )
+    if variant.window and inputs.images.ignores_windows:
+        variant = replace(variant, window=0)
     if variant.window or not inputs.images.windows_only:
         for sequence, tokens, start, end in inputs.images.spans:
             table = inputs.block_tables[sequence]

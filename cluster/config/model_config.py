@@ -124,7 +124,9 @@ def _describe(
         sees_whole_prompt=stated in SEE_WHOLE_PROMPTS,
     )
     model = replace(model, kv_layers=kv_layers(model))
-    return replace(model, layer_windows=layer_windows(model), has_states=bool(state_layers(model, 1)))
+    # A prompt whose tokens attend to all of it needs the blocks behind the windows, too.
+    windows = () if model.sees_whole_prompt else layer_windows(model)
+    return replace(model, layer_windows=windows, has_states=bool(state_layers(model, 1)))
 
 
 def _load_hf_config(path: Path, stored: dict[str, Any], head: dict[str, Any] | None) -> Any:

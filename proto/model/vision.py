@@ -193,14 +193,6 @@ def _read_paligemma(name: str, hf: Mapping[str, Any]) -> VisionSpec:
         raise ValueError(
             f"its projection_dim is {hf['projection_dim']}, not the hidden size of the text model"
         )
-    num_tokens, window = (
-        (int(vision["image_size"]) // int(vision["patch_size"])) ** 2,
-        text.get("sliding_window"),
-    )
-    if window and num_tokens >= window:
-        raise ValueError(
-            f"an image of {num_tokens} tokens is not supported, must have less than sliding_window, {window}"
-        )
     return VisionSpec(
         "paligemma",
         image_token_id=_image_token_id(hf),

@@ -615,7 +615,7 @@ def _paligemma(rng: random.Random) -> Any:
     text = _gemma_text(rng, model_type=(kind := rng.choice(("gemma2", "gemma", "gemma2"))))
     del text["sliding_window"], text["layer_types"]
     if kind == "gemma2":
-        text |= {"sliding_window": 245, "query_pre_attn_scalar": 16}
+        text |= {"sliding_window": 20, "query_pre_attn_scalar": 16}
     return PaliGemmaConfig(
         text_config=text, vision_config=_vit_vision(rng, **_SIGLIP), image_token_index=IMAGE_TOKEN,
         projection_dim=text["hidden_size"], hidden_size=text["hidden_size"], vocab_size=VOCAB_SIZE,

@@ -147,7 +147,7 @@ class MediaRows:
             prompt_lens: [R], of the rows' prompts.
         """
         if self._sees_whole_prompt:
-            return ImageSpans(tuple(_prompt_spans(chunks, num_decodes, prompt_lens)))
+            return ImageSpans(tuple(_prompt_spans(chunks, num_decodes, prompt_lens)), ignores_windows=True)
         if self._vision is None or self._vision.attends_within == "none":
             return NO_SPANS
         found = []

@@ -111,15 +111,14 @@ def _check_prompt(config: EngineConfig, submit: Submit) -> InvalidRequest | None
 
 
 def _check_whole_prompt(config: EngineConfig, num_tokens: int) -> InvalidRequest | None:
-    """Check that a step can compute the prompt, and that no window hides a part of it from another."""
-    limits = {config.scheduler.max_num_batched_tokens: "max_num_batched_tokens"}
-    limits |= {window: "the window of some layers" for window in config.model.layer_windows if window}
-    most = min(limits)
+    """Check that a step can compute the prompt."""
+    most = config.scheduler.max_num_batched_tokens
     if num_tokens <= most:
         return None
     return InvalidRequest(
         "prompt",
-        f"has {num_tokens} tokens, all of which attend to each other, must have at most {most} ({limits[most]})",
+        f"has {num_tokens} tokens, all of which attend to each other, must have at most {most} "
+        "(max_num_batched_tokens)",
     )
 
 
