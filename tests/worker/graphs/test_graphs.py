@@ -15,25 +15,22 @@ from pooling_models import EmbeddingReference
 from ranked_driver import RankedDriver
 from reference import Reference
 from state_kinds import STATE_KINDS
-from tape import TapeBackend, on_one_launch
+from tape import TapeBackend
+from taped_ops import put_collectives_on_tape, put_ops_on_tape
 from torch import Tensor
 from vision_kinds import VISION_KINDS
 from vision_models import save_model
 
-from quire.kernels import latent_attention, linear, lora, paged_attention, recurrence
-from quire.kernels.native import ops as cpu
+from quire.kernels import lora, recurrence
 from quire.kernels.state_runs import StateRuns
 from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.lora import NO_SLOT, LoraReference
 from quire.proto.pooling import PoolingParams
 from quire.proto.step import PromptScoring, RowSampling, StepPlan
-from quire.worker import attention
 from quire.worker.graphs.graph_adapters import GraphAdapters
 from quire.worker.graphs.graph_shapes import NUM_CHUNKS
 from quire.worker.graphs.graphs import Recording
-from quire.worker.lora import embedding_adapters, layers
 from quire.worker.lora.step_adapters import make_step_adapters
-from quire.worker.models.mixers import mla as latent_layer
 from quire.worker.models.mixers import short_conv
 from quire.worker.rank import rank_memory
 
@@ -42,91 +39,10 @@ GREEDY = RowSampling(temperature=0.0)
 SEED_OF_GEMMA_1 = 0
 
 
-def decode(q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float) -> Tensor:
-    """Behave as the kernel, which treats rows of length 0 as padding."""
-    out, live = torch.zeros_like(q), seq_lens > 0
-    if live.any():
-        out[live] = paged_attention.paged_decode_attention(
-            q[live], kv_cache, block_tables[live], seq_lens[live], scale
-        )
-    return out
-
-
-def prefill(
-    q: Tensor, kv_cache: Tensor, block_tables: Tensor, query_start: Tensor, seq_lens: Tensor, scale: float
-) -> Tensor:
-    """Behave as the kernel, which gives any numbers for tokens outside all chunks."""
-    out = paged_attention.paged_prefill_attention(q, kv_cache, block_tables, query_start, seq_lens, scale)
-    out[int(query_start[-1]) :] = torch.nan
-    return out
-
-
-def latent_decode(
-    q: Tensor, latents: Tensor, block_tables: Tensor, seq_lens: Tensor, scale: float, value_dim: int
-) -> Tensor:
-    """Behave as the kernel, which gives any numbers for rows of length 0."""
-    out, live = q.new_full((*q.shape[:2], value_dim), torch.nan), seq_lens > 0
-    if live.any():
-        out[live] = latent_attention.latent_decode_attention(
-            q[live], latents, block_tables[live], seq_lens[live], scale, value_dim
-        )
-    return out
-
-
-def adapted(
-    y: Tensor,
-    x: Tensor,
-    a: Tensor,
-    b: Tensor,
-    ranks: Tensor,
-    part_starts: Tensor,
-    order: Tensor,
-    starts: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """Return what add_lora writes to y; no launch of a kernel returns tensors."""
-    out, bounds = y.clone(), tuple(part_starts.tolist())
-    factors = lora.LoraFactors(a, b, ranks, part_starts, bounds)
-    lora.add_lora(out, x, factors, lora.LoraGroups(order, starts, slots))
-    return out
-
-
-_LATENT_DECODE = on_one_launch("latent_decode_attention", latent_decode)
-_DECODE = on_one_launch("paged_decode_attention", decode)
-_PREFILL = on_one_launch("paged_prefill_attention", prefill)
-_ADAPTED = on_one_launch("adapted", adapted)
-
-
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> TapeBackend:
     """A tape that records every operation, because none runs in C++."""
-    monkeypatch.setattr(cpu, "supports", lambda x, length=0: False)
-    monkeypatch.setattr(linear, "_supports_packing", lambda weight: False)
-    monkeypatch.setattr(
-        attention,
-        "paged_decode_attention",
-        lambda q, cache, tables, lens, scale, *rest: _DECODE(q, cache, tables, lens, scale),
-    )
-    monkeypatch.setattr(
-        attention,
-        "paged_prefill_attention",
-        lambda q, cache, tables, starts, lens, scale, *rest: _PREFILL(q, cache, tables, starts, lens, scale),
-    )
-    for module in (attention, latent_layer):
-        monkeypatch.setattr(
-            module,
-            "latent_decode_attention",
-            lambda q, cache, tables, lens, scale, dim, *rest: _LATENT_DECODE(
-                q, cache, tables, lens, scale, dim
-            ),
-        )
-
-    def add_lora(y: Tensor, x: Tensor, factors: lora.LoraFactors, groups: lora.LoraGroups) -> None:
-        of_layer = factors.a, factors.b, factors.ranks, factors.starts
-        y.copy_(_ADAPTED(y, x, *of_layer, groups.order, groups.starts, groups.slots))
-
-    for module in (layers, embedding_adapters):
-        monkeypatch.setattr(module, "add_lora", add_lora)
+    put_ops_on_tape(monkeypatch)
     return TapeBackend()
 
 
@@ -259,20 +175,7 @@ def test_graphs_of_data_parallel_attention_give_same_tokens(
     has_adapters: bool,
 ) -> None:
     """A rank attends for any number of a step's decodes and chunks, or for none."""
-    comms: dict[int, Any] = {}  # rank |-> communicator of the latest engine
-    communicator = type(thread_group(1).communicator(0))
-    reduce = communicator.all_reduce
-
-    def all_reduce(x: Tensor, rank: int) -> Tensor:
-        return reduce(comms[rank], x)
-
-    on_tape = on_one_launch("all_reduce", all_reduce)
-
-    def record(comm: Any, x: Tensor) -> Tensor:
-        comms[comm.rank] = comm
-        return on_tape(x, comm.rank)
-
-    monkeypatch.setattr(communicator, "all_reduce", record)
+    put_collectives_on_tape(monkeypatch, type(thread_group(1).communicator(0)))
     folder = make_model("deepseek_v3", seed=5, first_k_dense_replace=3)
     lengths = [3, 40, 2, 33, 5, 30, 4, 6]
     prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
