@@ -6,16 +6,58 @@ import json
 import math
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from state_kinds import STATE_KINDS
 from torch import Tensor
 
+from quire.cluster.config.engine_options import EngineOptions
+from quire.cluster.config.machine import Machine
+from quire.cluster.config.resolve import resolve
+from quire.proto.config import SpeculativeConfig
+
+# Targets whose last layer is also the head's |-> their model type and settings.
+APPENDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-dense": ("deepseek_v3", {"first_k_dense_replace": 3}),
+    "deepseek_v32": ("deepseek_v32", {"index_topk": 7}),
+    "qwen3_next": ("qwen3_next", STATE_KINDS["qwen3_next"] | {"mlp_only_layers": []}),
+}
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 64, 8, 4, 16, 128
 EPS, THETA = 1e-6, 10000.0
+
+
+def make_target_with_head(
+    make_model: Callable[..., Path], folder: Path, kind: str, num_drafts: int
+) -> tuple[Path, SpeculativeConfig]:
+    """Return a target model and its head, which are made once in a folder.
+
+    Args:
+        kind: ``eagle3``, ``mtp`` or one of APPENDED.
+    """
+    path, method, head = folder / kind, "mtp", None
+    model_type, settings = APPENDED.get(kind, ("llama", {}))
+    target = make_model(model_type, **settings)
+    if kind == "eagle3":
+        shape, method, head = json.loads((target / "config.json").read_text()), kind, str(path)
+        if not path.exists():
+            write_eagle3(path, shape["vocab_size"], num_layers=shape["num_hidden_layers"])
+    elif not path.exists():
+        target = add_mtp(target, path, mimo=False) if kind == "mtp" else append_mtp(target, path)
+    else:
+        target = path
+    text = json.dumps({"method": method, "model": head, "num_speculative_tokens": num_drafts})
+    options = EngineOptions(
+        str(target), device="cpu", speculative_config=text, dtype="float32", max_model_len=128
+    )
+    speculative = resolve(options, Machine(1, 0)).speculative
+    assert speculative is not None
+    return target, speculative
 
 
 def write_eagle3(folder: Path, vocab_size: int, *, num_layers: int, seed: int = 0, **settings: Any) -> Path:

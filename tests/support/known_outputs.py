@@ -26,6 +26,7 @@ class KnownOutputs:
         """Nothing is kept."""
 
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        self._rows.unsettled.settle()
         lens = self._rows.lens[rows]
         texts = self._rows.read_tokens(rows, np.zeros_like(lens), lens)
         drafts = [self._continue(text.tolist(), most) for text, most in zip(texts, max_lens, strict=True)]

@@ -1,8 +1,9 @@
-"""Drafts of a step recorded as graphs: all forward passes of a draft head after the first one, and all sampling.
+"""Drafts of a step recorded as graphs: all forward passes of a draft head, and all sampling.
 
-Positions, slots and random keys of the drafted tokens follow from a row's length on the device, so that one transfer
-and one launch draft for all rows. A graph has a place for each token that a row may draft; rows that draft fewer are
-padding in the further places, which writes nothing.
+Positions, slots and random keys follow from a row's length on the device, so that one transfer and one launch draft
+for all rows, also for those whose accepted tokens the host does not know yet. The first pass has as many pairs of
+each row as a step with drafts may bring it, and a graph has a place for each token that a row may draft. Rows with
+fewer are padding in the others, which writes nothing.
 
 There are two graphs for each number of rows, since truncation by top_k, top_p and min_p takes more kernels.
 """
@@ -22,7 +23,7 @@ from ...kernels.decode_splits import split_decodes
 from ...kernels.gumbel import random_keys
 from ...proto.block_tables import IntArray, RowArray
 from ...proto.errors import first_line
-from ..attention import AttentionInputs, LayerCache
+from ..attention import AttentionInputs, LayerCache, OwnTokens
 from ..memory.host_to_device import pack, to_device, to_device_once, unpack
 from ..models.drafts.draft_head import DraftHead
 from ..sampling.sampler import Sampler
@@ -35,12 +36,14 @@ _log = logging.getLogger(__name__)
 
 
 class _Inputs(NamedTuple):
-    """Inputs of N rows, besides their hidden states.
+    """Inputs of N rows, besides the features of their pairs.
 
     Attributes:
         rows: [N] int64.
-        lens: [N] int64, known tokens.
-        limits: [N] int64, tokens to draft; 0 for padding.
+        lens: [N] int64, known tokens up to the later token of the last pair.
+        counts: [N] int64, pairs, which are at the positions ``lens - 1 - counts`` to ``lens - 2``; 0 for padding.
+        limits: [N] int64, tokens to draft.
+        own: [N] int64, indices of the rows that this rank attends for, with data-parallel attention; then -1.
         temperature, top_k, top_p, min_p: as in SamplingBatch.
         seeds: [N] int64.
         is_truncated: [N] bool, rows with top_k, top_p or min_p.
@@ -48,7 +51,9 @@ class _Inputs(NamedTuple):
 
     rows: Tensor
     lens: Tensor
+    counts: Tensor
     limits: Tensor
+    own: Tensor
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -67,6 +72,9 @@ class DraftGraphs:
         caches: the head's KV cache.
         num_places: tokens that a row may draft.
         all_ranks: collective that returns whether its argument is true on all ranks.
+
+    Attributes:
+        num_pairs: most pairs of a row in the first pass, those of its newest token and of each accepted draft.
     """
 
     def __init__(
@@ -82,51 +90,61 @@ class DraftGraphs:
     ) -> None:
         self._rows, self._head, self._sampler, self._caches = rows, head, sampler, caches
         self._block_size, self._num_places = block_size, num_places
+        self.num_pairs = 1 + num_places
         self._backend, self._all_ranks = backend, all_ranks
         self._recordings: dict[tuple[int, bool], Recording] = {}  # rows, and whether some are truncated
         self._max_rows = rows.lens.size
         self._sizes = [shape.num_decodes for shape in decode_shapes(self._max_rows, self._max_rows)]
-        padding = self._pack(np.empty(0, np.int64), np.empty(0, np.int32))
+        empty = np.empty(0, np.int32)
+        padding = self._pack(np.empty(0, np.int64), empty, empty, empty)
         self._packed = to_device_once(pack(padding).numpy(), rows.token_ids.device)
         self._inputs = _Inputs(*unpack(self._packed, padding))
-        self._hidden: Tensor | None = None  # [max_rows, E]
+        self._features: Tensor | None = None  # [max_rows * num_pairs, F]
         self._drafts = rows.token_ids.new_zeros(self._max_rows, num_places)
 
-    def draft(self, rows: RowArray, limits: IntArray, hidden: Tensor) -> bool:
+    def draft(
+        self, rows: RowArray, lens: IntArray, counts: IntArray, limits: IntArray, features: Tensor
+    ) -> None:
         """Draft as `sample_drafts` does, except that truncated rows of several ranks keep no more than candidates.
 
-        Returns:
-            whether there is a graph for so many rows; nothing is drafted without one.
+        Args:
+            rows, lens, counts, limits: [n], as in _Inputs, without the accepted tokens of unsettled steps.
+            features: [n * num_pairs, F], of the pairs of each row; those of padding are any.
         """
-        size = next((size for size in self._sizes if size >= rows.size), 0)
-        is_truncated = self._is_truncated(rows)
-        recording = self._recordings.get((size, bool(is_truncated.any())))
-        if recording is None or self._hidden is None:
-            return False
-        arrays = self._pack(rows, limits)
+        assert self._features is not None, "the graphs are recorded"
+        size = next(size for size in self._sizes if size >= rows.size)
+        recording = self._recordings[size, bool(self._is_truncated(rows).any())]
+        arrays = self._pack(rows, lens, counts, limits)
         self._packed.copy_(to_device_once(pack(arrays).numpy(), self._packed.device))
-        self._hidden[: rows.size].copy_(hidden)
+        if (accepted := self._rows.unsettled.accepted) is not None:
+            gained = accepted.index_select(0, self._inputs.rows[: rows.size])
+            self._inputs.lens[: rows.size].add_(gained)
+            self._inputs.counts[: rows.size].add_(gained)
+        self._features[: len(features)].copy_(features)
         recording.replay()
         self._write(rows, limits)
-        return True
 
-    def record_all(self, dtype: torch.dtype) -> None:
+    def record_all(self, dtype: torch.dtype) -> bool:
         """Record all graphs, those of most rows first, or none if a rank cannot; called on all ranks.
 
         Args:
-            dtype: of the hidden states that the head returns.
+            dtype: of the features.
+
+        Returns:
+            whether they are recorded.
         """
-        shape = self._max_rows, self._head.hidden_size
-        self._hidden = torch.zeros(shape, dtype=dtype, device=self._packed.device)
+        shape = self._max_rows * self.num_pairs, self._head.num_features
+        self._features = torch.zeros(shape, dtype=dtype, device=self._packed.device)
         for size in reversed(self._sizes):
             for is_truncated in (True, False):
                 recording = self._record(size, is_truncated)
                 if not self._all_ranks(recording is not None):
                     self._recordings.clear()
                     _log.warning("drafts are not recorded: a rank cannot record those of %d rows", size)
-                    return
+                    return False
                 assert recording is not None
                 self._recordings[size, is_truncated] = recording
+        return True
 
     def _record(self, size: int, is_truncated: bool) -> Recording | None:
         def compute() -> Tensor:
@@ -141,9 +159,9 @@ class DraftGraphs:
 
     def _run(self, size: int, is_truncated: bool) -> Tensor:
         """Draft from the buffers; this is the recorded function."""
-        assert self._hidden is not None
-        hidden, inputs, drafts = self._hidden[:size], self._inputs.first(size), self._drafts[:size]
+        inputs, drafts = self._inputs.first(size), self._drafts[:size]
         tables = self._rows.device_tables.ids.index_select(0, inputs.rows)
+        hidden = self._compute_pairs(inputs, tables)
         for place in range(self._num_places):
             token_ids = self._sample(self._head.logits(hidden), inputs, place, is_truncated)
             drafts[:, place].copy_(token_ids)
@@ -156,6 +174,24 @@ class DraftGraphs:
         batch = SamplingBatch(inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p, keys)
         return self._sampler.sample_recorded(logits, batch, inputs.is_truncated if is_truncated else None)
 
+    def _compute_pairs(self, inputs: _Inputs, tables: Tensor) -> Tensor:
+        """Compute the pairs of known tokens; return the hidden states of each row's last one."""
+        assert self._features is not None
+        num_rows, num_pairs = len(inputs.rows), self.num_pairs
+        places = torch.arange(num_pairs, device=tables.device)
+        is_live = (places < inputs.counts.unsqueeze(1)).flatten()
+        positions = ((inputs.lens - 1 - inputs.counts).unsqueeze(1) + places).flatten()
+        positions = positions.masked_fill(~is_live, 0)
+        token_ids = self._rows.token_ids[inputs.rows.repeat_interleave(num_pairs), positions + 1]
+        own = (inputs.own.unsqueeze(1) * num_pairs + places).masked_fill(inputs.own.unsqueeze(1) < 0, -1)
+        attention = self._attention(
+            positions, is_live, tables.repeat_interleave(num_pairs, dim=0), own.flatten()
+        )
+        combined = self._head.combine(self._features[: len(positions)])
+        hidden = self._head.forward(token_ids, positions, combined, self._caches, attention)
+        last = (inputs.counts - 1).clamp(min=0) + num_pairs * torch.arange(num_rows, device=tables.device)
+        return hidden.index_select(0, last)
+
     def _advance(
         self, token_ids: Tensor, hidden: Tensor, inputs: _Inputs, place: int, tables: Tensor
     ) -> Tensor:
@@ -163,36 +199,64 @@ class DraftGraphs:
         is_live = inputs.limits > place + 1
         # The pair of the first drafted token and the hidden state before it is at the newest known token.
         positions = (inputs.lens + (place - 1)).masked_fill(~is_live, 0)
+        attention = self._attention(positions, is_live, tables, inputs.own)
+        return self._head.forward(token_ids, positions, hidden, self._caches, attention)
+
+    def _attention(self, positions: Tensor, is_live: Tensor, tables: Tensor, own: Tensor) -> AttentionInputs:
+        """Return the inputs of attention of N tokens, each a sequence of its own.
+
+        Args:
+            is_live: [N] bool; the others are padding.
+            tables: [N, M], block tables.
+            own: [N], as in _Inputs.
+        """
+        own_tokens, partition = None, self._rows.partition
+        if partition is not None:
+            index = own.clamp(min=0)
+            own_tokens = OwnTokens(index, own.masked_fill(own < 0, len(own)))
+            positions, is_live = positions.index_select(0, index), is_live.index_select(0, index) & (own >= 0)
+            tables = tables.index_select(0, index)
         blocks = tables.gather(1, (positions // self._block_size).unsqueeze(1)).squeeze(1).long()
-        slots = (blocks * self._block_size + positions % self._block_size).masked_fill(~is_live, NO_SLOT)
+        slots = blocks * self._block_size + positions % self._block_size
+        if partition is not None:
+            partition.renumber(tables, slots, self._block_size)
         lens = (positions + 1).masked_fill(~is_live, 0).int()
-        attention = AttentionInputs(
+        return AttentionInputs(
             num_decodes=len(lens),
-            slot_mapping=slots,
+            slot_mapping=slots.masked_fill(~is_live, NO_SLOT),
             block_tables=tables,
             query_start=torch.zeros(1, dtype=torch.int32, device=lens.device),
             seq_lens=lens,
             splits=split_decodes(lens, tables.shape[1] * self._block_size),
+            own_tokens=own_tokens,
         )
-        return self._head.forward(token_ids, positions, hidden, self._caches, attention)
 
     def _is_truncated(self, rows: RowArray) -> npt.NDArray[np.bool_]:
         sampling = self._rows.sampling
         return sampling.filtered[rows] & ~sampling.greedy[rows]
 
-    def _pack(self, rows: RowArray, limits: IntArray) -> list[npt.NDArray[np.generic]]:
+    def _pack(
+        self, rows: RowArray, lens: IntArray, counts: IntArray, limits: IntArray
+    ) -> list[npt.NDArray[np.generic]]:
         """Return the arrays of _Inputs for some rows, with padding behind them."""
-        sampling = self._rows.sampling
+        sampling, partition = self._rows.sampling, self._rows.partition
+        own = np.arange(rows.size)
+        if partition is not None:
+            own = np.flatnonzero(partition.has(self._rows.tables.ids[rows, 0]))
 
-        def padded(values: npt.NDArray[np.generic], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-            array = np.zeros(self._max_rows, dtype)
-            array[: rows.size] = values
+        def padded(
+            values: npt.NDArray[np.generic], dtype: npt.DTypeLike, padding: int = 0
+        ) -> npt.NDArray[np.generic]:
+            array = np.full(self._max_rows, padding, dtype)
+            array[: values.size] = values
             return array
 
         return [
             padded(rows, np.int64),
-            padded(self._rows.lens[rows], np.int64),
+            padded(lens, np.int64),
+            padded(counts, np.int64),
             padded(limits, np.int64),
+            padded(own, np.int64, -1),
             padded(np.where(sampling.greedy[rows], 0, sampling.temperature[rows]), np.float32),
             padded(sampling.top_k[rows], np.int64),
             padded(sampling.top_p[rows], np.float64),

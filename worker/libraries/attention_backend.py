@@ -37,7 +37,13 @@ class GraphAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Library that computes the attention of a rank's steps."""
+    """Library that computes the attention of a rank's steps.
+
+    Attributes:
+        reads_lens: steps are planned from their lengths on the host, which waits for those that it does not know.
+    """
+
+    reads_lens: bool
 
     def begin_step(self, inputs: AttentionInputs) -> AttentionInputs:
         """Return the inputs of a step that is launched kernel by kernel, with what computes its attention."""
@@ -54,6 +60,8 @@ class AttentionBackend(Protocol):
 
 class OwnBackend:
     """AttentionBackend and GraphAttention by the kernels of quire, which need no plan."""
+
+    reads_lens = False
 
     def begin_step(self, inputs: AttentionInputs) -> AttentionInputs:
         return inputs

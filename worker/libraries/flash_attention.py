@@ -34,6 +34,7 @@ class FlashAttention:
     """
 
     library: ClassVar[Library] = FLASH_ATTENTION
+    reads_lens = False
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
         self._attend = attend

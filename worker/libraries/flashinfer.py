@@ -56,6 +56,7 @@ class FlashInfer:
     """
 
     library: ClassVar[Library] = FLASHINFER
+    reads_lens = True
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self.module, self.device = module, device

@@ -390,9 +390,9 @@ class RankMemory:
         return graphs
 
     def _record_drafts(self, cache: CacheEngine, backend: GraphBackend) -> None:
-        """Record the drafts of a head on a GPU; a CPU has an op for all of them, and others' blocks are unknown."""
+        """Record the drafts of a head, unless one call computes all of them, as on a CPU."""
         head, config = self.loaded.head, self._config
-        if head is None or self._device.type == "cpu" or config.parallel.enable_dp_attention:
+        if head is None or head.is_fused:
             return
         assert config.speculative is not None
         graphs = DraftGraphs(
@@ -405,8 +405,8 @@ class RankMemory:
             backend,
             partial(self._all_ranks, of_stage=True),
         )
-        graphs.record_all(DTYPES[config.model.dtype])
-        head.graphs = graphs
+        if graphs.record_all(DTYPES[config.model.dtype]):
+            head.graphs = graphs
 
     def _meet(self) -> None:
         """Wait for the other ranks, which may still read weights or allocate memory."""

@@ -230,6 +230,7 @@ class ModelRunner:
         try:
             if plan.command is not None:
                 memory.relay.begin_plan(plan)
+                memory.rows.unsettled.settle()
                 result.command_error = self._carry_out(plan.command)
                 return LaunchedStep(result)
             stages.begin("apply")
@@ -243,7 +244,10 @@ class ModelRunner:
             self._kv.apply_pulls(plan.kv)
             memory.relay.complete(plan)
             stages.exclude(self._pipeline.link.take_waited_s())
+            memory.rows.unsettled.settle_older()
             num_drafted = self._draft(plan)
+            if memory.attention.reads_lens or memory.loaded.model.gathers_keys:
+                memory.rows.unsettled.settle()  # the lengths are needed on the host
             batch = gather_batch(memory.rows, plan, self._config.cache.block_size, num_drafted)
             stages.begin(IDLE)
             result.lora_reports = memory.loaded.adapters.take_reports(is_idle=batch is None)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...proto.block_tables import IntArray
+from ...proto.block_tables import IntArray, RowArray, runs_of
 from ...proto.config import EngineConfig
 from ...proto.errors import in_one_line
 from ...proto.model.parallel_split import Stage
@@ -23,12 +23,12 @@ from ..libraries.attention_backend import AttentionBackend
 from ..lora.step_adapters import NO_ADAPTERS, make_groups
 from ..memory.cache_engine import CacheEngine
 from ..memory.device_to_host import HostCopy
-from ..memory.host_to_device import to_device_once, to_device_together
+from ..memory.host_to_device import to_device, to_device_once, to_device_together
 from ..models.output_tokens import OutputTokens, select_output_tokens
 from ..pooling.pooler import LaunchedVectors
 from ..sampling.prompt_logprobs import compute_prompt_logprobs
 from ..sampling.sampler import SampledLogprobs, Sampler
-from ..speculation.verification import Verdict, verdict_of, verify
+from ..speculation.verification import verdict_of, verify, verify_on_device
 from ..step.batch import Batch
 from ..step.device_rows import DeviceRows
 from ..step.token_relay import TokenRelay
@@ -84,12 +84,15 @@ class LaunchedStep:
         launched: the result, without what the device has still to compute.
         copied: the token ids, and the four tensors of log-probabilities if there are any; None if no row samples, and
             on ranks other than 0.
+        verified_rows: [N], the row of each sample of which the device tells whether it counts; `copied` begins with
+            this verdict, [N] bool. None if all samples count.
         logprobs: of the sampled tokens.
         vectors: of the pooled rows whose prompts are complete; None if there are none, and on ranks other than 0.
     """
 
     launched: StepResult
     copied: HostCopy | None = None
+    verified_rows: RowArray | None = None
     logprobs: SampledLogprobs | None = None
     vectors: LaunchedVectors | None = None
 
@@ -105,11 +108,17 @@ class LaunchedStep:
                 result.pooled = self.vectors.wait()
             if self.copied is None:
                 return result
-            result.token_ids, *columns = self.copied.wait()
+            arrays = self.copied.wait()
         except RuntimeError as error:
             raise step_failed(result.rank, in_one_line(error), result.step_id, "device") from error
+        verdict = None if self.verified_rows is None else verdict_of(self.verified_rows, arrays.pop(0))
+        result.token_ids, *columns = arrays
         if self.logprobs is not None:
             result.logprobs = Logprobs(self.logprobs.index, *columns)
+        if verdict is not None:
+            result.token_ids = result.token_ids[verdict.retained]
+            result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
+            result.logprobs = None if result.logprobs is None else result.logprobs.select(verdict.retained)
         return result
 
 
@@ -161,7 +170,7 @@ class StepExecutor:
         # Without a stage of its own: 3 us in most steps.
         record = self.loaded.tap.end_step(batch, None if replay is None else replay.num_decodes)
         if not self.stage.is_last:
-            store = partial(self._store_counted, batch) if batch.has_drafts else None
+            store = partial(self._store_accepted, batch) if batch.has_drafts else None
             self.relay.expect(batch.sampled_rows, batch.sampled_positions, store, record)
         return step
 
@@ -218,39 +227,84 @@ class StepExecutor:
     def _sample(self, batch: Batch, logits: Tensor, step: LaunchedStep) -> None:
         """Sample tokens, and append those that count to their rows and to the step."""
         rows, positions = batch.sampled_rows, batch.sampled_positions
+        gained = self.rows.unsettled.accepted
         token_ids, logprobs = self.sampler.sample(
-            logits, self.rows.sampling, rows, positions, self.rows.logits_processors
+            logits, self.rows.sampling, rows, positions, self.rows.logits_processors, gained
         )
-        result = step.launched
-        result.failed_rows = self.rows.logits_processors.take_failures()
+        step.launched.failed_rows = self.rows.logits_processors.take_failures()
         if not batch.has_drafts:
             self.relay.pass_on(token_ids)
+            self.rows.append(rows, positions, token_ids)
+            self._copy_sampled(step, token_ids, logprobs)
+        elif self.device.type == "cpu":
+            self._verify_at_once(batch, token_ids, logprobs, step)
         else:
-            verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
-            self.relay.pass_on(token_ids, verdict.retained)
-            rows, positions = rows[verdict.retained], positions[verdict.retained]
-            token_ids = token_ids.index_select(0, to_device_once(verdict.retained, self.device))
-            logprobs = None if logprobs is None else logprobs.select(verdict.retained)
-            result.token_counts, result.num_drafted = verdict.token_counts, verdict.num_drafted
-            self._store_accepted(batch, verdict)
-        self.rows.append(rows, positions, token_ids)
+            self._verify_on_device(batch, token_ids, logprobs, step)
+
+    def _copy_sampled(self, step: LaunchedStep, token_ids: Tensor, logprobs: SampledLogprobs | None) -> None:
+        """Copy the tokens that rank 0 returns to the host."""
         if self.rank == 0:
             columns = [] if logprobs is None else logprobs.columns()
             step.copied, step.logprobs = HostCopy([token_ids, *columns]), logprobs
 
-    def _store_counted(self, batch: Batch, is_accepted: npt.NDArray[np.bool_]) -> None:
-        """As `_store_accepted`, on a stage that is told which samples count."""
-        if batch.state_runs is not None:
-            self._store_accepted(batch, verdict_of(batch.sampled_rows, is_accepted))
+    def _verify_at_once(
+        self, batch: Batch, token_ids: Tensor, logprobs: SampledLogprobs | None, step: LaunchedStep
+    ) -> None:
+        """Verify drafted tokens on a CPU, where the host has the samples."""
+        rows, positions = batch.sampled_rows, batch.sampled_positions
+        verdict = verify(rows, self.rows.equals_known(rows, positions, token_ids))
+        is_retained = np.zeros(rows.size, np.bool_)
+        is_retained[verdict.retained] = True
+        self.relay.pass_on(token_ids, torch.from_numpy(is_retained))
+        self._store_accepted(batch, is_retained)
+        token_ids = token_ids.index_select(0, torch.from_numpy(verdict.retained))
+        logprobs = None if logprobs is None else logprobs.select(verdict.retained)
+        step.launched.token_counts, step.launched.num_drafted = verdict.token_counts, verdict.num_drafted
+        self.rows.append(rows[verdict.retained], positions[verdict.retained], token_ids)
+        self._copy_sampled(step, token_ids, logprobs)
 
-    def _store_accepted(self, batch: Batch, verdict: Verdict) -> None:
-        """Let the states of rows with drafted tokens be those after the accepted ones.
+    def _verify_on_device(
+        self, batch: Batch, token_ids: Tensor, logprobs: SampledLogprobs | None, step: LaunchedStep
+    ) -> None:
+        """Verify drafted tokens on a GPU. The host goes on, unless a row's logits processors follow its tokens."""
+        rows, positions, own = batch.sampled_rows, batch.sampled_positions, self.rows
+        device_rows, is_match = own.replace_drafts(rows, positions, token_ids)
+        is_retained, accepted = verify_on_device(device_rows, is_match, own.lens.size)
+        self.relay.pass_on(token_ids, is_retained)
+        if batch.state_runs is not None:
+            self._repeat_runs(batch, accepted + 1)
+        firsts, _ = runs_of(rows)
+        own.count_sampled(rows[firsts], positions[firsts])
+        columns = []
+        if self.rank == 0:
+            columns = [token_ids, *([] if logprobs is None else logprobs.columns())]
+            step.logprobs, step.verified_rows = logprobs, rows
+        verdict = HostCopy([is_retained, *columns])
+        step.copied = verdict if self.rank == 0 else None
+        own.unsettled.add(batch, accepted, verdict)
+        if own.logits_processors.follow(rows, positions):
+            own.unsettled.settle()
+            retained = np.flatnonzero(verdict.wait()[0])
+            counted = token_ids.index_select(0, to_device_once(retained, self.device))
+            own.logits_processors.append(rows[retained], counted)
+
+    def _store_accepted(self, batch: Batch, is_retained: npt.NDArray[np.bool_]) -> None:
+        """Let the states of rows with drafted tokens be those after the accepted ones, where the host knows these."""
+        if batch.state_runs is not None:
+            counts = np.bincount(batch.sampled_rows[is_retained], minlength=self.rows.lens.size)
+            self._repeat_runs(batch, to_device(counts, self.device, torch.int32))
+
+    def _repeat_runs(self, batch: Batch, counts: Tensor) -> None:
+        """Compute the states of rows with drafted tokens again, after the tokens that count.
+
+        Args:
+            counts: [R] int32 on the device, these tokens of each row.
 
         Its cost is that of the recurrences of these tokens, without the projections around them.
         """
-        if batch.state_runs is None:
-            return
-        drafted, order = verdict.num_drafted > 0, np.argsort(batch.row_ids)
-        places = np.searchsorted(batch.row_ids, np.unique(batch.sampled_rows)[drafted], sorter=order)
-        accepted = order[places], verdict.token_counts[drafted]
-        batch.state_runs.repeat(*to_device_together([*accepted], self.device))
+        assert batch.state_runs is not None
+        rows, num_samples = np.unique(batch.sampled_rows, return_counts=True)
+        drafted, order = rows[num_samples > 1], np.argsort(batch.row_ids)
+        runs = order[np.searchsorted(batch.row_ids, drafted, sorter=order)]
+        device_runs, device_rows = to_device_together([runs, drafted], self.device)
+        batch.state_runs.repeat(device_runs, counts.index_select(0, device_rows))

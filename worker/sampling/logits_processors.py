@@ -78,6 +78,9 @@ class LogitsProcessorState:
         self._device = token_ids.device
         self._rows: list[_RowProcessors | None] = [None] * num_rows
         self._is_permanent = np.zeros(num_rows, dtype=np.bool_)  # rows with a processor besides min_len
+        self._follows = np.zeros(
+            num_rows, dtype=np.bool_
+        )  # rows with a processor that depends on their tokens
         self._min_len: IntArray = np.zeros(num_rows, dtype=np.int32)
         self._num_active = 0  # rows with processors; a step without any does no work here
         # No biases, slots and factors of no penalties, for the last number of rows that had only masks.
@@ -97,6 +100,11 @@ class LogitsProcessorState:
         self._num_active += 1
         self._rows[row] = self._make_row(processors)
         self._min_len[row] = processors.min_len
+        self._follows[row] = bool(
+            processors.has_penalties
+            or processors.extra_args
+            or any(len(word) > 1 for word in processors.bad_words)
+        )
         self._is_permanent[row] = bool(
             processors.logit_bias
             or processors.bad_words
@@ -117,7 +125,7 @@ class LogitsProcessorState:
                 self._rows[row] = None
                 self._counts.release(row)
                 self._num_active -= 1
-        self._is_permanent[rows] = False
+        self._is_permanent[rows] = self._follows[rows] = False
         self._min_len[rows] = 0
 
     def append(self, rows: IntArray | RowArray, token_ids: Tensor) -> None:
@@ -129,6 +137,12 @@ class LogitsProcessorState:
     def replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
         """Replace the newest tokens of rows. Beams, whose tokens are replaced, have no penalties."""
         self._constraints.replace_newest(rows, token_ids)
+
+    def follow(self, rows: IntArray | RowArray, lens: IntArray | RowArray) -> bool:
+        """Return whether the host must know each token of some rows of given lengths before their next step."""
+        if self._constraints.has_effect(rows):
+            return True
+        return self._num_active > 0 and bool((self._follows[rows] | (lens < self._min_len[rows])).any())
 
     def jump_forward_ids(self, row: int, max_tokens: int) -> list[int]:
         """Return the next tokens that the constraint of a row leaves no choice of."""

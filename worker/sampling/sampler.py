@@ -124,6 +124,7 @@ class Sampler:
         rows: IntArray | RowArray,
         lens: IntArray | RowArray,
         processor_state: LogitsProcessorState | None = None,
+        gained: Tensor | None = None,
     ) -> tuple[Tensor, SampledLogprobs | None]:
         """Sample one token per row.
 
@@ -133,6 +134,8 @@ class Sampler:
             rows: [N], the rows in `table`; a row with drafted tokens repeats, by ascending length.
             lens: [N], each sequence's length, which is the position of its new token.
             processor_state: logits processors of all rows; None applies none.
+            gained: [R] on the device, tokens that are not in `lens`, of rows whose processors need none; None for
+                none.
 
         Returns:
             token ids [N] int32, the same on every rank, and the log-probabilities that rows report, if any do.
@@ -142,7 +145,7 @@ class Sampler:
         if processors is not None and self._applies_first(logits, processors, table, rows):
             # Applied once for all kinds of rows.
             processed, processors = apply_logits_processors(processed, processors), None
-        token_ids = self.sample_tokens(processed, processors, table, rows, lens)
+        token_ids = self.sample_tokens(processed, processors, table, rows, lens, gained)
         reports = table.num_logprobs[rows] >= 0
         if not np.count_nonzero(reports):
             return token_ids, None
@@ -224,6 +227,7 @@ class Sampler:
         table: SamplingTable,
         rows: IntArray | RowArray,
         lens: IntArray | RowArray,
+        gained: Tensor | None = None,
     ) -> Tensor:
         """Sample each kind of rows by its own op; an op gets all logits and the indices of its rows."""
         if np.count_nonzero(table.greedy[rows]) == rows.size:
@@ -238,9 +242,9 @@ class Sampler:
         )
         for members, op in kinds:
             if members.all():
-                return op(logits, processors, table.gather(rows, lens, self._device), None)
+                return op(logits, processors, table.gather(rows, lens, self._device, gained), None)
             if members.any():
-                batch = table.gather(rows[members], lens[members], self._device)
+                batch = table.gather(rows[members], lens[members], self._device, gained)
                 index = to_device(np.flatnonzero(members), self._device, torch.int64)
                 token_ids[index] = op(logits, processors, batch, index)
         return token_ids

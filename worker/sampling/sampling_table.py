@@ -82,15 +82,20 @@ class SamplingTable:
         self.reports_allowed[row] = sampling.reports_allowed
 
     def gather(
-        self, rows: IntArray | RowArray, positions: IntArray | RowArray, device: torch.device
+        self,
+        rows: IntArray | RowArray,
+        positions: IntArray | RowArray,
+        device: torch.device,
+        gained: Tensor | None = None,
     ) -> SamplingBatch:
         """Return the parameters of these rows on the device.
 
         Args:
             rows: [N].
             positions: [N], of the tokens to sample; with the seeds they determine the random keys.
+            gained: [R] on the device, what is added to the positions in each row; None for nothing.
         """
-        temperature, top_k, top_p, min_p, seeds, device_positions = to_device_together(
+        temperature, top_k, top_p, min_p, seeds, device_positions, *device_rows = to_device_together(
             [
                 np.where(self.greedy[rows], np.float32(0), self.temperature[rows]),
                 self.top_k[rows],
@@ -98,7 +103,10 @@ class SamplingTable:
                 self.min_p[rows],
                 self.seed[rows],
                 positions.astype(np.int64),
+                *([] if gained is None else [rows.astype(np.int64)]),
             ],
             device,
         )
+        if gained is not None:
+            device_positions = device_positions + gained.index_select(0, device_rows[0])
         return SamplingBatch(temperature, top_k, top_p, min_p, random_keys(seeds, device_positions))

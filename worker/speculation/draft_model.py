@@ -55,6 +55,7 @@ class DraftModelProposer:
         self._num_computed[rows] = 0
 
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        self._rows.unsettled.settle()  # what is to be computed is told by the lengths on the host
         lens = self._rows.lens[rows]
         starts = np.minimum(self._num_computed[rows], lens - 1)
         # Each row catches up with what the rows before it leave of the limit.

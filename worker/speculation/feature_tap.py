@@ -10,7 +10,7 @@ from torch import Tensor
 from ...proto.step import StepPlan
 from ..models.aux_states import AuxStates
 from ..step.batch import Batch
-from ..step.token_relay import Record
+from ..step.unsettled_steps import Record
 
 # What a draft head reads of a stage: the inputs of some of its layers, as AuxStates.layers, or with None the hidden
 # states after the last norm.

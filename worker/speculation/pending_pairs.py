@@ -35,6 +35,20 @@ class Pairs:
         """Return the hidden states of the pairs, [sum of counts, F]."""
         return self.features if self.index is None else select_rows(self.features, self.index)
 
+    def padded_features(self, width: int) -> Tensor:
+        """Return the hidden states of each row's pairs in `width` places, [n * width, F]; the last one repeats."""
+        firsts = np.cumsum(self.counts) - self.counts
+        places = firsts[:, None] + np.minimum(np.arange(width), self.counts[:, None] - 1)
+        flat = places.ravel().astype(np.int64)
+        return select_rows(self.features, flat if self.index is None else self.index[flat])
+
+    def newest(self) -> Pairs:
+        """Return the last pair of each row."""
+        last = np.cumsum(self.counts, dtype=np.int64) - 1
+        starts = (self.starts + self.counts - 1).astype(np.int32)
+        index = last if self.index is None else self.index[last]
+        return Pairs(self.rows, starts, np.ones_like(self.counts), self.features, index)
+
     def select(self, is_selected: npt.NDArray[np.bool_]) -> Pairs:
         """Return the pairs of some of the rows."""
         is_own = np.repeat(is_selected, self.counts)
@@ -63,6 +77,12 @@ class PendingPairs:
         self._steps.append(pairs)
         self.num_tokens += len(pairs.features)
         self.num_bytes += pairs.features.nbytes
+
+    def has(self, rows: RowArray) -> bool:
+        """Return whether there are pairs of any of the rows."""
+        firsts = self._first_steps[rows]
+        numbered = enumerate(self._steps, self._num_dropped)
+        return any(np.isin(pairs.rows, rows[firsts <= number]).any() for number, pairs in numbered)
 
     def clear(self) -> None:
         self._drop(len(self._steps))

@@ -129,6 +129,7 @@ class NgramProposer:
         self._num_indexed[rows] = 0
 
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
+        self._rows.unsettled.settle()  # the suffixes are on the host
         news = self._rows.read_tokens(rows, self._num_indexed[rows], self._rows.lens[rows])
         self._num_indexed[rows] = self._rows.lens[rows]
         drafts = [

@@ -52,6 +52,7 @@ class ReceivedDrafts:
     def propose(self, rows: RowArray, max_lens: IntArray) -> IntArray:
         message: IntArray = self._link.receive_drafts(rows.size + int(max_lens.sum())).cpu().numpy()
         lens, token_ids = message[: rows.size], message[rows.size :]
+        self._rows.unsettled.settle()
         if lens.any():
             self._rows.write_drafts(rows, lens, token_ids[: int(lens.sum())])
         return lens

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from ...proto.model.eagle3_config import aux_layers
 from ...proto.model.parallel_split import ParallelSplit, Stage
 from ..comm.pipeline import StageLink
 from ..step.batch import Batch
-from ..step.token_relay import Record
+from ..step.unsettled_steps import Record, SettledStep
 from .feature_tap import NO_FEATURES, Features
 from .head_proposer import HeadProposer
 
@@ -62,11 +60,11 @@ class GatheredFeatures:
             self._link.expect_features(stage, features.new_empty(len(features), width))
         return partial(self._join, batch, features, self._num_drops)
 
-    def _join(self, batch: Batch, features: Tensor, num_drops: int, is_live: npt.NDArray[np.bool_]) -> None:
+    def _join(self, batch: Batch, features: Tensor, num_drops: int, settled: SettledStep) -> None:
         """Give the head a step unless the states were dropped since, with the number of drops before it."""
         parts = [features, *(self._link.take_features(stage) for stage in self._widths)]
         if self._head.wants_features and num_drops == self._num_drops:
-            self._head.record(batch, torch.cat(parts, dim=-1), is_live)
+            self._head.record(batch, torch.cat(parts, dim=-1), settled)
 
 
 def features_of(speculative: SpeculativeConfig, stage: Stage, num_layers: int) -> Features:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray, runs_of
 
@@ -48,6 +50,24 @@ def verify(rows: RowArray, is_match: npt.NDArray[np.bool_]) -> Verdict:
     starts, lens = runs_of(rows)
     num_misses: IntArray = np.cumsum(~is_match) - ~is_match  # before each sample
     return verdict_of(rows, num_misses == np.repeat(num_misses[starts], lens))
+
+
+def verify_on_device(rows: Tensor, is_match: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """As `verify`, without a wait of the host.
+
+    Args:
+        rows: [N] int64, as for `verify`.
+        num_rows: R.
+
+    Returns:
+        the samples that count, [N] bool, and the accepted drafted tokens of each of the R rows, [R] int32.
+    """
+    is_miss = ~is_match
+    num_misses = is_miss.cumsum(0) - is_miss.long()  # before each sample
+    is_retained = num_misses == num_misses.index_select(0, torch.searchsorted(rows, rows))
+    counts = torch.zeros(num_rows, dtype=torch.int32, device=rows.device)
+    counts.index_add_(0, rows, is_retained.int())
+    return is_retained, (counts - 1).clamp_(min=0)
 
 
 def verdict_of(rows: RowArray, is_retained: npt.NDArray[np.bool_]) -> Verdict:

@@ -49,7 +49,8 @@ class Batch:
 
     Attributes:
         rows: [S] int64, the row of each sequence in this order; a row with drafted tokens repeats.
-        lens: [S], computed tokens of each row after the step.
+        lens: [S], computed tokens of each row after the step. They and all positions on the host are without the
+            tokens that unsettled steps have accepted; those on the device are with them.
         token_ids: [T] int32.
         positions: [T] int64, the rotary positions of the tokens, or [3, T] if some are within a prompt with images.
         num_decodes: sequences with one token, which come first; with data-parallel attention those of all ranks.
@@ -388,24 +389,42 @@ def _gather_inputs(
         token_positions = np.tile(token_positions, num_groups)
     device = rows.device_tables.ids.device
     first_rows = None if device.type == "cpu" else own.first_rows
+    accepted = rows.unsettled.accepted
     arrays: list[npt.NDArray[Any]] = [
         layout.token_rows,
         layout.positions,
-        compute_slots(rows, token_tables, token_positions, block_size),
+        compute_slots(rows, token_tables, token_positions, block_size)
+        if accepted is None
+        else token_tables.astype(np.int64, copy=False),
         rows.tables.tables_of(own.rows).astype(np.int32, copy=False),
         np.concatenate(([0], np.cumsum(chunk_lens))).astype(np.int32),
         seq_lens,
-        _first_columns(rows, own, block_size),
+        _first_positions(rows, own),
         *([] if own_part is None else [own_part.tokens]),
         *([] if first_rows is None else [first_rows]),
         *([] if layout.samples_all else [layout.ends[layout.sampled] - 1]),
     ]
-    token_rows, positions, slots, table_index, chunk_starts, device_lens, first_columns, *others = (
+    token_rows, positions, slots, table_index, chunk_starts, device_lens, first_positions, *others = (
         to_device_together(arrays, device)
     )
     own_tokens = None if own_part is None else others.pop(0)
     device_first_rows = None if first_rows is None else others.pop(0)
     width = -(-int(seq_lens.max(initial=1)) // block_size)
+    rotary_positions = positions if rotary is None else to_device_once(rotary, device)
+    if accepted is not None:
+        # Slots, and whatever else follows from the positions, are computed on the device.
+        gained, seqs_gained = (
+            accepted.index_select(0, index) for index in (token_rows, table_index[: len(device_lens)])
+        )
+        positions, rotary_positions = positions + gained, rotary_positions + gained
+        own_positions = positions if own_tokens is None else positions.index_select(0, own_tokens)
+        slots = _slots_on_device(rows, slots, own_positions.repeat(num_groups), block_size)
+        device_lens = device_lens + seqs_gained
+        if rows.layout.has_windows:
+            first_positions = first_positions + seqs_gained.repeat(num_groups).unsqueeze(1)
+        most = int(seq_lens.max(initial=1)) + rows.unsettled.max_accepted
+        width = min(-(-most // block_size), rows.device_tables.ids.shape[1])
+    first_columns = first_positions.clamp(min=0) // block_size
     attention = AttentionInputs(
         num_decodes=num_decodes,
         slot_mapping=slots,
@@ -414,7 +433,7 @@ def _gather_inputs(
         seq_lens=device_lens,
         first_rows=device_first_rows,
         chunks=ChunkBounds(chunk_lens.tolist(), seq_lens[num_decodes:].tolist()),
-        decode_lens=seq_lens[:num_decodes],
+        decode_lens=seq_lens[:num_decodes] if accepted is None else None,
         own_tokens=None if own_tokens is None else OwnTokens(own_tokens, own_tokens),
         generated=_generated_tokens(rows, own) if device.type == "cpu" else None,
         images=images,
@@ -427,7 +446,7 @@ def _gather_inputs(
         attention = with_groups(attention, *of_layers)
     return (
         rows.token_ids[token_rows, positions],
-        positions if rotary is None else to_device_once(rotary, device),
+        rotary_positions,
         others[0] if others else None,
         attention,
     )
@@ -478,17 +497,16 @@ def _sent_slots(rows: DeviceRows, token_rows: LongArray) -> IntArray | None:
     return rows.lora_slots[token_rows[own.start : own.stop]]
 
 
-def _first_columns(rows: DeviceRows, layout: _Layout, block_size: int) -> LongArray:
-    """Return the index of the first block that each sequence's tokens attend to, [G * S, 1], of each group in turn.
+def _first_positions(rows: DeviceRows, layout: _Layout) -> LongArray:
+    """Return the first position that each sequence's tokens attend to, [G * S, 1], of each group in turn.
 
-    Returns an empty array for a model without windows.
+    It is negative before a window is full. Returns an empty array for a model without windows.
     """
     if not rows.layout.has_windows:
         return np.empty(0, np.int64)
     windows = np.array([group.window or rows.max_len for group in rows.layout.groups])[:, None]
-    first_positions = (layout.seq_lens - layout.query_lens + 1) - windows
-    columns: LongArray = np.maximum(first_positions, 0).reshape(-1, 1) // block_size
-    return columns.astype(np.int64)
+    first_positions: LongArray = ((layout.seq_lens - layout.query_lens + 1) - windows).astype(np.int64)
+    return first_positions.reshape(-1, 1)
 
 
 def _repeat_for_drafts(rows: LongArray, counts: IntArray) -> tuple[LongArray, IntArray]:
@@ -509,6 +527,12 @@ def compute_slots(
     """
     index, offsets = np.divmod(positions, block_size)
     return rows.tables.ids[tables, index].astype(np.int64) * block_size + offsets
+
+
+def _slots_on_device(rows: DeviceRows, tables: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Return what `compute_slots` does, of tables and positions on the device."""
+    blocks = rows.device_tables.ids[tables, positions // block_size]
+    return blocks.long() * block_size + positions % block_size
 
 
 def _scored_tokens(

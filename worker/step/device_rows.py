@@ -23,13 +23,15 @@ from ..sampling.logits_processors import LogitsProcessorState
 from ..sampling.sampling_table import SamplingTable
 from ..structured.constraint_state import ConstraintState
 from .media_rows import MediaRows
+from .unsettled_steps import UnsettledSteps
 
 
 class DeviceRows:
     """Persistent state of R = `max_num_seqs` rows (batch slots), one sequence each.
 
     State that the scheduler determines is in numpy, so that no step waits for the device. Tokens, which the device
-    samples, are on the device.
+    samples, are on the device. So is the number of drafted tokens that unsettled steps have accepted: `lens`,
+    `num_computed`, and the positions that methods take are without them.
 
     Attributes:
         max_len: most tokens that a row may compute.
@@ -49,6 +51,7 @@ class DeviceRows:
         pooling: [R], the params of pooled rows; None for rows that generate.
         pools: [R] bool, rows that have `pooling`.
         one_each: [R] int32, ones.
+        unsettled: steps whose accepted drafted tokens only the device knows.
         row_tables: of a CPU, for models with one cache group without a window; None for others.
         partition: the blocks on this rank, which attends for the rows that have them; None if it has all. Set when
             the KV cache is allocated.
@@ -84,6 +87,7 @@ class DeviceRows:
         self.lora_slots: IntArray = np.full(num_rows, NO_SLOT, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=np.bool_)
         self.one_each: IntArray = np.ones(num_rows, dtype=np.int32)
+        self.unsettled = UnsettledSteps(self.lens, self.num_computed)
         self.row_tables: RowTables | None = None
         if device.type == "cpu" and len(self.layout.groups) == 1 and not self.layout.has_windows:
             block_tables = self.device_tables.ids
@@ -119,11 +123,13 @@ class DeviceRows:
 
     def clear(self) -> None:
         """Empty all rows."""
+        self.unsettled.clear()
         self._release(np.arange(len(self.lens), dtype=np.int32))
 
     def _release(self, rows: IntArray) -> None:
         self.tables.release(rows)
         self.device_tables.release(rows)
+        self.unsettled.forget(rows)
         self.decoding[rows] = False
         self.lora_slots[rows] = NO_SLOT
         self.logits_processors.release(rows)
@@ -181,15 +187,21 @@ class DeviceRows:
     def equals_known(
         self, rows: IntArray | RowArray, positions: IntArray | RowArray, token_ids: Tensor
     ) -> npt.NDArray[np.bool_]:
-        """Return whether tokens equal those at their positions, drafted ones included; on a GPU the host waits."""
-        if self.token_ids.is_cpu:
-            # numpy indexes few elements in a third of torch's time.
-            is_same: npt.NDArray[np.bool_] = self.token_ids.numpy()[rows, positions] == token_ids.numpy()
-            return is_same
-        index = [rows.astype(np.int64), positions.astype(np.int64)]
-        written = self.token_ids[tuple(to_device_together(index, self.token_ids.device))]
-        is_equal: npt.NDArray[np.bool_] = (written == token_ids).cpu().numpy()
-        return is_equal
+        """Return whether tokens equal those at their positions, drafted ones included; on a CPU."""
+        # numpy indexes few elements in a third of torch's time.
+        is_same: npt.NDArray[np.bool_] = self.token_ids.numpy()[rows, positions] == token_ids.numpy()
+        return is_same
+
+    def replace_drafts(self, rows: RowArray, positions: RowArray, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Write samples over drafted tokens; the host does not wait.
+
+        Returns:
+            the rows, [N] int64, and whether the samples are equal to the drafted tokens, [N] bool, on the device.
+        """
+        places = self._places(rows, positions)
+        is_same = self.token_ids[places] == token_ids
+        self.token_ids[places] = token_ids
+        return places[0], is_same
 
     def _replace_newest(self, rows: IntArray, token_ids: IntArray) -> None:
         self.write(rows, self.lens[rows] - 1, to_device(token_ids, self.token_ids.device, torch.int32))
@@ -200,8 +212,15 @@ class DeviceRows:
         if self.token_ids.is_cpu:
             self.token_ids.numpy()[rows, positions] = token_ids.numpy()
             return
+        self.token_ids[self._places(rows, positions)] = token_ids
+
+    def _places(self, rows: IntArray | RowArray, positions: IntArray | RowArray) -> tuple[Tensor, Tensor]:
+        """Return the rows and the positions of tokens on the device, [N] int64."""
         index = [rows.astype(np.int64), positions.astype(np.int64)]
-        self.token_ids[tuple(to_device_together(index, self.token_ids.device))] = token_ids
+        device_rows, device_positions = to_device_together(index, self.token_ids.device)
+        if (accepted := self.unsettled.accepted) is not None:
+            device_positions = device_positions + accepted.index_select(0, device_rows)
+        return device_rows, device_positions
 
     def _put(self, sequence: NewSequence) -> None:
         row, length, start = sequence.row, sequence.num_tokens, sequence.num_source_tokens

@@ -17,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from ...proto.block_tables import IntArray, RowArray
@@ -27,6 +26,7 @@ from ..comm.pipeline import StageLink, TokenArrival
 from ..memory.host_to_device import to_device_once
 from .batch import decoding_rows
 from .device_rows import DeviceRows
+from .unsettled_steps import Record, SettledStep
 
 # In a verdict, a sample that does not count.
 _REJECTED = -1
@@ -34,8 +34,6 @@ _REJECTED = -1
 
 # Lets the states of a step's rows be those after the samples that count, [N] bool.
 Store = Callable[[npt.NDArray[np.bool_]], None]
-# Records a step whose tokens the rows have. Gets which rows have had their sequence ever since, [R] bool.
-Record = Callable[[npt.NDArray[np.bool_]], None]
 
 
 class TokenRelay(Protocol):
@@ -61,11 +59,11 @@ class TokenRelay(Protocol):
         """
         ...
 
-    def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
+    def pass_on(self, token_ids: Tensor, is_retained: Tensor | None = None) -> None:
         """Send the tokens that this stage has sampled in a step, of the rows that `expect` gets elsewhere.
 
         Args:
-            retained: indices of those that count; None for all, in a step without drafts.
+            is_retained: [N] bool, those that count; None for all, in a step without drafts.
         """
         ...
 
@@ -88,7 +86,7 @@ class NoRelay:
     ) -> None:
         raise AssertionError("the rank samples the tokens itself")
 
-    def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
+    def pass_on(self, token_ids: Tensor, is_retained: Tensor | None = None) -> None:
         pass
 
     def clear(self) -> None:
@@ -101,13 +99,11 @@ class LastRelay(NoRelay):
     def __init__(self, link: StageLink) -> None:
         self._link = link
 
-    def pass_on(self, token_ids: Tensor, retained: RowArray | None = None) -> None:
-        if retained is None:
+    def pass_on(self, token_ids: Tensor, is_retained: Tensor | None = None) -> None:
+        if is_retained is None:
             self._link.send_tokens(token_ids)
-            return
-        verdict, index = torch.full_like(token_ids, _REJECTED), to_device_once(retained, token_ids.device)
-        verdict.index_copy_(0, index, token_ids.index_select(0, index))
-        self._link.send_tokens(verdict, to_all=True)
+        else:
+            self._link.send_tokens(token_ids.masked_fill(~is_retained, _REJECTED), to_all=True)
 
 
 @dataclass(slots=True)
@@ -189,7 +185,7 @@ class EarlyRelay(NoRelay):
             if step.arrival is not None:
                 self._write(step, step.arrival.wait())
             if step.record is not None:
-                step.record(step.is_live)
+                step.record(SettledStep(step.is_live, self._rows.lens, np.zeros_like(self._rows.lens)))
 
     def _write(self, step: _Awaited, token_ids: Tensor) -> None:
         """Write the tokens that count to their rows."""

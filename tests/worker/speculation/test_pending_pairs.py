@@ -48,6 +48,18 @@ class Model:
         )
 
 
+def check_places(taken: Pairs, model: Model) -> None:
+    """Check the features of pairs in four places of each row, and the last pairs alone."""
+    kept = [[(row, position) for position in model.kept[row]] for row in taken.rows.tolist()]
+    places = taken.padded_features(4).reshape(len(kept), 4, 2).tolist()
+    for own, found in zip(kept, places, strict=True):
+        assert [tuple(each) for each in found] == [own[min(place, len(own) - 1)] for place in range(4)]
+    newest = taken.newest()
+    assert [tuple(each) for each in newest.own_features().tolist()] == [own[-1] for own in kept]
+    assert newest.starts.tolist() == [own[-1][1] for own in kept]
+    assert newest.counts.tolist() == [1] * len(kept)
+
+
 @given(STEPS)
 def test_rows_get_their_own_pairs_in_order(steps: list[tuple[str, list[int], int]]) -> None:
     pending, model = PendingPairs(NUM_ROWS), Model()
@@ -59,6 +71,7 @@ def test_rows_get_their_own_pairs_in_order(steps: list[tuple[str, list[int], int
             model.kept = {row: [] for row in range(NUM_ROWS)}
         else:
             expected = [(row, position) for row in sorted(rows) for position in model.kept[row]]
+            assert pending.has(np.array(rows, np.int64)) == bool(expected)
             if kind == "forget":
                 pending.forget(np.array(rows, np.int64))
             elif (taken := pending.take(np.array(sorted(rows), np.int64))) is None:
@@ -68,6 +81,7 @@ def test_rows_get_their_own_pairs_in_order(steps: list[tuple[str, list[int], int
                 assert taken.rows.tolist() == sorted({row for row, _ in expected})
                 assert taken.starts.tolist() == [model.kept[row][0] for row in taken.rows.tolist()]
                 assert taken.counts.tolist() == [len(model.kept[row]) for row in taken.rows.tolist()]
+                check_places(taken, model)
             for row in rows:
                 model.kept[row] = []
     if not any(model.kept.values()):

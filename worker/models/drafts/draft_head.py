@@ -24,9 +24,11 @@ class DraftHead(Protocol):
 
     Attributes:
         hidden_size: E.
+        num_features: F, numbers of the target model's hidden states for each token.
     """
 
     hidden_size: int
+    num_features: int
 
     def combine(self, features: Tensor) -> Tensor:
         """Return the hidden states [T, E] of pairs from the target model's, [T, F]."""

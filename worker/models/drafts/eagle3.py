@@ -49,7 +49,7 @@ class Eagle3Head:
             "midlayer" if load.checkpoint.has(f"{root}midlayer.hidden_norm.weight") else "layers.0"
         )
         size, num_features = spec.hidden_size, num_aux * target.hidden_size
-        self.hidden_size = size
+        self.hidden_size, self.num_features = size, num_features
         has_embedding = load.checkpoint.has(f"{root}embed_tokens.weight")
         if not has_embedding and size != target.hidden_size:
             raise ConfigError(

@@ -51,7 +51,7 @@ class MtpHead:
             return name.format(index=index)
 
         self.target = target
-        self.hidden_size = size
+        self.hidden_size = self.num_features = size
         self.norm_eps = spec.norm_eps
         self.is_hidden_first, self.feeds_normed = layout.hidden_first, layout.feeds_normed
         self.reads_first = layout.reads_first
