@@ -639,14 +639,18 @@ SECTIONS = (
         "KV that travels",
         "kv_transfer",
         "Rates at which a rank reads the blocks of a rank in another process, 256 MiB at once, beside a copy of "
-        "memory and a plain TCP connection; the machine was busy.",
+        "memory and TCP connections, with a core for each side: bytes by the processor time of the busier process, "
+        "since the machine was busy.",
         chosen(
-            kv_transfer__memcpy="copy of memory",
-            kv_transfer__memory="from the lender's memory, on one host",
-            kv_transfer__buffer="through shared memory, on one host",
-            kv_transfer__tcp_plain="plain TCP connection",
-            kv_transfer__stream="TCP with AES-GCM",
-            kv_transfer__frames="ZeroMQ with CURVE",
+            kv_transfer__busy__memcpy="copy of memory",
+            kv_transfer__busy__memory="blocks from the lender's memory, on one host",
+            kv_transfer__busy__memory_share="of the copy of memory",
+            kv_transfer__busy__buffer="blocks through shared memory, on one host",
+            kv_transfer__busy__tcp_plain="plain TCP connection",
+            kv_transfer__busy__tcp_encrypted="TCP connection with AES-GCM",
+            kv_transfer__busy__stream="blocks over TCP with AES-GCM",
+            kv_transfer__busy__stream_share="of the connection with AES-GCM",
+            kv_transfer__busy__frames="blocks over ZeroMQ with CURVE",
         ),
     ),
     Section(
