@@ -121,7 +121,8 @@ class _Group:
         part_lens = self._num_planes.astype(np.uint64) * lengths.sum(axis=1, dtype=np.uint64)
         ends = np.cumsum(np.where(self._plane == 0, part_lens, 0), dtype=np.uint64)  # of each plane's part
         places = np.arange(lengths.shape[1]) * self._num_planes[:, None] + self._plane[:, None]
-        return (ends - part_lens)[:, None] + places.astype(np.uint64) * lengths
+        found: Addresses = (ends - part_lens)[:, None] + places.astype(np.uint64) * lengths
+        return found
 
 
 class KvBlocks:

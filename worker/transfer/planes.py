@@ -38,7 +38,8 @@ class Planes:
 
     def pack(self, start: int) -> bytes:
         """Return the table with places that count from `start`."""
-        return (self.table - np.array([start, 0, 0, 0, 0, 0])).tobytes()
+        packed: bytes = (self.table - np.array([start, 0, 0, 0, 0, 0])).tobytes()
+        return packed
 
     def __len__(self) -> int:
         return len(self.table)
@@ -81,4 +82,5 @@ class Planes:
         if not are_heads.all() or (blocks.size and not 0 <= blocks.min() <= blocks.max() < num_blocks.min()):
             raise ValueError(f"heads {first[~are_heads]} or blocks {block_ids} are not in this memory")
         places = (base + starts + skipped * head_bytes)[:, None] + strides[:, None] * blocks
-        return places.astype(np.uint64)
+        addresses: Addresses = places.astype(np.uint64)
+        return addresses

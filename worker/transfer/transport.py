@@ -61,13 +61,12 @@ _log = logging.getLogger(__name__)
 
 
 class KvPeer(Protocol):
-    """A connection to one rank of another replica. For one thread.
+    """A connection to one rank of another replica. For one thread."""
 
-    Attributes:
-        read_bytes: what a read should have, after `hello`.
-    """
-
-    read_bytes: int
+    @property
+    def read_bytes(self) -> int:
+        """The bytes that a read should have, after `hello`."""
+        ...
 
     def hello(self, layout: KvLayout, timeout_s: float) -> KvLayout:
         """Return the peer's layout.
