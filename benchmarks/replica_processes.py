@@ -8,7 +8,7 @@ import signal
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -81,11 +81,21 @@ class _ThreadedGroup:
         return getattr(self._group, name)
 
 
+def _as_it_is(role: str) -> None:
+    """Leave a replica of this role as it is."""
+
+
 def _serve(
-    options: dict[str, Any], endpoint: str, keys: CurveKeys | None, lends_small: bool, channel: Connection
+    options: dict[str, Any],
+    endpoint: str,
+    keys: CurveKeys | None,
+    lends_small: bool,
+    prepare: Callable[[str], None],
+    channel: Connection,
 ) -> None:
     """Run a replica until the process is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    prepare(options["role"])
     with ExitStack() as stack:
         if keys is not None:  # as between hosts
             stack.enter_context(mock.patch.object(peers, "MappedBlocks", side_effect=OSError))
@@ -106,13 +116,20 @@ def _serve(
 
 @contextmanager
 def replica_processes(
-    model: str, roles: tuple[str, ...], way: str = "memory", *, lends_small: bool = False, **options: Any
+    model: str,
+    roles: tuple[str, ...],
+    way: str = "memory",
+    *,
+    lends_small: bool = False,
+    prepare: Callable[[str], None] = _as_it_is,
+    **options: Any,
 ) -> Iterator[tuple[ReplicaProcess, ...]]:
     """Run a replica for each role.
 
     Args:
         way: ``memory``, or ``stream`` as between hosts.
         lends_small: chunks of prompts are lent however short they are.
+        prepare: called in each process with its role, before anything else.
         options: of EngineOptions.
 
     Raises:
@@ -128,7 +145,7 @@ def replica_processes(
             settings = {"model": model, "device": "cpu", "role": role, "kv_transfer": True} | options
             endpoint = f"ipc://{folder}/{number}-{role}"
             process = spawn.Process(
-                target=_serve, args=(settings, endpoint, keys, lends_small, other), daemon=True
+                target=_serve, args=(settings, endpoint, keys, lends_small, prepare, other), daemon=True
             )
             process.start()
             started.append((own, ReplicaProcess(process, endpoint)))
