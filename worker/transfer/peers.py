@@ -10,20 +10,18 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import zmq
 
 from ...proto.block_tables import IntArray
-from ...proto.errors import ProtocolError
 from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
-from ...proto.transport.network import CurveKeys, connect
+from ...proto.transport.network import CurveKeys
 from ..memory.checksum import checksum
 from ..memory.shared_segment import SegmentAddress, SharedSegment
 from .kv_blocks import ByteArray, Heads, KvBlocks, MappedBlocks
+from .line import BlockRead, Line
 from .messages import (
     MAPPED_READ_BYTES,
     MAX_FRAME_BYTES,
@@ -37,7 +35,6 @@ from .messages import (
     Release,
     StreamOffer,
     Welcome,
-    WireMessage,
     pack_heads,
     wire,
 )
@@ -46,23 +43,6 @@ from .sealed_stream import SealedStream
 
 # A request of a few kB that cannot be sent for so long will not be.
 _SEND_TIMEOUT_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockRead:
-    """Heads of blocks to be read.
-
-    Attributes:
-        sources, targets: the lender's blocks, and the reader's.
-    """
-
-    read_id: int
-    generation: int
-    group: int
-    sources: IntArray
-    targets: IntArray
-    heads: Heads
-    num_bytes: int
 
 
 class _Way(Protocol):
@@ -92,7 +72,7 @@ class Peer:
     """
 
     def __init__(self, description: str, keys: CurveKeys | None, blocks: KvBlocks) -> None:
-        self._line = _Line(description, keys)
+        self._line = Line(description, keys)
         self._blocks = blocks
         self._way: _Way | None = None
         self._num_reads = 0
@@ -154,47 +134,6 @@ class Peer:
         self._line.close()
 
 
-class _Line:
-    """The connection for messages."""
-
-    def __init__(self, description: str, keys: CurveKeys | None) -> None:
-        self.endpoint, _, self.instance = description.partition("#")
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        with suppress(zmq.ZMQError, AssertionError):  # nobody answers then
-            connect(self._socket, self.endpoint, keys)
-
-    def send(self, message: WireMessage) -> None:
-        """Send a message. Raises KvReadError instead of waiting for a peer that takes none."""
-        try:
-            self._socket.send(wire.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            raise KvReadError(KvFailure.UNREACHABLE, f"{self.endpoint} takes no messages") from None
-
-    def receive(self, timeout_s: float) -> tuple[WireMessage, bytes | memoryview] | None:
-        """Return the next message and the bytes that follow it; None if none arrives in time."""
-        if not self._socket.poll(max(0, round(1000 * timeout_s))):
-            return None
-        first, *rest = self._socket.recv_multipart(copy=False)
-        return self.decode(first.bytes), rest[0].buffer if rest else b""
-
-    def decode(self, raw: bytes) -> WireMessage:
-        try:
-            return wire.decode(raw)
-        except ProtocolError as error:
-            raise KvReadError(KvFailure.CORRUPT, f"{self.endpoint}: {error}") from None
-
-    def check(self, done: ReadDone) -> None:
-        """Raise KvReadError if a read has failed."""
-        if done.failure:
-            raise KvReadError(KvFailure(done.failure), f"{self.endpoint} gives no blocks")
-
-    def close(self) -> None:
-        self._context.destroy()
-
-
 class _FromMemory:
     """Copies from the lender's memory, and asks after each copy whether the lease was still in effect.
 
@@ -204,7 +143,7 @@ class _FromMemory:
 
     read_bytes = MAPPED_READ_BYTES
 
-    def __init__(self, line: _Line, blocks: KvBlocks, mapped: MappedBlocks) -> None:
+    def __init__(self, line: Line, blocks: KvBlocks, mapped: MappedBlocks) -> None:
         self._line, self._blocks, self._mapped = line, blocks, mapped
         self._waiting = deque[BlockRead]()
         self._granted = 0  # generation of the lease that was in effect when asked
@@ -246,7 +185,7 @@ class _FromAnswers:
 
     read_bytes = READ_BYTES
 
-    def __init__(self, line: _Line, blocks: KvBlocks, *, shares: bool) -> None:
+    def __init__(self, line: Line, blocks: KvBlocks, *, shares: bool) -> None:
         self._line, self._blocks, self._shares = line, blocks, shares
         self._free = [_Buffer() for _ in range(READS_AT_ONCE)]
         self._reads: dict[int, tuple[BlockRead, _Buffer]] = {}
@@ -283,7 +222,7 @@ class _FromStream:
 
     read_bytes = READ_BYTES
 
-    def __init__(self, line: _Line, blocks: KvBlocks, stream: SealedStream) -> None:
+    def __init__(self, line: Line, blocks: KvBlocks, stream: SealedStream) -> None:
         self._line, self._blocks, self._stream = line, blocks, stream
         self._reads = deque[BlockRead]()
         self._is_answered = False  # the bytes of the first read are next
@@ -321,7 +260,7 @@ class _FromStream:
         self._stream.close()
 
 
-def _request(line: _Line, read: BlockRead, buffer: SegmentAddress | None) -> Read:
+def _request(line: Line, read: BlockRead, buffer: SegmentAddress | None) -> Read:
     heads = pack_heads(read.heads)
     return Read(read.read_id, line.instance, read.generation, read.group, read.sources, heads, buffer)
 
