@@ -3,11 +3,14 @@
     python -m benchmarks.kv_transfer --json FILE
 
 A lender and a reader with a rank each, 32 layers of 8 heads of 128 numbers in bfloat16, 64 KiB per layer and block.
+NIXL is measured where it is installed.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
+import os
 import socket
 import tempfile
 import time
@@ -43,6 +46,8 @@ WAYS = {
     "stream": ("AES-GCM over TCP", "tcp_encrypted"),
     "frames": ("ZeroMQ's CURVE over TCP", "tcp_plain"),
 }
+if importlib.util.find_spec("nixl") is not None:
+    WAYS["nixl"] = "NIXL over UCX's TCP, not encrypted, with a checksum on each side", "tcp_plain"
 CPU = torch.device("cpu")
 TIMEOUT_S = 600.0
 
@@ -50,6 +55,7 @@ TIMEOUT_S = 600.0
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
     torch.set_num_threads(1)
+    os.environ.setdefault("UCX_TLS", "tcp,self")
     num_bytes = (NUM_BLOCKS - 1) * sum(layout_of(make_config(), 0, "").block_bytes)
     with ExitStack() as stack:
         measured: dict[str, Callable[[], Seconds]] = {
@@ -108,19 +114,19 @@ def make_config() -> EngineConfig:
     return replace(config, cache=replace(config.cache, kv_transfer=True))
 
 
-def make_service(keys: CurveKeys | None, directory: str, name: str) -> KvService:
+def make_service(way: str, keys: CurveKeys | None, directory: str, name: str) -> KvService:
     config = make_config()
     memory = KvMemory(config, 0, torch.bfloat16, CPU)
     memory.allocate(NUM_BLOCKS)
     blocks = KvBlocks(memory.cache, config.cache_layout, layout_of(config, 0, "w"), CPU)
     endpoint = f"ipc://{directory}/{name}.kv" if keys is None else "tcp://127.0.0.1:*"
-    return KvService(blocks, "w", endpoint, keys, lambda body: body())
+    return KvService(blocks, "w", endpoint, keys, lambda body: body(), has_nixl=way == "nixl")
 
 
-def lend(keys: CurveKeys | None, directory: str, channel: Connection) -> None:
+def lend(way: str, keys: CurveKeys | None, directory: str, channel: Connection) -> None:
     """Lend all blocks, in a process of its own."""
     torch.set_num_threads(1)
-    service = make_service(keys, directory, "lender")
+    service = make_service(way, keys, directory, "lender")
     service.apply(KvOrders(grants=(KvGrant(1, np.arange(1, NUM_BLOCKS, dtype=np.int32)),)))
     channel.send(service.take_reports(is_idle=False)[0].name)
     channel.recv()
@@ -135,14 +141,14 @@ def open_pulls(way: str) -> Iterator[Callable[[], Seconds]]:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         spawn = multiprocessing.get_context("spawn")
         own, others = spawn.Pipe()
-        lender = spawn.Process(target=lend, args=(keys, directory, others))
+        lender = spawn.Process(target=lend, args=(way, keys, directory, others))
         lender.start()
         stack.callback(lender.join)
         stack.callback(own.send, None)
         if not own.poll(TIMEOUT_S):
             raise TimeoutError(f"the lender did not start in {TIMEOUT_S:g} s")
         endpoint = own.recv()
-        service = make_service(keys, directory, "reader")
+        service = make_service(way, keys, directory, "reader")
         stack.callback(service.close)
         ids = np.arange(1, NUM_BLOCKS, dtype=np.int32)
         numbers = count(1)

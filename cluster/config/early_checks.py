@@ -15,7 +15,7 @@ from ...proto.errors import ConfigError, ModelLoadError, Problems
 from ...proto.kv_layout import FP8_PER_TENSOR
 from ...proto.model.registry import ARCHITECTURE_ALIASES, FAMILIES, check_heads, latent_dim
 from ...proto.model.transformers_spec import has_architecture, has_model_type
-from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DTYPES
+from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DTYPES, NIXL
 from ...proto.options.values import in_words
 from ...worker import available_bytes
 from .engine_options import EngineOptions
@@ -138,6 +138,10 @@ def _check_combinations(options: EngineOptions, device: str) -> None:
         ),
         "standby_weights is for ranks on CPUs: a GPU's memory ends with its process": options.standby_weights
         and device != "cpu",
+        "kv_transport is nixl, but KV stays in its replica; set kv_transfer or a role": options.kv_transport
+        == NIXL
+        and not options.kv_transfer
+        and options.role == "both",
         "weights_from_peers is for ranks on CPUs: a GPU's memory cannot be mapped": options.weights_from_peers
         and device != "cpu",
         "enable_dp_attention is for several ranks, tensor_parallel_size is 1": options.enable_dp_attention

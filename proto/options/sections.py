@@ -45,6 +45,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 # Ways of a mixture's tokens to the ranks that have their experts.
 ALL_REDUCE, ALL_TO_ALL = "all_reduce", "all_to_all"
 DEEPEP_HIGH_THROUGHPUT, DEEPEP_LOW_LATENCY = "deepep_high_throughput", "deepep_low_latency"
+NIXL = "nixl"
 GRAMMAR_BACKENDS = ("xgrammar", "guidance")
 MAX_BLOCK_SIZE = 1024
 # Far above what serves well; more would only fail later, when every rank allocates its rows and buffers.
@@ -311,6 +312,13 @@ class CacheOptions:
         False,
         help="Let a request that moves to another replica take its KV blocks along, where reading them is faster "
         "than computing them.",
+    )
+    kv_transport: str = _kv_option(
+        "auto",
+        help="How KV blocks come from another replica, if that has the same: auto is memory on one host, and "
+        "encrypted TCP between hosts; nixl is NIXL, over RDMA where UCX finds some. It neither encrypts nor "
+        "authenticates: use it on a network that only the cluster reaches (not yet run on a GPU, or over RDMA).",
+        check=one_of("auto", NIXL),
     )
     role: str = _kv_option(
         "both",

@@ -37,7 +37,8 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
     device, quantization, cuda_graphs, max_num_batched_tokens, num_host_blocks, speculative, lora, pooling,
     enable_expert_parallel, enable_dp_attention, batch_invariant, num_state_slots, num_host_state_slots,
     all2all_backend, enable_eplb, num_redundant_experts, eplb_step_interval, attention_backend, language_model_only,
-    pp, dp_attention_size, mm_encoder_tp_mode, kv_transfer.
+    pp, dp_attention_size, mm_encoder_tp_mode, kv_transfer,
+        kv_transport.
     """
     model = replace(
         describe_model(folder, folder.name),
@@ -62,6 +63,7 @@ def make_config(folder: Path, tp: int = 1, **settings: Any) -> EngineConfig:
         num_state_slots=settings.get("num_state_slots"),
         num_host_state_slots=settings.get("num_host_state_slots", 0),
         kv_transfer=settings.get("kv_transfer", False),
+        kv_transport=settings.get("kv_transport", "auto"),
         cuda_graphs=settings.get("cuda_graphs", True),
         enable_expert_parallel=settings.get("enable_expert_parallel", False),
         enable_dp_attention=settings.get("enable_dp_attention", False),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 _ROW_WORDS = 512
 
@@ -24,3 +26,15 @@ def checksum(content: npt.NDArray[np.uint8]) -> int:
     return (int((rows * weights).sum(dtype=np.uint64)) + 0x9E3779B97F4A7C15 * int(rest) + content.size) % (
         1 << 64
     )
+
+
+def tensor_checksum(content: Tensor) -> int:
+    """Return `checksum` of a contiguous tensor's bytes, computed on its device."""
+    num_bytes = content.numel() * content.element_size()
+    rest_bytes = num_bytes % (8 * _ROW_WORDS)
+    raw = content.flatten().view(torch.uint8)
+    rows = raw[: num_bytes - rest_bytes].view(torch.int64).view(-1, _ROW_WORDS).sum(dim=1)
+    weights = 2 * torch.arange(len(rows), dtype=torch.int64, device=content.device) + 1
+    total = int((rows * weights).sum())  # modulo 2**64, as all sums of integers
+    rest = raw[num_bytes - rest_bytes :].cpu().numpy()
+    return (total + checksum(rest) - rest.size + num_bytes) % (1 << 64)

@@ -18,6 +18,7 @@ from ...proto.config import EngineConfig, SwapRates
 from ...proto.engine_command import ALL_TAGS, EngineCommand
 from ...proto.errors import ConfigError, RankFailed, in_one_line
 from ...proto.kv_layout import layout_of
+from ...proto.options.sections import NIXL
 from ...proto.replica_status import COMPILE_STAGE
 from ...proto.step import EncoderInput, StepPlan, StepResult
 from ...proto.stored_kv import StoredReport
@@ -31,6 +32,7 @@ from ..memory.host_to_device import to_device
 from ..memory.shared_segment import SegmentAddress
 from ..step.batch import gather_batch
 from ..transfer.kv_blocks import KvBlocks, NoKvService
+from ..transfer.nixl import check_nixl_is_installed
 from ..weights.checkpoint import ProgressCallback
 from ..weights.weight_source import WeightOrigin
 from .device import compute_device, on_device
@@ -69,8 +71,8 @@ class ModelRunner:
         prepare_seconds: of the last preparation on a GPU: to record ``graphs``, and to ``warm up``.
 
     Raises:
-        ConfigError: the model or its tensor_parallel_size is not supported, the weights do not fit into memory, or
-            QUIRE_CPU_ISA names an instruction set that the processor lacks.
+        ConfigError: the model or its tensor_parallel_size is not supported, the weights do not fit into memory,
+            QUIRE_CPU_ISA names an instruction set that the processor lacks, or NIXL is chosen and not installed.
         ModelLoadError: the weights cannot be read.
     """
 
@@ -84,6 +86,8 @@ class ModelRunner:
         inherited: Sequence[WeightOrigin] = (),
         pipeline: Pipeline | None = None,
     ) -> None:
+        if config.cache.kv_transport == NIXL:
+            check_nixl_is_installed()
         self._stages = StepStages()
         self._config = config
         self._pipeline = Pipeline.of_one_stage(comm) if pipeline is None else pipeline
@@ -199,7 +203,13 @@ class ModelRunner:
         if states:  # schedulers compare the weights' names, and do not know the tensors of states
             weights = f"{weights}-{layout.whole.fingerprint.hex()}"
         blocks = KvBlocks(memory.kv.cache, self._config.cache_layout, layout, self.device)
-        self._kv = open_service(blocks, weights, *self._kv_address, run=self._run_on_device)
+        self._kv = open_service(
+            blocks,
+            weights,
+            *self._kv_address,
+            run=self._run_on_device,
+            has_nixl=self._config.cache.kv_transport == NIXL,
+        )
 
     def _run_on_device(self, body: Callable[[], None]) -> None:
         with on_device(self.device):

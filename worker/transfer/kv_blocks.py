@@ -19,6 +19,7 @@ from ...proto.kv_layout import KvLayout, StateLayout
 from ...proto.kv_transfer import KvOrders, KvReport
 from ..attention import LayerCache
 from ..memory.cache_engine import CacheEngine
+from ..memory.checksum import checksum, tensor_checksum
 from ..memory.shared_segment import SegmentAddress, SharedSegment
 from .planes import Numbers, Planes
 
@@ -225,26 +226,61 @@ class KvBlocks:
         planes = (group.planes.pack(self._segment.start) for group in self._groups)
         return BlockMap(self._segment.address, b"".join(planes))
 
-    def copy_from(
-        self, mapped: MappedBlocks, group: int, heads: Heads, sources: IntArray, targets: IntArray
-    ) -> None:
-        """Copy some heads of another rank's blocks into this one's.
+    @property
+    def planes(self) -> Planes:
+        """All groups' planes, by addresses."""
+        return Planes(np.concatenate([group.planes.table for group in self._groups]))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in which the blocks are, each once."""
+        parts = (part for group in self._groups for layer in group.layers for part in layer.parts)
+        return tuple({part.data_ptr(): part for part in parts}.values())
+
+    def pieces(
+        self, theirs: Planes, base: int, group: int, heads: Heads, sources: IntArray, targets: IntArray
+    ) -> tuple[Addresses, Addresses, Addresses]:
+        """Return the addresses of some heads of blocks, those of another rank's, and the lengths.
+
+        Args:
+            theirs, base: all groups' planes of the other rank, and the address of the memory that they are in.
 
         Raises:
             ValueError: one of the ranks does not have these heads or blocks.
         """
         own = self._groups[group]
         into, lengths = own.pieces(self._numbers(group, targets), heads)
-        planes = mapped.planes.part(sum(len(each.planes) for each in self._groups[:group]), own.planes)
+        planes = theirs.part(sum(len(each.planes) for each in self._groups[:group]), own.planes)
         sources = self._numbers(group, sources)
-        theirs = planes.addresses(mapped.address, sources, *own.heads_of_planes(heads))
-        copy_pieces(into, theirs, lengths, bypasses_cache=True)
+        return into, planes.addresses(base, sources, *own.heads_of_planes(heads)), lengths
+
+    def copy_from(
+        self, mapped: MappedBlocks, group: int, heads: Heads, sources: IntArray, targets: IntArray
+    ) -> None:
+        """Copy some heads of another rank's blocks into this one's. Raises ValueError as `pieces` does."""
+        pieces = self.pieces(mapped.planes, mapped.address, group, heads, sources, targets)
+        copy_pieces(*pieces, bypasses_cache=True)
 
     def mark_written(self) -> None:
         """Note that everything launched so far is to be read by `gather`; on a CPU it is done."""
         if self._stream is not None:
             self._is_written = torch.cuda.Event()
             self._is_written.record(torch.cuda.current_stream(self._device))
+
+    def await_written(self) -> None:
+        """Wait until what was marked is written: others read the memory, or write to it, without a stream."""
+        if self._is_written is not None:
+            self._is_written.synchronize()
+
+    def checksum(self, group: int, block_ids: IntArray, heads: Heads) -> int:
+        """Return a checksum of what `gather` would copy, computed where the blocks are."""
+        if self._stream is None:
+            content = np.empty(block_ids.size * self.block_bytes(group, heads), np.uint8)
+            self.gather(group, block_ids, heads, content)
+            return checksum(content)
+        with self._on_stream(self._stream):
+            parts = [own.index_select(0, index) for own, index in self._heads(group, block_ids, heads)]
+            return tensor_checksum(torch.cat([part.flatten() for part in parts]))
 
     def gather(self, group: int, block_ids: IntArray, heads: Heads, into: ByteArray) -> None:
         """Copy some heads of blocks into host memory of `block_bytes` each, layer by layer."""
@@ -280,6 +316,14 @@ class KvBlocks:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Return the heads of each layer's part, the index of the blocks in it, and the place of their bytes."""
         start, whole = 0, torch.from_numpy(content).view(self._word)
+        for own, index in self._heads(group, block_ids, heads):
+            shape = len(index), *own.shape[1:]
+            end = start + math.prod(shape)
+            yield own, index, whole[start:end].view(shape)
+            start = end
+
+    def _heads(self, group: int, block_ids: IntArray, heads: Heads) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the heads of each layer's part, [N, P, heads, words], and the index of the blocks in it."""
         block_ids = self._numbers(group, block_ids)
         indices: dict[tuple[int, int], Tensor] = {}
         for layer, (first, count) in zip(self._groups[group].layers, heads, strict=True):
@@ -287,10 +331,7 @@ class KvBlocks:
                 indices[layer.split, layer.place] = self._index(layer, block_ids)
             index = indices[layer.split, layer.place]
             for part in layer.parts if count else ():
-                shape = len(block_ids), part.shape[1], count, part.shape[3]
-                end = start + shape[0] * shape[1] * shape[2] * shape[3]
-                yield part.narrow(2, first - layer.first_head, count), index, whole[start:end].view(shape)
-                start = end
+                yield part.narrow(2, first - layer.first_head, count), index
 
     def _parts(self, layer: LayerCache) -> tuple[Tensor, ...]:
         """Return views [N, P, H, words] of a layer's blocks [N, P, H, B, D] and their scales [N, P, H, B]."""

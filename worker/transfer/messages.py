@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...proto.block_tables import IntArray
-from ...proto.codec import FrameCodec
+from ...proto.codec import NO_INTS, FrameCodec
 from ...proto.kv_layout import KvLayout
 from ...proto.kv_transfer import KvFailure
 from ...proto.later_fields import sent_if_set
 from ..memory.shared_segment import SegmentAddress
 from .kv_blocks import BlockMap, Heads
+from .nixl import NixlMemory
 
 # Bytes of a read: small enough that reading, checking and writing overlap. A reader that copies from the server's
 # memory does all by itself, and asks once for more bytes.
@@ -30,11 +31,13 @@ class Hello:
 
     Attributes:
         buffer: memory that the reader shares, to find out whether the server can map it.
+        wants_nixl: the reader reads by NIXL, if the server has it.
     """
 
     instance: str
     layout: KvLayout
     buffer: SegmentAddress | None = sent_if_set(None)
+    wants_nixl: bool = sent_if_set(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Welcome:
         maps_buffer: the server writes into the memory that the reader shares.
         blocks: memory with the blocks, which a reader on the server's host maps; None on a GPU.
         stream: between hosts only.
+        nixl: registered memory with the blocks, if the reader wants it and the server has some.
     """
 
     layout: KvLayout
@@ -62,6 +66,7 @@ class Welcome:
     maps_buffer: bool = sent_if_set(False)
     blocks: BlockMap | None = sent_if_set(None)
     stream: StreamOffer | None = sent_if_set(None)
+    nixl: NixlMemory | None = sent_if_set(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,8 @@ class Check:
     """Asks whether a lease is in effect and has all these blocks; a ReadDone answers.
 
     Attributes:
-        waits: for the lease to come into effect.
+        waits: for the lease to come into effect, and until the steps before it have written its blocks.
+        group, heads: as of a Read, what the reader has got over a network: the answer has the checksum of it.
     """
 
     read_id: int
@@ -95,6 +101,8 @@ class Check:
     generation: int
     block_ids: IntArray
     waits: bool
+    group: int = sent_if_set(0)
+    heads: IntArray = sent_if_set(NO_INTS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """A reader's connection to one rank of another replica, and the ways by which blocks come.
 
-In order of preference: the reader copies from the lender's memory, which it maps, between ranks on CPUs of one host;
-the lender copies into memory that the reader shares, on the same host; it sends them over a stream, encrypted,
-between hosts; they follow its answers as frames, where nothing else works.
+By NIXL, if both ranks have it (`--kv-transport nixl`). Otherwise, in order of preference: the reader copies from the
+lender's memory, which it maps, between ranks on CPUs of one host; the lender copies into memory that the reader
+shares, on the same host; it sends them over a stream, encrypted, between hosts; they follow its answers as frames,
+where nothing else works.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from .messages import (
     pack_heads,
     wire,
 )
+from .nixl import NixlEnd
+from .nixl_way import FromNixl
 from .sealed_port import connect_stream
 from .sealed_stream import SealedStream
 
@@ -69,11 +72,14 @@ class Peer:
     Args:
         description: by the other rank's transport.
         blocks: into which reads go.
+        nixl: this rank's end of reads by NIXL; None for none.
     """
 
-    def __init__(self, description: str, keys: CurveKeys | None, blocks: KvBlocks) -> None:
+    def __init__(
+        self, description: str, keys: CurveKeys | None, blocks: KvBlocks, nixl: NixlEnd | None = None
+    ) -> None:
         self._line = Line(description, keys)
-        self._blocks = blocks
+        self._blocks, self._nixl = blocks, nixl
         self._way: _Way | None = None
         self._num_reads = 0
 
@@ -85,7 +91,11 @@ class Peer:
     def hello(self, layout: KvLayout, timeout_s: float) -> KvLayout:
         probe = _Buffer()
         try:
-            self._line.send(Hello(self._line.instance, layout, probe.address(READ_BYTES)))
+            self._line.send(
+                Hello(
+                    self._line.instance, layout, probe.address(READ_BYTES), wants_nixl=self._nixl is not None
+                )
+            )
             deadline = time.monotonic() + timeout_s
             while (left_s := deadline - time.monotonic()) > 0:
                 answer = self._line.receive(left_s)
@@ -104,6 +114,10 @@ class Peer:
         return welcome.layout
 
     def _choose(self, welcome: Welcome) -> _Way:
+        if self._nixl is not None:
+            registered = self._nixl.readable(welcome.nixl, self._line.endpoint)
+            if registered is not None:
+                return FromNixl(self._line, self._blocks, self._nixl, registered)
         if welcome.blocks is not None and not self._blocks.are_on_gpu:
             with suppress(OSError, ValueError):  # it is on another host, or of another user
                 return _FromMemory(self._line, self._blocks, MappedBlocks(welcome.blocks))

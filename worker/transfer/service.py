@@ -55,6 +55,7 @@ class KvService:
         weights: digest of the weights.
         endpoint, keys: as for ZmqTransport.
         run: runs the body of a thread, with the rank's device current.
+        has_nixl: as for ZmqTransport.
 
     Raises:
         zmq.ZMQError: the endpoint cannot be bound.
@@ -67,6 +68,8 @@ class KvService:
         endpoint: str,
         keys: CurveKeys | None,
         run: Callable[[Callable[[], None]], None],
+        *,
+        has_nixl: bool = False,
     ) -> None:
         self._blocks, self._rank = blocks, blocks.layout.rank
         self._leases: dict[int, frozenset[int]] = {}  # generation |-> blocks
@@ -77,7 +80,7 @@ class KvService:
         self._pulls: dict[int, _OpenPull] = {}
         self._orders = SimpleQueue[_OpenPull | tuple[str, int] | None]()
         self._closing = False
-        self._transport = ZmqTransport(endpoint, keys, self, run)
+        self._transport = ZmqTransport(endpoint, keys, self, run, has_nixl=has_nixl)
         self._transport.register(blocks)
         self._report(
             KvReportKind.SERVES,
@@ -217,10 +220,12 @@ def open_service(
     endpoint: str,
     keys: CurveKeys | None,
     run: Callable[[Callable[[], None]], None],
+    *,
+    has_nixl: bool = False,
 ) -> KvService | NoKvService:
     """Return a service, or none if its endpoint cannot be bound: the rank computes without."""
     try:
-        return KvService(blocks, weights, endpoint, keys, run)
+        return KvService(blocks, weights, endpoint, keys, run, has_nixl=has_nixl)
     except zmq.ZMQError as error:
         _log.warning(
             "rank %d: blocks do not travel, %s cannot be bound: %s", blocks.layout.rank, endpoint, error

@@ -42,6 +42,7 @@ from .messages import (
     unpack_heads,
     wire,
 )
+from .nixl import NixlEnd, open_nixl
 from .peers import Peer
 from .sealed_port import SealedPort
 from .sealed_stream import SealedStream
@@ -142,6 +143,7 @@ class ZmqTransport:
         keys: of the fleet, over tcp.
         leases: which blocks may be read.
         run: runs the body of a thread, with its device current.
+        has_nixl: blocks come and leave by NIXL, where the other rank has it too.
     """
 
     def __init__(
@@ -150,7 +152,11 @@ class ZmqTransport:
         keys: CurveKeys | None,
         leases: LeaseTable,
         run: Callable[[Callable[[], None]], None] = lambda body: body(),
+        *,
+        has_nixl: bool = False,
     ) -> None:
+        self._has_nixl = has_nixl
+        self._nixl: NixlEnd | None = None
         self._keys, self._leases, self._run = keys, leases, run
         self._instance = secrets.token_hex(8)
         self._blocks: KvBlocks | None = None
@@ -172,6 +178,7 @@ class ZmqTransport:
 
     def register(self, blocks: KvBlocks) -> None:
         self._blocks = blocks
+        self._nixl = open_nixl(blocks) if self._has_nixl else None
         self._thread = threading.Thread(target=self._run, args=(self._serve,), name="kv-server", daemon=True)
         self._thread.start()
 
@@ -180,7 +187,7 @@ class ZmqTransport:
 
     def connect(self, description: str) -> KvPeer:
         assert self._blocks is not None, "register must be called before connect"
-        return Peer(description, self._keys, self._blocks)
+        return Peer(description, self._keys, self._blocks, self._nixl)
 
     def close(self) -> None:
         if self._context.closed:
@@ -195,6 +202,8 @@ class ZmqTransport:
             self._guard.close()
         self._context.destroy(linger=0)
         self._segments.clear()
+        if self._nixl is not None:
+            self._nixl.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -224,7 +233,7 @@ class ZmqTransport:
             case Read():
                 self._answer(peer, message, self._blocks)
             case Check():
-                self._send(peer, self._check(message))
+                self._send(peer, self._check(message, self._blocks))
             case Release() if message.instance == self._instance:
                 self._leases.on_release(message.generation)
 
@@ -240,17 +249,27 @@ class ZmqTransport:
             maps_buffer=hello.buffer is not None and _can_open(hello.buffer),
             blocks=blocks.map,
             stream=None if self._streams is None else self._streams.offer(),
+            nixl=None if self._nixl is None or not hello.wants_nixl else self._nixl.memory,
         )
 
-    def _check(self, check: Check) -> ReadDone:
+    def _check(self, check: Check, blocks: KvBlocks) -> ReadDone:
         patience_s = GRANT_PATIENCE_S if check.waits else 0.0
-        is_valid = check.instance == self._instance and self._leases.covers(
-            check.generation, check.block_ids, patience_s
-        )
+        is_valid, content_sum = self._covers(check, patience_s), 0
+        if is_valid and check.waits:
+            blocks.await_written()
+        if is_valid and check.heads.size:
+            content_sum = blocks.checksum(check.group, check.block_ids, unpack_heads(check.heads))
+            is_valid = self._covers(check, 0.0)
         if is_valid:
             self._leases.on_read(check.generation)
         failure = "" if is_valid else KvFailure.STALE
-        return ReadDone(check.read_id, failure, 0, is_in_buffer=False)
+        return ReadDone(check.read_id, failure, content_sum, is_in_buffer=False)
+
+    def _covers(self, read: Read | Check, patience_s: float) -> bool:
+        """Return whether the lease of what is read is in effect."""
+        return read.instance == self._instance and self._leases.covers(
+            read.generation, read.block_ids, patience_s
+        )
 
     def _answer(self, peer: bytes, read: Read, blocks: KvBlocks) -> None:
         shared = None
@@ -271,9 +290,7 @@ class ZmqTransport:
         self, read: Read, blocks: KvBlocks, take: Callable[[int], ByteArray]
     ) -> ByteArray | KvFailure:
         """Copy what is to be read into memory that `take` gives; fail if the lease was not in effect all the time."""
-        is_valid = read.instance == self._instance and self._leases.covers(
-            read.generation, read.block_ids, GRANT_PATIENCE_S
-        )
+        is_valid = self._covers(read, GRANT_PATIENCE_S)
         heads = unpack_heads(read.heads)
         if not is_valid or not 0 <= read.group < len(blocks.layout.transferred_groups):
             return KvFailure.STALE
@@ -282,7 +299,7 @@ class ZmqTransport:
             return KvFailure.REFUSED
         content = take(num_bytes)
         blocks.gather(read.group, read.block_ids, heads, content)
-        if not self._leases.covers(read.generation, read.block_ids, 0.0):
+        if not self._covers(read, 0.0):
             return KvFailure.STALE
         self._leases.on_read(read.generation)
         return content

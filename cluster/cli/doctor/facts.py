@@ -20,7 +20,7 @@ from ....worker import LIBRARIES, LibraryState, available_bytes, cache_directory
 from ...config.nvml import GpuDriver, gpu_driver
 from ...config.server_options import ServerOptions
 
-PACKAGES = ("quire", "torch", "ray", "transformers", "triton", "grpcio", "huggingface_hub")
+PACKAGES = ("quire", "torch", "ray", "transformers", "triton", "grpcio", "huggingface_hub", "nixl")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _SHARED_MEMORY = Path("/dev/shm")
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -230,6 +230,20 @@ def _limits(facts: MachineFacts) -> Iterator[Finding]:
         )
 
 
+def _nixl(facts: MachineFacts) -> Iterator[Finding]:
+    version = facts.packages.get("nixl")
+    if version is not None:
+        yield Finding("NIXL", f"{version}, for --kv-transport nixl")
+    elif facts.has_infiniband:
+        yield Finding(
+            "NIXL",
+            "not installed",
+            Verdict.NOTE,
+            "KV blocks travel between hosts over encrypted TCP, not over RDMA",
+            "pip install 'quire[nixl]'",
+        )
+
+
 def _gpus(facts: MachineFacts) -> Iterator[Finding]:
     driver = facts.driver
     if driver is None or not driver.gpus:
@@ -325,6 +339,7 @@ _CHECKS: tuple[Callable[[MachineFacts], Iterator[Finding]], ...] = (
     _shared_memory,
     _disk,
     _limits,
+    _nixl,
     _gpus,
     _ports,
 )

@@ -247,6 +247,15 @@ def test_resolve_refuses_standby_weights_on_a_gpu() -> None:
     assert resolve_on_cpu("demo", standby_weights=True).parallel.standby_weights
 
 
+def test_resolve_refuses_a_transport_for_kv_that_stays() -> None:
+    with pytest.raises(
+        ConfigError, match="kv_transport is nixl, but KV stays in its replica; set kv_transfer or a role"
+    ):
+        resolve_on_cpu("demo", kv_transport="nixl")
+    assert resolve_on_cpu("demo", kv_transport="nixl", kv_transfer=True).cache.kv_transport == "nixl"
+    assert resolve_on_cpu("demo", kv_transport="nixl", role="prefill").cache.moves_kv
+
+
 def test_resolve_refuses_flash_attention_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="attention_backend flash_attn is for GPUs"):
         resolve_on_cpu("demo", attention_backend="flash_attn")

@@ -6,12 +6,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from fake_nixl import FakeNixl
 from model_kinds import model_type_of
 from ranked_driver import RankedDriver
 from reference import Reference, prompts_of
 from state_kinds import STATE_KINDS
+
+from quire.worker.transfer.nixl import NixlEnd
 
 NUM_TOKENS, NUM_PREFIX_TOKENS = 10, 28
 
@@ -24,14 +28,15 @@ def patient_pulls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_replicas(
-    make_engine: Any, folder: Path, sizes: tuple[int, int], sockets: Path
+    make_engine: Any, folder: Path, sizes: tuple[int, int], sockets: Path, transport: str = "auto"
 ) -> list[RankedDriver]:
     """Return two replicas of so many ranks each, which serve each other."""
     found = list[RankedDriver]()
     for number, tp in enumerate(sizes):
         engine = make_engine(
-            folder, tp, block_size=4, max_num_seqs=4, num_state_slots=12, kv_transfer=True, num_blocks=256
-        )
+            folder, tp, block_size=4, max_num_seqs=4, num_state_slots=12, kv_transfer=True,
+            kv_transport=transport, num_blocks=256,
+        )  # fmt: skip
         for rank, runner in enumerate(engine.runners):
             runner.serve_blocks(f"ipc://{sockets}/{number}-{rank}.kv", None)
         found.append(RankedDriver(engine.config.with_num_blocks(engine.num_blocks), engine.step))
@@ -91,6 +96,26 @@ def test_state_is_sliced_and_joined_between_tensor_parallel_sizes(
     # All of its layers with keys have a window, behind which no blocks are left.
     num_pulled = 8 if kind == "recurrent_gemma" else NUM_PREFIX_TOKENS
     move_sequence(folder, replicas, ends_early=False, num_pulled=num_pulled)
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3_next", (1, 2)), ("lfm2", (1, 1))])
+@pytest.mark.parametrize("is_installed", [False, True], ids=["fake", "package"])
+def test_sequence_moves_by_nixl(
+    kind: str, sizes: tuple[int, int], is_installed: bool, make_model: Any, make_engine: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    network = FakeNixl()
+    if is_installed:
+        pytest.importorskip("nixl._api")
+        monkeypatch.setenv("UCX_TLS", "tcp,self")
+    else:
+        network.install(monkeypatch)
+    begun = mock.Mock(side_effect=NixlEnd.begin)
+    monkeypatch.setattr(NixlEnd, "begin", lambda *args: begun(*args))
+    folder = make_model(model_type_of(kind), seed=7, **STATE_KINDS[kind])
+    move_sequence(folder, open_replicas(make_engine, folder, sizes, tmp_path, "nixl"), ends_early=False)
+    assert begun.called, "the blocks came another way"
+    assert is_installed == (network.num_reads == 0)
 
 
 def move_sequence(

@@ -58,6 +58,8 @@ def test_good_machine_has_no_finding_to_act_on() -> None:
         ({"max_files": 8192}, "ulimit -n", Verdict.NOTE),
         ({"max_processes": 100}, "ulimit -u", Verdict.FAILS),
         ({"max_locked_bytes": 65_536, "has_infiniband": True}, "ulimit -l", Verdict.FAILS),
+        ({"has_infiniband": True}, "NIXL", Verdict.NOTE),
+        ({"packages": {**GOOD.packages, "nixl": "1.5.1"}}, "NIXL", Verdict.OK),
         ({"driver": None}, "GPUs", Verdict.NOTE),
         ({"driver": GpuDriver("1", (12, 8), (Gpu("T4", 16 * GIB, (7, 5)),))}, "GPU 0", Verdict.SLOW),
         ({"torch_cuda": ""}, "torch's CUDA", Verdict.FAILS),
