@@ -9,6 +9,8 @@ runs that store them, in place:
 - `selective_scan`: a vector per channel, Mamba's (Gu and Dao, 2023).
 - `causal_conv`: the last inputs of a short convolution over time.
 
+`rg_lru` is Griffin's recurrence (De et al., 2024) behind its gates, a scan with one state per channel.
+
 The CPU ops and the references compute one token after the other, so that the bits of a token depend neither on how
 its prompt is cut into chunks nor on other sequences.
 """
@@ -131,3 +133,31 @@ def selective_scan(
         if stores:
             states[slot] = state
     return out
+
+
+def rg_lru(x: Tensor, gates: Tensor, decay: Tensor, states: Tensor, runs: StateRuns) -> Tensor:
+    """Return the state of each channel after each token, [T, C], where::
+
+        rate = exp(decay * sigmoid(gates[..., 1]))
+        state[t] = rate[t] * state[t - 1] + sqrt(1 - rate[t]^2) * sigmoid(gates[..., 0]) * x[t]
+
+    A sequence's first token is added whole: it has no state to make room for. On a GPU the scan alone is one kernel.
+
+    Args:
+        x: [T, C].
+        gates: [H, T, 2 W] of x's dtype, for each head of W channels those of the input and those of the decay.
+        decay: [C] float32, negative.
+        states: [slots, 1, C] float32 or bfloat16; overwritten.
+    """
+    if cpu.supports_lru(x, gates, states):
+        return cpu.rg_lru(x, gates, decay, states, runs)
+    num_tokens = len(x)
+    opened = gates.transpose(0, 1).sigmoid().chunk(2, dim=2)
+    input_gate, rate = (part.flatten(1).float() for part in opened)
+    # Empty runs of a recorded step begin after it.
+    is_first = torch.zeros(num_tokens + 1, 1, dtype=torch.bool, device=x.device)
+    is_first.index_put_((runs.starts[: len(runs.slots)].long(),), runs.is_new[:, None])
+    room = (1 - (2 * rate * decay).exp()).sqrt_().masked_fill_(is_first[:num_tokens], 1)
+    normalized = x.float() * input_gate * room / rate  # the scan multiplies its inputs by the rates
+    ones = normalized.new_ones(num_tokens, 1)
+    return selective_scan(normalized, rate, decay[None], ones, ones, states, runs).to(x.dtype)

@@ -75,6 +75,7 @@ _SIGNATURES: dict[str, list[_CType]] = {
     "quire_select_experts": [_POINTER] * 4 + [_LONG] * 7 + [_FLOAT] * 2 + [_INT],
     "quire_linear_attention": [_INT] * 2 + [_POINTER] * 12 + [_LONG] * 9 + [_FLOAT] + [_INT] * 2,
     "quire_causal_conv": [_INT] + [_POINTER] * 10 + [_LONG] * 4 + [_INT] * 2,
+    "quire_rg_lru": [_INT] * 2 + [_POINTER] * 10 + [_LONG] * 4 + [_INT],
     "quire_selective_scan": [_INT] * 2 + [_POINTER] * 12 + [_LONG] * 5 + [_INT],
     "quire_decode_layer_bytes": [],
     "quire_decode_layers": _DECODE_LAYERS,

@@ -1,6 +1,7 @@
 // Recurrences over the tokens of each sequence (kernels/recurrence.py). A task is one sequence and some channels or
 // columns of a state, which stay in the first-level cache for all of its tokens. The order of all sums is fixed, so
 // that neither other sequences nor the cut of a prompt into chunks change a bit.
+#include <cmath>
 #include <vector>
 
 #include "activation.h"
@@ -214,6 +215,38 @@ void selective_scan(const T* x, int64_t x_stride, const float* step, const float
   });
 }
 
+// sqrt(1 - exp(2 x)) for x <= 0. Near 0 the difference would lose its digits, so there it is the series of -expm1.
+inline Vec room_beside(Vec x) {
+  const Vec doubled = 2.f * x;
+  const Vec series = -doubled * (1.f + doubled * (1.f / 2 + doubled * (1.f / 6 + doubled * (1.f / 24))));
+  Vec room = doubled > -0.03f ? series : 1.f - exp_of(doubled);
+  for (int lane = 0; lane < LANES; lane++) room[lane] = std::sqrt(room[lane]);
+  return room;
+}
+
+// gates [H, T, 2 W], for each head those of the input and of the decay; decay [C]; W is a multiple of LANES.
+template <typename T, typename S>
+void rg_lru(const T* x, const T* gates, const float* decay, S* states, const Runs& runs, T* out, int64_t num_tokens,
+            int64_t channels, int64_t width, int threads) {
+  const int64_t elements = (runs.num_tokens() + runs.count) * channels;
+  for_parts(runs, channels / LANES, elements, threads, [&](int64_t sequence, int64_t part) {
+    const int64_t column = part * LANES, head = column / width;
+    const T* const own = gates + head * num_tokens * 2 * width + column % width;
+    S* const kept = states + runs.slots[sequence] * channels + column;
+    const Vec slowest = load(decay + column);
+    Vec state = runs.is_new[sequence] ? Vec{} : load(kept);
+    for (int64_t t = runs.starts[sequence]; t < runs.ends[sequence]; t++) {
+      const bool is_first = runs.is_new[sequence] && t == runs.starts[sequence];
+      const Vec input = activate<SIGMOID>(load(own + t * 2 * width));
+      const Vec exponent = activate<SIGMOID>(load(own + t * 2 * width + width)) * slowest;
+      const Vec added = input * load(x + t * channels + column);
+      state = exp_of(exponent) * state + (is_first ? added : room_beside(exponent) * added);
+      store(out + t * channels + column, state);
+    }
+    if (runs.store(sequence)) store(kept, state);
+  });
+}
+
 }  // namespace
 
 #define FOR_STATE_DTYPE(call)      \
@@ -263,6 +296,15 @@ void quire_causal_conv(int dtype, const void* x, const void* weight, const void*
   const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
   FOR_DTYPE(causal_conv((const T*)x, x_stride, (const T*)weight, (const T*)bias, (T*)states, runs, (T*)out, channels,
                         width, silu, threads));
+}
+
+void quire_rg_lru(int dtype, int state_dtype, const void* x, const void* gates, const float* decay, void* states,
+                  const int32_t* slots, const int32_t* starts, const int32_t* ends, const uint8_t* is_new,
+                  const uint8_t* stores, void* out, int64_t num_sequences, int64_t num_tokens, int64_t channels,
+                  int64_t width, int threads) {
+  const Runs runs{slots, starts, ends, is_new, stores, num_sequences};
+  FOR_STATE_DTYPE(rg_lru((const T*)x, (const T*)gates, decay, (S*)states, runs, (T*)out, num_tokens, channels, width,
+                         threads));
 }
 
 void quire_selective_scan(int dtype, int state_dtype, const void* x, const float* step, const float* decay,

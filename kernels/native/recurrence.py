@@ -37,6 +37,13 @@ def supports_scan(x: Tensor, states: Tensor) -> bool:
     return _logged(x, "selective scans", f"{x.shape[1]} channels of {x.dtype}", is_supported)
 
 
+def supports_lru(x: Tensor, gates: Tensor, states: Tensor) -> bool:
+    """Return whether there is a C++ op for heads of this width; log if there is none."""
+    width = gates.shape[2] // 2
+    is_supported = supports(x, width) and gates.dtype == x.dtype and states.dtype in _STATE_DTYPES
+    return _logged(x, "gated linear recurrences", f"heads of {width} channels of {x.dtype}", is_supported)
+
+
 def _logged(x: Tensor, op: str, sizes: str, is_supported: bool) -> bool:
     if x.is_cpu and not is_supported:
         log_fallback(op, f"there is no C++ op for {sizes}")
@@ -108,5 +115,17 @@ def selective_scan(
         *_codes(x, states), x.data_ptr(), step.data_ptr(), decay.data_ptr(), b.data_ptr(), c.data_ptr(),
         states.data_ptr(), *_runs(runs), out.data_ptr(), len(runs.slots), x.shape[1], len(decay), x.stride(0),
         b.stride(0), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def rg_lru(x: Tensor, gates: Tensor, decay: Tensor, states: Tensor, runs: StateRuns) -> Tensor:
+    x, gates, decay = x.contiguous(), gates.contiguous(), decay.contiguous()
+    assert decay.dtype == torch.float32
+    assert states.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library().quire_rg_lru(
+        *_codes(x, states), x.data_ptr(), gates.data_ptr(), decay.data_ptr(), states.data_ptr(), *_runs(runs),
+        out.data_ptr(), len(runs.slots), len(x), x.shape[1], gates.shape[2] // 2, torch.get_num_threads(),
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from quire.kernels.native import recurrence as native
 from quire.kernels.native.library import is_available
-from quire.kernels.recurrence import causal_conv, linear_attention, selective_scan
+from quire.kernels.recurrence import causal_conv, linear_attention, rg_lru, selective_scan
 from quire.kernels.state_runs import StateRuns
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run a test with the C++ ops and with the references."""
     if request.param == "pytorch":
-        for name in ("supports_conv", "supports_attention", "supports_scan"):
+        for name in ("supports_conv", "supports_attention", "supports_scan", "supports_lru"):
             monkeypatch.setattr(native, name, lambda *_: False)
     elif not is_available():
         pytest.skip("there is no C++ compiler")
@@ -87,7 +87,7 @@ def attention_states(inputs: list[Any]) -> Tensor:
 def reference_of(op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Tensor]:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         with monkeypatch.context() as patch:
-            for name in ("supports_conv", "supports_attention", "supports_scan"):
+            for name in ("supports_conv", "supports_attention", "supports_scan", "supports_lru"):
                 patch.setattr(native, name, lambda *_: False)
             return op(*args, **kwargs)
 
@@ -232,6 +232,67 @@ def test_scan_equals_transformers(either: str) -> None:
     )
     torch.testing.assert_close(out, expected[0].T, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(states[3], state[0].T, atol=1e-5, rtol=1e-5)
+
+
+def lru_inputs(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, gates and decay of 3 heads of 32 channels, some of which hardly decay."""
+    x, gates = torch.randn(num_tokens, 96).to(dtype), torch.randn(3, num_tokens, 64).to(dtype)
+    return x, gates, -torch.logspace(-4, 1, 96)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_recurrence_equals_reference(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, states = lru_inputs(16, dtype), torch.randn(NUM_SLOTS, 1, 96)
+    expected_states, runs = states.clone(), make_runs(1, 12, 3, new=(False, True, False))
+    out = rg_lru(*inputs, states, runs)
+    for name in ("supports_lru", "supports_scan"):
+        monkeypatch.setattr(native, name, lambda *_: False)
+    expected = rg_lru(*inputs, expected_states, runs)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(states, expected_states, atol=tolerance, rtol=tolerance)
+
+
+def test_gated_recurrence_equals_transformers(either: str) -> None:
+    from transformers import RecurrentGemmaConfig
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    module = RecurrentGemmaRglru(RecurrentGemmaConfig(lru_width=96, num_attention_heads=3, hidden_size=96))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x, states = torch.randn(9, 96), torch.randn(NUM_SLOTS, 1, 96)
+    heads = x.view(9, 3, 32).transpose(0, 1)
+    gates = torch.cat(
+        (
+            torch.baddbmm(module.input_gate_bias[:, None], heads, module.input_gate_weight),
+            torch.baddbmm(module.recurrent_gate_bias[:, None], heads, module.recurrent_gate_weight),
+        ),
+        dim=2,
+    ).detach()
+    decay = -8 * functional.softplus(module.recurrent_param).detach()
+    out = rg_lru(x, gates, decay, states, make_runs(9))
+    with torch.no_grad():
+        expected = module(x[None], torch.arange(9)[None])[0]
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states[3, 0], expected[-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 16])
+def test_bits_of_gated_recurrence_do_not_depend_on_chunks(cut: int, either: str) -> None:
+    x, gates, decay = lru_inputs(17, torch.float32)
+
+    def run(tokens: slice, runs: StateRuns, states: Tensor) -> Tensor:
+        own = (
+            torch.cat((x[:2], x[tokens], x[:3])),
+            torch.cat((gates[:, :2], gates[:, tokens], gates[:, :3]), 1),
+        )
+        return rg_lru(*own, decay, states, runs)[2:-3]
+
+    whole = run(slice(None), make_runs(2, 17, 3), torch.zeros(NUM_SLOTS, 1, 96))
+    states = torch.zeros(NUM_SLOTS, 1, 96)
+    first = run(slice(cut), make_runs(2, cut, 3), states)
+    runs = make_runs(2, 17 - cut, 3, slots=(1, 0, 2), new=(True, False, True))
+    assert torch.equal(whole, torch.cat((first, run(slice(cut, None), runs, states))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

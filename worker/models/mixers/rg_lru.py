@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....kernels.activation import UNGATED_ACTIVATIONS
 from ....kernels.quantized_linear import Float8Tokens
-from ....kernels.recurrence import causal_conv, selective_scan
+from ....kernels.recurrence import causal_conv, rg_lru
 from ....kernels.state_runs import StateRuns
 from ....proto.model.rg_lru import RgLruSpec
 from ....proto.model.spec import DecoderSpec
@@ -50,23 +50,14 @@ class RgLru(StateMixer):
             load.checkpoint.read_into(bias, f"{stored}_bias", (own.num_heads, width), 0, heads.start)
         self.gate_weight, self.gate_bias = torch.cat(weights, dim=2), torch.cat(biases, dim=1)[:, None]
         parameter = read_float32(load, f"{name}.rg_lru.recurrent_param", shard)
-        self.decay = -_EXPONENT * F.softplus(parameter)[None]
+        self.decay = -_EXPONENT * F.softplus(parameter)
         self.output = RowParallelLinear(load, f"{name}.linear_out", channels, spec.hidden_size, bias=True)
 
     def mix(self, x: Tensor | Float8Tokens, states: Sequence[Tensor], runs: StateRuns) -> Tensor | PartialSum:
         """[T, E] -> [T, E]."""
         inner, gate = self.qkv.forward(x).chunk(2, dim=1)
         inner = runs.compute(causal_conv, inner, self.conv, self.conv_bias, states=states[0], silu=False)
-        num_tokens, num_heads = len(inner), len(self.gate_weight)
-        heads = inner.view(num_tokens, num_heads, -1).transpose(0, 1)
-        gates = torch.baddbmm(self.gate_bias, heads, self.gate_weight).transpose(0, 1).sigmoid()
-        input_gate, rate = (part.flatten(1).float() for part in gates.chunk(2, dim=2))
-        # The first token of a sequence has no state to make room for. Empty runs of a recorded step begin after it.
-        is_first = torch.zeros(num_tokens + 1, 1, dtype=torch.bool, device=inner.device)
-        is_first.index_put_((runs.starts[:-1].long(),), runs.is_new[:, None])
-        room = (1 - (2 * rate * self.decay).exp()).sqrt_().masked_fill_(is_first[:num_tokens], 1)
-        # The op multiplies its inputs by the rates.
-        normalized = inner.float() * input_gate * room / rate
-        ones = normalized.new_ones(num_tokens, 1)
-        mixed = runs.compute(selective_scan, normalized, rate, self.decay, ones, ones, states=states[1])
-        return self.output.forward_partial(mixed.to(inner.dtype) * self._activation(gate))
+        heads = inner.view(len(inner), len(self.gate_weight), -1).transpose(0, 1)
+        gates = torch.baddbmm(self.gate_bias, heads, self.gate_weight)
+        mixed = runs.compute(rg_lru, inner, gates, self.decay, states=states[1])
+        return self.output.forward_partial(mixed.mul_(self._activation(gate.contiguous())))
