@@ -1,9 +1,14 @@
-"""Load, prefill and decode of one small model of each kind on a CPU, beside transformers.
+"""Load, prefill and decode of one small model of each kind on a CPU, beside transformers and llama.cpp.
 
     python -m benchmarks.families --json benchmarks/results/families.json
+    python -m benchmarks.families --peers DIR --json benchmarks/results/families_peers.json
 
-Each engine loads each model in a process of its own, with as many threads as cores, in float32. The models are
-random: the time of a step depends on their sizes only.
+Each engine loads each model in a process of its own, with as many threads as cores, which `taskset` may limit, in
+float32. The models are random: the time of a step depends on their sizes only. Prefill and decode of one sequence
+are measured by turns, while the other engines' processes are stopped. With --peers llama.cpp takes part, of the
+folder DIR of `benchmarks.peers.install`, with the kinds in LLAMA_CPP only, and loads are not measured. A figure notes
+why an engine failed. With --processor-time the rates are tokens per second of processor time, for a machine that has
+other work: then run on one core, since threads that wait use time, too.
 """
 
 from __future__ import annotations
@@ -19,12 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.common import Figure, make_parser, median, names_from, report, write_figures
+from benchmarks.offline import num_cores
+from benchmarks.peers.comparison import Comparison, Limits
+from benchmarks.peers.engine import Requests
+from benchmarks.peers.process import Engine
 from benchmarks.random_models import make_tokenizer
+from benchmarks.workloads import Walls, Workload, single
 
-ENGINES = ("quire", "transformers")
 NUM_KV_BLOCKS = 512  # the layers of a kind may be in several cache groups, each with blocks of its own
 SIZES: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6,
@@ -113,12 +120,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"], "attention_window_size": 256},
 }
 _WITHOUT_HEAD_DIM = ("gptj", "gpt_neox")
+# The kinds that llama.cpp converts from the files that transformers writes; its greedy tokens are transformers'.
+LLAMA_CPP = (
+    *("llama", "qwen3", "gemma4_text", "cohere2", "mixtral", "llama4_text", "gpt_oss", "gpt_neox"),
+    *("lfm2", "qwen3_5_text", "qwen3_next", "mamba", "bamba"),
+)
 
 # Of the prompt whose prefill is timed, of that before decoding, tokens that are decoded, and repetitions.
-PREFILL_LEN, PROMPT_LEN, NUM_DECODED, NUM_REPEATS = 512, 32, 64, 3
-
-# (prompt, number of tokens) -> None; generates exactly these tokens.
-Generate = Callable[[list[int], int], None]
+PREFILL_LEN, PROMPT_LEN, NUM_DECODED, NUM_REPEATS = 512, 32, 64, 5
+LIMITS = Limits(load_s=300.0, workload_s=300.0, total_s=1200.0)  # of one kind
 
 
 def make_model(folder: Path, kind: str, *, is_quick: bool = False, **more: Any) -> None:
@@ -146,39 +156,21 @@ def make_model(folder: Path, kind: str, *, is_quick: bool = False, **more: Any) 
     make_tokenizer().save_pretrained(folder)
 
 
-def load_quire(folder: Path) -> Generate:
-    from quire import LLM, SamplingParams
+def load_quire(folder: Path) -> object:
+    from quire import LLM
 
-    llm = LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=NUM_KV_BLOCKS, max_model_len=1024)
-
-    def generate(prompt: list[int], max_tokens: int) -> None:
-        settings = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        (result,) = llm.generate([prompt], settings)
-        assert len(result.outputs[0].token_ids) == max_tokens
-
-    return generate
+    return LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=NUM_KV_BLOCKS, max_model_len=1024)
 
 
-def load_transformers(folder: Path) -> Generate:
+def load_transformers(folder: Path) -> object:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoTokenizer.from_pretrained(folder)  # as quire does
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def generate(prompt: list[int], max_tokens: int) -> None:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-        assert out.shape[1] == len(prompt) + max_tokens
-
-    return generate
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-LOADERS: dict[str, Callable[[Path], Generate]] = {"quire": load_quire, "transformers": load_transformers}
+LOADERS = {"quire": load_quire, "transformers": load_transformers}
 
 
 def import_engines(folder: Path) -> None:
@@ -196,56 +188,78 @@ def import_engines(folder: Path) -> None:
         transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
 
 
-def measure_load(load: Callable[[Path], Generate], folder: Path) -> tuple[Generate, dict[str, float]]:
-    """Load a model in this process. Returns what generates with it, and figure |-> value."""
+def measure_load(load: Callable[[Path], object], folder: Path) -> dict[str, float]:
+    """Load a model in this process. Returns figure |-> value."""
     import_engines(folder)
     weight_gb = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e9
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, started = _memory_kib("VmRSS"), time.perf_counter()
-    generate = load(folder)
-    loaded = time.perf_counter() - started
+    loaded = load(folder)  # kept until the memory is read
+    elapsed = time.perf_counter() - started
     peak_gb = (_memory_kib("VmHWM") - before) * 1024 / 1e9
-    return generate, {"load_s_per_gb": loaded / weight_gb, "peak_gb_per_gb": peak_gb / weight_gb}
+    del loaded
+    return {"load_s_per_gb": elapsed / weight_gb, "peak_gb_per_gb": peak_gb / weight_gb}
 
 
-def measure(engine: str, folder: Path) -> dict[str, float]:
-    """Load a model in this process and time it. Returns figure |-> value."""
-    generate, figures = measure_load(LOADERS[engine], folder)
-    rng = np.random.default_rng(0)
-
-    def timed(prompt_len: int, max_tokens: int) -> float:
-        """Return the median time; each prompt is new, so that no prefix is cached."""
-        times = []
-        for _ in range(NUM_REPEATS):
-            prompt = rng.integers(1, 30000, prompt_len).tolist()
-            begun = time.perf_counter()
-            generate(prompt, max_tokens)
-            times.append(time.perf_counter() - begun)
-        return median(times)
-
-    timed(PREFILL_LEN, 2)  # warms up
-    first, all_tokens = timed(PROMPT_LEN, 1), timed(PROMPT_LEN, 1 + NUM_DECODED)
-    return figures | {
-        "prefill_tokens_per_s": PREFILL_LEN / timed(PREFILL_LEN, 1),
-        "decode_tokens_per_s": NUM_DECODED / max(all_tokens - first, 1e-9),
-    }
+UNITS = {"load_s_per_gb": "s/GB", "peak_gb_per_gb": "GB/GB"}
 
 
-UNITS = {
-    "load_s_per_gb": "s/GB",
-    "peak_gb_per_gb": "GB/GB",
-    "prefill_tokens_per_s": "tokens/s",
-    "decode_tokens_per_s": "tokens/s",
-}
-
-
-def measure_apart(engine: str, folder: Path) -> dict[str, float]:
-    """As `measure`, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.families", "--measure", engine, str(folder)]
+def load_apart(engine: str, folder: Path) -> dict[str, Figure]:
+    """Measure a load in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.families", "--load", engine, str(folder)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     measured: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return measured
+    return {name: Figure(value, UNITS[name]) for name, value in measured.items()}
+
+
+def _batches(repetition: int) -> list[Requests]:
+    """Return one request each: a prefill, and the same prompt length without and with decoding; all are new."""
+    lens = (PREFILL_LEN, 1), (PROMPT_LEN, 1), (PROMPT_LEN, 1 + NUM_DECODED)
+    return [single(prompt_len, max_tokens, repetition) for prompt_len, max_tokens in lens]
+
+
+def _speeds(walls: Walls) -> dict[str, Figure]:
+    prefill, first, whole = (median(times) for times in zip(*walls, strict=True))
+    return {
+        "prefill_tokens_per_s": Figure(PREFILL_LEN / prefill, "tokens/s"),
+        "decode_tokens_per_s": Figure(NUM_DECODED / max(whole - first, 1e-9), "tokens/s"),
+    }
+
+
+SPEED = Workload(_batches, _speeds)
+
+
+def measure_speeds(
+    folder: Path, engines: list[str], peers: Path | None, *, counts_processor_time: bool = False
+) -> dict[str, Figure]:
+    """Measure prefill and decode of the engines by turns. Returns `<engine>.<figure>` |-> figure."""
+    options = ["--model-dir", str(folder), "--dtype", "float32", "--threads", str(num_cores())]
+    logs = (peers or folder) / "logs"
+
+    def start(name: str, timeout_s: float) -> Engine:
+        environments = None if name in LOADERS else peers
+        log, counts = logs / f"{name}.log", counts_processor_time
+        return Engine(name, environments, options, log, timeout_s, counts_processor_time=counts)
+
+    with Comparison(engines, start, LIMITS, single(PREFILL_LEN, 2, NUM_REPEATS)) as comparison:
+        figures = comparison.load()
+        speeds = comparison.measure("speed", SPEED, NUM_REPEATS)
+    failed = {name: figure for name, figure in figures.items() if name.endswith(".load.failed_after_s")}
+    return failed | {name.replace(".speed.", "."): figure for name, figure in speeds.items()}
+
+
+def measure_kind(
+    kind: str, peers: Path | None, *, is_quick: bool, counts_processor_time: bool
+) -> dict[str, Figure]:
+    """Measure loads and speeds of a kind, or beside llama.cpp speeds. Returns `<engine>.<figure>` |-> figure."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder, kind, is_quick=is_quick)
+        loads = {engine: load_apart(engine, folder) for engine in LOADERS if peers is None}
+        figures = {f"{engine}.{key}": own for engine, found in loads.items() for key, own in found.items()}
+        engines = [*LOADERS, *(["llama.cpp"] if peers is not None else [])]
+        return figures | measure_speeds(folder, engines, peers, counts_processor_time=counts_processor_time)
 
 
 def _memory_kib(field: str) -> int:
@@ -258,23 +272,30 @@ def _memory_kib(field: str) -> int:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--kinds", type=names_from(KINDS), default=list(KINDS), metavar="A,B,...")
+    parser.add_argument("--kinds", type=names_from(KINDS), metavar="A,B,...")
     parser.add_argument(
         "--quick", action="store_true", help="models of 64 hidden units, to see that it works"
     )
-    parser.add_argument("--measure", nargs=2, metavar=("ENGINE", "DIR"), help=argparse.SUPPRESS)
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="measure beside llama.cpp, of this folder")
+    parser.add_argument("--processor-time", action="store_true", help="measure processor time")
+    parser.add_argument("--load", nargs=2, metavar=("ENGINE", "DIR"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.measure is not None:
-        engine, folder = arguments.measure
-        print(json.dumps(measure(engine, Path(folder))))
+    if arguments.load is not None:
+        engine, folder = arguments.load
+        print(json.dumps(measure_load(LOADERS[engine], Path(folder))))
         return
+    able = KINDS if arguments.peers is None else LLAMA_CPP
+    if unable := set(arguments.kinds or ()) - set(able):
+        parser.error(f"--peers: llama.cpp has no {', '.join(sorted(unable))}")
     figures: dict[str, Figure] = {}
-    for kind in arguments.kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            make_model(Path(folder), kind, is_quick=arguments.quick)
-            for engine in ENGINES:
-                for name, value in measure_apart(engine, Path(folder)).items():
-                    figures[f"families.{kind}.{engine}.{name}"] = Figure(value, UNITS[name])
+    for kind in arguments.kinds or able:
+        found = measure_kind(
+            kind,
+            arguments.peers,
+            is_quick=arguments.quick,
+            counts_processor_time=arguments.processor_time,
+        )
+        figures |= {f"families.{kind}.{name}": figure for name, figure in found.items()}
         if arguments.json is not None:  # what is measured survives an interruption
             write_figures(arguments.json, figures)
     report(figures, arguments.json)

@@ -9,11 +9,12 @@ from typing import Any
 from benchmarks.figure_plots import Plot
 from benchmarks.figure_tables import (
     accuracy,
-    beside_transformers,
+    by_engine,
     chosen,
     compared,
     engines,
     faults,
+    servers,
     speculation,
     state_errors,
     state_hits,
@@ -64,14 +65,17 @@ SECTIONS = (
     Section(
         "One small model of each kind",
         "families",
-        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers. Loading begins after the "
-        "imports. Memory is the growth of the process at its highest while loading, and includes quire's KV cache.",
-        beside_transformers(
-            "model type",
-            decode_tokens_per_s="decode (tokens/s)",
-            prefill_tokens_per_s="prefill (tokens/s)",
-            load_s_per_gb="load (s/GB)",
-            peak_gb_per_gb="peak memory (GB/GB)",
+        "Random models of 4 to 50M parameters, float32, one sequence, quire / transformers.",
+        by_engine(
+            "model type", decode_tokens_per_s="decode (tokens/s)", prefill_tokens_per_s="prefill (tokens/s)"
+        ),
+    ),
+    Section(
+        "Small models beside llama.cpp",
+        "families_peers",
+        "The same models, quire / transformers / llama.cpp: tokens per second of processor time, one thread each.",
+        by_engine(
+            "model type", decode_tokens_per_s="decode (tokens/s)", prefill_tokens_per_s="prefill (tokens/s)"
         ),
     ),
     Section(
@@ -81,7 +85,7 @@ SECTIONS = (
         "and memory are per GB of the stored weights, without the imports. transformers maps full-precision weights, "
         "and so reads them in its first step. Quantized weights of dense layers are dequantized to float32 while "
         "they are read. Memory is the growth of the process at its highest.",
-        beside_transformers(
+        by_engine(
             "weights",
             stored_gb="stored (GB)",
             load_s_per_gb="load (s/GB)",
@@ -184,6 +188,18 @@ SECTIONS = (
             images__gap_ms__beside_text__p99="gap, p99, beside text",
             images__gap_ms__beside_images__p99="gap, p99, beside images",
             images__gap_ms__beside_refused__p99="gap, p99, beside images that are refused",
+        ),
+    ),
+    Section(
+        "Prompts with images beside vLLM",
+        "image_servers",
+        "The same model and files, by turns on one core that had much other work: only the rows compare.",
+        servers(
+            first_token_ms__text="first token, new text of as many tokens (ms)",
+            first_token_ms__cold="a new image",
+            first_token_ms__encoded="its encoder output is held",
+            first_token_ms__prefix="its prefix is cached",
+            per_s="images/s",
         ),
     ),
     Section(

@@ -47,6 +47,20 @@ def chosen(**rows: str) -> Callable[[Figures], list[str]]:
     return table
 
 
+def servers(**measures: str) -> Callable[[Figures], list[str]]:
+    """A table with servers as rows and their figures as columns; the keywords are those of `chosen`."""
+
+    def table(figures: Figures) -> list[str]:
+        lines = table_header(["server", *measures.values()])
+        for server in dict.fromkeys(tuple(name.split(".")[:2]) for name in figures):
+            names = (".".join((*server, key.replace("__", "."))) for key in measures)
+            cells = (number(figures[name]["value"]) if name in figures else "" for name in names)
+            lines.append(table_row([server[1], *cells]))
+        return lines
+
+    return table
+
+
 def compared(**rows: str) -> Callable[[Mapping[str, Figures]], list[str]]:
     """As `chosen`, with settings as columns."""
 
@@ -134,24 +148,36 @@ def faults(figures: Figures) -> list[str]:
     return lines
 
 
-def beside_transformers(column: str, **measures: str) -> Callable[[Figures], list[str]]:
-    """A table of what was measured of quire, and of transformers behind a slash, or of neither."""
+# Of figures that have the engine behind the row.
+_ENGINES = ("quire", "transformers", "llama_cpp")
+
+
+def by_engine(column: str, **measures: str) -> Callable[[Figures], list[str]]:
+    """A table of what was measured of several engines, behind slashes in the order of _ENGINES, or of none."""
 
     def table(figures: Figures) -> list[str]:
         lines = table_header([column, *measures.values()])
-        for row in dict.fromkeys(name.rpartition(".")[0].removesuffix(".quire") for name in figures):
-            if not row.endswith(".transformers"):
-                names = (
-                    (f"{row}.{key}", f"{row}.quire.{key}", f"{row}.transformers.{key}") for key in measures
-                )
-                cells = (
-                    " / ".join(number(figures[name]["value"]) for name in own if name in figures)
-                    for own in names
-                )
-                lines.append(table_row([row.partition(".")[2], *cells]))
+        places = [name.rpartition(".")[0] for name in figures if not name.endswith(".failed_after_s")]
+        for row in dict.fromkeys(_without_engine(place) for place in places):
+            cells = (_by_engine_cell(figures, row, key) for key in measures)
+            lines.append(table_row([row.partition(".")[2], *cells]))
         return lines
 
     return table
+
+
+def _by_engine_cell(figures: Figures, row: str, key: str) -> str:
+    if (figure := figures.get(f"{row}.{key}")) is not None:
+        return number(figure["value"])
+    found = [figures.get(f"{row}.{engine}.{key}") for engine in _ENGINES]
+    while found and found[-1] is None:
+        found.pop()
+    return " / ".join("-" if figure is None else number(figure["value"]) for figure in found)
+
+
+def _without_engine(place: str) -> str:
+    row, _, last = place.rpartition(".")
+    return row if last in _ENGINES else place
 
 
 def table_header(columns: list[str]) -> list[str]:

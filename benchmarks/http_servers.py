@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ MAX_MODEL_LEN = 2048
 NUM_STREAMS = (1, 16)
 # Requests per stream: enough for a stable median, few enough for a slow server.
 REQUESTS_PER_STREAM = {1: 6, 16: 2}
-START_TIMEOUT_S = 420.0
+START_TIMEOUT_S = 900.0
 END_TIMEOUT_S = 60.0
 
 
@@ -85,22 +85,52 @@ async def load(url: str, model: str, requests: Requests, num_streams: int) -> tu
         return num_tokens / (time.perf_counter() - started), times
 
 
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that is ready.
+
+    Attributes:
+        model: the name that it serves its model by.
+        pid: of the process above all others.
+        spins: the processes below it use the processor while they wait, too.
+    """
+
+    url: str
+    model: str
+    pid: int
+    spins: bool = False
+
+
 @contextmanager
-def quire_server(folder: Path) -> Iterator[tuple[str, str]]:
-    options = "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)
-    with ServerProcess(str(folder), *options) as server:
+def quire_server(folder: Path, *options: str) -> Iterator[Server]:
+    """Serve a model with float32, and further options."""
+    with ServerProcess(str(folder), "--dtype", "float32", *options) as server:
         server.wait_ready(START_TIMEOUT_S)
-        yield server.http_url, folder.name
+        yield Server(server.http_url, folder.name, server.process.pid)
 
 
 @contextmanager
-def vllm_server(folder: Path, python: Path) -> Iterator[tuple[str, str]]:
+def vllm_server(
+    folder: Path, environments: Path, *options: str, variables: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """As `quire_server`, with vLLM.
+
+    Args:
+        environments: folder of benchmarks.peers.install.
+        variables: environment variables.
+
+    Raises:
+        RuntimeError: it is not installed there, or did not start.
+    """
+    python = python_path(environments, "vllm")
+    if not python.exists():
+        raise RuntimeError("vllm is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(folder), "--served-model-name", folder.name,
-        "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--host", "127.0.0.1", "--port", str(port),
+        "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port), *options,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     pipe, alive = os.pipe()  # the supervisor ends the server when `alive` is closed
@@ -111,12 +141,13 @@ def vllm_server(folder: Path, python: Path) -> Iterator[tuple[str, str]]:
             stdout=log,
             stderr=log,
             pass_fds=[pipe],
+            env=os.environ | (variables or {}),
             start_new_session=True,
         )
     os.close(pipe)
     try:
         wait_until_healthy(url, supervisor)
-        yield url, folder.name
+        yield Server(url, folder.name, supervisor.pid, spins=True)
     finally:
         os.close(alive)
         supervisor.wait(END_TIMEOUT_S)
@@ -135,12 +166,12 @@ def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server of {url} was not healthy in {START_TIMEOUT_S:g} s")
 
 
-def measure(server: str, url: str, model: str) -> dict[str, Figure]:
+def measure(engine: str, server: Server) -> dict[str, Figure]:
     figures: dict[str, Figure] = {}
     for num_streams in NUM_STREAMS:
         requests = mixed(num_streams * REQUESTS_PER_STREAM[num_streams], num_streams)
-        tokens_per_s, times = asyncio.run(load(url, model, requests, num_streams))
-        name, note = f"http_servers.{server}.{num_streams}", f"{len(requests)} requests"
+        tokens_per_s, times = asyncio.run(load(server.url, server.model, requests, num_streams))
+        name, note = f"http_servers.{engine}.{num_streams}", f"{len(requests)} requests"
         gaps = sorted(times.gaps)
         figures |= {
             f"{name}.tokens_per_s": Figure(tokens_per_s, "tokens/s", note),
@@ -162,11 +193,12 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace, folder: Path) -> dict[str, Figure]:
     make_model(folder, arguments.model)
-    with quire_server(folder) as (url, model):
-        figures = measure("quire", url, model)
+    options = "--max-model-len", str(MAX_MODEL_LEN)
+    with quire_server(folder, *options) as server:
+        figures = measure("quire", server)
     if arguments.peers is not None:
-        with vllm_server(folder, python_path(arguments.peers, "vllm")) as (url, model):
-            figures |= measure("vllm", url, model)
+        with vllm_server(folder, arguments.peers, *options) as server:
+            figures |= measure("vllm", server)
     return figures
 
 

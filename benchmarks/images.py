@@ -30,7 +30,7 @@ import struct
 import tempfile
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,10 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.common import Figure, make_parser, median, report
+from benchmarks.http_servers import Server, quire_server
 from benchmarks.random_models import make_vision_model
-from quire.cluster.cli.demo.server import ServerProcess
 
-START_TIMEOUT_S, CALL_TIMEOUT_S = 300.0, 600.0
+CALL_TIMEOUT_S = 600.0
 ONE_MEGAPIXEL, FOUR_MEGAPIXELS = (1024, 1024), (2048, 2048)
 NUM_FIRST_TOKENS = 8
 NUM_AT_ONCE, NUM_RATE_IMAGES = 4, 16
@@ -51,7 +51,7 @@ NUM_STREAMS, STREAM_TOKENS, NUM_ROUNDS, NUM_ROUND_IMAGES = 4, 1200, 3, 8
 BODY_BYTES = 15 << 20
 _JSON = {"content-type": "application/json"}
 MAX_MODEL_LEN = 8192
-OPTIONS = "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"
+OPTIONS = "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16"
 
 Part = dict[str, Any]
 # A call beside the streams.
@@ -109,11 +109,20 @@ def words(rng: random.Random, count: int) -> str:
     return " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=3)) for _ in range(count // 2))
 
 
-class Caller:
-    """Calls of one server's chat endpoint."""
+WARM_UP = [image_part((256, 256), 999), text_part("warm up")]
 
-    def __init__(self, client: httpx.AsyncClient, model: str) -> None:
-        self._client, self._model = client, model
+
+class Caller:
+    """Calls of one server's chat endpoint.
+
+    Args:
+        clock: returns the seconds that are measured.
+    """
+
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._client, self._model, self.clock = client, model, clock
 
     def _body(self, parts: list[Part], max_tokens: int) -> dict[str, Any]:
         messages = [{"role": "user", "content": parts}]
@@ -122,9 +131,9 @@ class Caller:
 
     async def call(self, parts: list[Part]) -> tuple[float, int]:
         """Return the seconds of a call for one token, and the tokens of its prompt."""
-        started = time.perf_counter()
+        started = self.clock()
         response = await self._client.post("/v1/chat/completions", json=self._body(parts, 1))
-        elapsed = time.perf_counter() - started
+        elapsed = self.clock() - started
         response.raise_for_status()
         return elapsed, int(response.json()["usage"]["prompt_tokens"])
 
@@ -153,47 +162,68 @@ class Caller:
         return [after - before for before, after in itertools.pairwise(arrivals)]
 
 
-async def measure_first_tokens(caller: Caller) -> dict[str, Figure]:
-    """Return the times to the first token of prompts with an image of one megapixel."""
-    rng = random.Random(1)
-    times: dict[str, list[float]] = {"text": [], "cold": [], "encoded": [], "prefix": []}
-    num_tokens = 0
-    for seed in range(NUM_FIRST_TOKENS):
-        image = image_part(ONE_MEGAPIXEL, seed)
+# The ways to a first token |-> what is new in its prompt.
+WAYS = {
+    "text": "a new prompt of text, about {} tokens",
+    "cold": "a new image of 1 megapixel, {} tokens",
+    "encoded": "the same image behind another text",
+    "prefix": "the same beginning with another question",
+}
+
+
+class FirstTokens:
+    """Times to the first token of prompts with an image of one megapixel, a new one each time."""
+
+    def __init__(self) -> None:
+        self._rng, self._seeds = random.Random(1), itertools.count()
+        self._times: dict[str, list[float]] = {way: [] for way in WAYS}
+        self._num_tokens = 0
+
+    async def measure(self, caller: Caller) -> None:
+        """Measure each way once."""
+        rng, image = self._rng, image_part(ONE_MEGAPIXEL, next(self._seeds))
         first, other = words(rng, 8), words(rng, 8)
         for way, beginning in (("cold", first), ("encoded", other), ("prefix", other)):
-            elapsed, num_tokens = await caller.call([text_part(beginning), image, text_part(words(rng, 16))])
-            times[way].append(elapsed)
-        elapsed, _ = await caller.call([text_part(words(rng, num_tokens))])
-        times["text"].append(elapsed)
-    notes = {
-        "text": f"a new prompt of text, about {num_tokens} tokens",
-        "cold": f"a new image of 1 megapixel, {num_tokens} tokens",
-        "encoded": "the same image behind another text",
-        "prefix": "the same beginning with another question",
-    }
-    figures = {
-        f"images.first_token_ms.{way}": Figure(1e3 * median(found), "ms", notes[way])
-        for way, found in times.items()
-    }
-    saved = 1 - median(times["encoded"]) / median(times["cold"])
-    note = "of the time to a first token with a new image: its tensors' way to the rank, and the encoder"
-    return figures | {"images.first_token.encoder_percent": Figure(100 * saved, "%", note)}
+            question = text_part(words(rng, 16))
+            elapsed, self._num_tokens = await caller.call([text_part(beginning), image, question])
+            self._times[way].append(elapsed)
+        elapsed, _ = await caller.call([text_part(words(rng, self._num_tokens))])
+        self._times["text"].append(elapsed)
+
+    def figures(self) -> dict[str, Figure]:
+        """Return the medians, and the share of the encoder."""
+        found = {way: median(times) for way, times in self._times.items()}
+        figures = {
+            f"first_token_ms.{way}": Figure(1e3 * found[way], "ms", note.format(self._num_tokens))
+            for way, note in WAYS.items()
+        }
+        saved, note = 1 - found["encoded"] / found["cold"], "of the time to a first token with a new image: "
+        note += "its tensors' way to the rank, and the encoder"
+        return figures | {"first_token.encoder_percent": Figure(100 * saved, "%", note)}
 
 
-async def measure_rate(caller: Caller) -> dict[str, Figure]:
-    """Return the images per second of NUM_AT_ONCE clients, each of which sends one after the other."""
-    seeds = iter(range(1000, 1000 + NUM_RATE_IMAGES))
+class Rate:
+    """The images per second of NUM_AT_ONCE clients, each of which sends one after the other."""
 
-    async def client() -> None:
-        for seed in seeds:
-            await caller.call([image_part(ONE_MEGAPIXEL, seed), text_part("a question")])
+    def __init__(self) -> None:
+        self._seeds, self._rates = itertools.count(1000), list[float]()
 
-    started = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(NUM_AT_ONCE)))
-    rate = NUM_RATE_IMAGES / (time.perf_counter() - started)
-    note = f"1 megapixel each, one new token, {NUM_AT_ONCE} clients"
-    return {"images.per_s": Figure(rate, "images/s", note)}
+    async def measure(self, caller: Caller) -> None:
+        """Measure the rate of NUM_RATE_IMAGES new images."""
+        seeds = itertools.islice(self._seeds, NUM_RATE_IMAGES)
+
+        async def client() -> None:
+            for seed in seeds:
+                await caller.call([image_part(ONE_MEGAPIXEL, seed), text_part("a question")])
+
+        started = caller.clock()
+        await asyncio.gather(*(client() for _ in range(NUM_AT_ONCE)))
+        self._rates.append(NUM_RATE_IMAGES / (caller.clock() - started))
+
+    def figures(self) -> dict[str, Figure]:
+        """Return the median."""
+        note = f"1 megapixel each, one new token, {NUM_AT_ONCE} clients"
+        return {"per_s": Figure(median(self._rates), "images/s", note)}
 
 
 async def measure_caches(client: httpx.AsyncClient) -> dict[str, Figure]:
@@ -278,17 +308,24 @@ async def _round(caller: Caller, others: Iterator[Call], rng: random.Random) -> 
     return [gap for own in found for gap in own], count
 
 
-async def measure(url: str, model: str, minutes: float) -> dict[str, Figure]:
+async def measure(server: Server, minutes: float) -> dict[str, Figure]:
     """Measure a server that is ready."""
     deadline = time.monotonic() + 60 * minutes
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=CALL_TIMEOUT_S, limits=limits) as client:
-        caller = Caller(client, model)
-        await caller.call([image_part((256, 256), 999), text_part("warm up")])
-        figures = await measure_first_tokens(caller)
-        figures |= await measure_rate(caller)
+    async with httpx.AsyncClient(base_url=server.url, timeout=CALL_TIMEOUT_S, limits=limits) as client:
+        caller = Caller(client, server.model)
+        await caller.call(WARM_UP)
+        first_tokens, rate = FirstTokens(), Rate()
+        for _ in range(NUM_FIRST_TOKENS):
+            await first_tokens.measure(caller)
+        await rate.measure(caller)
+        figures = named("images", first_tokens.figures() | rate.figures())
         figures |= await measure_caches(client)
         return figures | await measure_gaps(caller, deadline)
+
+
+def named(prefix: str, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    return {f"{prefix}.{name}": figure for name, figure in figures.items()}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -303,13 +340,10 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="quire-images-") as name:
-        folder = Path(name)
+        folder = Path(name) / "vision"
         make_vision_model(folder)
-        with ServerProcess(
-            str(folder), *OPTIONS, *arguments.options, "--served-model-name", "vision"
-        ) as server:
-            server.wait_ready(START_TIMEOUT_S)
-            figures = asyncio.run(measure(server.http_url, "vision", arguments.minutes))
+        with quire_server(folder, *OPTIONS, *arguments.options) as server:
+            figures = asyncio.run(measure(server, arguments.minutes))
     report(figures, arguments.json)
 
 

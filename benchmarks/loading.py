@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import Figure, make_parser, median, names_from, report
-from benchmarks.families import UNITS, Generate, measure_load
+from benchmarks.families import UNITS, measure_load
 from benchmarks.quantized_checkpoints import Scheme, write_checkpoint
 from benchmarks.random_models import make_model
 
@@ -95,21 +95,15 @@ def write_format(source: Path, folder: Path, chosen: Format) -> Path:
     return folder
 
 
-def load(engine: str, chosen: Format, folder: Path) -> Generate:
-    """Load a model. Returns a function that keeps it."""
-    loaded: Any
+def load(engine: str, chosen: Format, folder: Path) -> object:
     if engine == "quire":
         from quire import LLM
 
         options: dict[str, Any] = {"num_kv_blocks": 16, "max_model_len": 256, "max_num_batched_tokens": 256}
-        loaded = LLM(
-            str(folder), device="cpu", dtype=chosen.dtype, quantization=chosen.quantization, **options
-        )
-    else:
-        from transformers import AutoModelForCausalLM
+        return LLM(str(folder), device="cpu", dtype=chosen.dtype, quantization=chosen.quantization, **options)
+    from transformers import AutoModelForCausalLM
 
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=chosen.dtype).eval()
-    return lambda prompt, max_tokens: loaded.generate(prompt, max_tokens)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=chosen.dtype).eval()
 
 
 def load_apart(engine: str, name: str, folder: Path) -> dict[str, float]:
@@ -305,8 +299,7 @@ def main() -> None:
         return
     if arguments.load is not None:
         engine, name, path = arguments.load
-        _, measured = measure_load(lambda folder: load(engine, FORMATS[name], folder), Path(path))
-        print(json.dumps(measured))
+        print(json.dumps(measure_load(lambda folder: load(engine, FORMATS[name], folder), Path(path))))
         return
     with tempfile.TemporaryDirectory() as folder:
         figures = measure_slices(Path(folder), arguments.repeats)

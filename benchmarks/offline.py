@@ -101,7 +101,7 @@ def measure_peers(arguments: argparse.Namespace, folder: Path, note: str) -> Fig
         if arguments.json is not None:
             write_figures(arguments.json, figures)
 
-    with Comparison(arguments.engines, start, limits) as comparison:
+    with Comparison(arguments.engines, start, limits, warm_up()) as comparison:
         keep(comparison.load())
         for name in arguments.workloads:
             keep(comparison.measure(name, WORKLOADS[name], arguments.repetitions))

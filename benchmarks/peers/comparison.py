@@ -11,7 +11,7 @@ from types import TracebackType
 from benchmarks.common import Figure
 from benchmarks.peers.engine import Requests
 from benchmarks.peers.process import Engine, EngineFailed, EngineTooSlow
-from benchmarks.workloads import Walls, Workload, warm_up
+from benchmarks.workloads import Walls, Workload
 
 Start = Callable[[str, float], Engine]  # (name, time limit for loading in seconds) |-> engine
 
@@ -61,10 +61,13 @@ class Comparison:
 
     An engine that fails or is too slow is killed and restarted for the next workload. An engine that does not load is
     left out. Figures are named `<engine>.<workload>.<figure>`; the note of `failed_after_s` gives the reason.
+
+    Args:
+        warm_up: requests that each engine computes, untimed, before each of its turns.
     """
 
-    def __init__(self, names: Sequence[str], start: Start, limits: Limits) -> None:
-        self._start, self._limits = start, limits
+    def __init__(self, names: Sequence[str], start: Start, limits: Limits, warm_up: Requests) -> None:
+        self._start, self._limits, self._warm_up = start, limits, warm_up
         self._ends = time.monotonic() + limits.total_s
         self._missing = list(names)  # engines to start
         self._running: dict[str, Engine] = {}
@@ -114,7 +117,7 @@ class Comparison:
         """Start an engine, warm it up, pause it, and return its load time. Raises EngineFailed."""
         engine = self._start(name, self._within(self._limits.load_s))
         try:
-            engine.seconds(warm_up(), self._within(self._limits.workload_s))
+            engine.seconds(self._warm_up, self._within(self._limits.workload_s))
         except BaseException:
             engine.kill()
             raise
@@ -132,7 +135,9 @@ class Comparison:
         started = time.monotonic()
         try:
             engine.resume()
-            engine.seconds(warm_up(), self._within(limit_s))  # the others have used the processor's caches
+            engine.seconds(
+                self._warm_up, self._within(limit_s)
+            )  # the others have used the processor's caches
             for batch in batches:
                 left_s = limit_s - run.spent_s - (time.monotonic() - started)
                 wall.append(engine.seconds(batch, self._within(left_s)))

@@ -1,4 +1,4 @@
-"""Main loop inside a measured engine: reads requests as lines of JSON from stdin, writes seconds to stdout.
+"""Main loop inside a measured engine: reads requests as lines of JSON from stdin, writes times to stdout.
 
 It runs in each engine's environment, so it uses only the standard library. The engine's own output goes to stderr.
 """
@@ -36,13 +36,13 @@ def serve(load: Callable[[], Generate]) -> None:
     _write(results, load_s=time.perf_counter() - started)
     for text in sys.stdin:
         requests: Requests = [(ids, length) for ids, length in json.loads(text)]
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         lengths = generate(requests)
-        seconds = time.perf_counter() - started
+        seconds, processor_s = time.perf_counter() - started, time.process_time() - used
         if lengths != [length for _, length in requests]:
             expected = [length for _, length in requests]
             raise RuntimeError(f"the outputs have {lengths} tokens, must have {expected}")
-        _write(results, seconds=seconds)
+        _write(results, seconds=seconds, processor_s=processor_s)
 
 
 def _write(results: TextIO, **fields: float) -> None:

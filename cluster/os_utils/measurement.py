@@ -27,7 +27,10 @@ def machine() -> str:
     requested = os.environ.get("QUIRE_CPU_ISA")
     forced = f" (QUIRE_CPU_ISA={requested})" if requested else ""
     model = names.get("model name") or platform.processor() or platform.machine()
-    return f"{model}{best}{forced}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    cores = f"{os.cpu_count()} cores"
+    if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) != os.cpu_count():
+        cores = f"{len(os.sched_getaffinity(0))} of {cores}"
+    return f"{model}{best}{forced}, {cores}, Python {platform.python_version()}"
 
 
 def commit(folder: Path = Path(__file__).parent) -> str:

@@ -44,6 +44,15 @@ def test_engine_that_did_not_finish_is_shown_with_its_time() -> None:
     ]
 
 
+def test_server_that_did_not_start_has_no_cells() -> None:
+    figures = {
+        "image_servers.quire.first_token_ms.cold": {"value": 5.0},
+        "image_servers.vllm.failed_after_s": {"value": 80.1},
+    }
+    table = figure_tables.servers(first_token_ms__cold="new image")(figures)
+    assert table[-2:] == ["| quire | 5 |", "| vllm |  |"]
+
+
 def test_page_shows_results_of_gpus(tmp_path: Path) -> None:
     folder = tmp_path / "h200-2026-12-01"
     folder.mkdir()

