@@ -1,8 +1,9 @@
-"""Attention of each KV head to blocks of keys that an indexer chooses (MiniMax-M3, 2026).
+"""Attention to blocks of keys that an indexer chooses: for each KV head (MiniMax-M3, 2026), or for all (Qwen4, 2026).
 
-A query scores every key up to its own with a small head; the best key of a block is the block's score. The query and
-its KV head attend to the keys of the best blocks alone. These are blocks of the cache in another order: each token
-and KV head is a sequence of its own, whose block table names them, its own block last.
+A query of MiniMax-M3 scores every key up to its own with a small head; the best key of a block is the block's score.
+A query of Qwen4 scores one key per block with several heads. Both attend to the keys of the best blocks alone. These
+are pieces of the cache's blocks in another order: each token and KV head is a sequence of its own, whose block table
+names them, its own block last.
 
 Scores and choices are computed in PyTorch, for every device.
 """
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .dispatch import has_kernels
 from .paged_attention import paged_decode_attention
+from .shared_attention import choose_entries
 
 # Scores in float32, or gathered keys and values, at a time; those of one query are never divided.
 TILE_BYTES = 64 << 20
@@ -90,67 +92,114 @@ def choose_blocks(
     return chosen.clamp_(max=num_blocks - 1), lens.int()
 
 
-def chosen_tables(chosen: Tensor, block_tables: Tensor, rows: Tensor, num_parts: int) -> Tensor:
-    """Return the blocks of the cache that chosen blocks consist of.
+def choose_pooled_blocks(
+    q: Tensor, keys: Tensor, positions: Tensor, block_len: int, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """Return the whole blocks with the best scores, then the block that the query ends, and the number of tokens.
+
+    A score is the sum of the heads' rectified products with the block's key. The tokens behind a query's last whole
+    block are chosen in any case.
+
+    Args:
+        q: [G, T, Hi, I], rotated.
+        keys: [G, nb, I], one for each whole block.
+        positions: [G, T], of the queries.
+
+    Returns:
+        [G T, 1, top_k + 1] int64, the chosen blocks in order, others behind them; and [G T, 1] int32.
+    """
+    counts, rest = (positions + 1) // block_len, (positions + 1) % block_len
+    weights = torch.ones(q.shape[:3], device=q.device)
+    visible = choose_entries(q, weights, keys, counts, top_k)
+    num_tokens = visible.sum(-1) * block_len + rest
+    visible = F.pad(visible, (0, 1)).scatter_(-1, counts.unsqueeze(-1), (rest > 0).unsqueeze(-1))
+    num_blocks = visible.shape[-1]
+    order = torch.arange(num_blocks, device=q.device).where(visible, num_blocks).sort(dim=-1).values
+    chosen = order[..., : top_k + 1].clamp(max=num_blocks - 1)
+    return chosen.flatten(0, 1).unsqueeze(1), num_tokens.flatten().unsqueeze(1).int()
+
+
+def chosen_tables(
+    chosen: Tensor, block_tables: Tensor, rows: Tensor, num_parts: int, parts_per_block: int
+) -> Tensor:
+    """Return the pieces of the cache's blocks that chosen blocks consist of.
 
     Args:
         chosen: [n, H, K].
         block_tables: [S, M] int32.
         rows: [n] int64, the sequence of each query.
-        num_parts: blocks of the cache that a chosen one consists of.
+        num_parts: pieces that a chosen block consists of.
+        parts_per_block: pieces of a block of the cache.
 
     Returns:
-        [n, H, K * num_parts] int32.
+        [n, H, K * num_parts] int32, in which piece i of block b is ``b * parts_per_block + i``.
     """
-    columns = chosen.unsqueeze(-1) * num_parts + torch.arange(num_parts, device=chosen.device)
-    columns = columns.flatten(2).clamp_(max=block_tables.shape[1] - 1)
-    return block_tables[rows[:, None, None], columns]
+    parts = chosen.unsqueeze(-1) * num_parts + torch.arange(num_parts, device=chosen.device)
+    parts = parts.flatten(2)
+    columns = (parts // parts_per_block).clamp(max=block_tables.shape[1] - 1)
+    return block_tables[rows[:, None, None], columns] * parts_per_block + (parts % parts_per_block).int()
 
 
-def block_attention(q: Tensor, kv_cache: Tensor, tables: Tensor, lens: Tensor, scale: float) -> Tensor:
+def block_attention(
+    q: Tensor, kv_cache: Tensor, tables: Tensor, lens: Tensor, scale: float, piece_len: int
+) -> Tensor:
     """Compute the attention of queries to tokens that each of their KV heads has chosen.
 
     Args:
         q: [n, Hq, D].
         kv_cache: [N, 2, Hkv, B, D], contiguous.
-        tables: [n, Hkv, M] int32, blocks of each query and KV head.
+        tables: [n, Hkv, M] int32, pieces of each query and KV head; see chosen_tables.
         lens: [n, Hkv] int32, tokens in these; the slots after them may be anything, NaN too.
+        piece_len: tokens of a piece; divides B.
 
     Returns:
         [n, Hq, D].
     """
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
-    # A piece is a block's keys, or values, of one head. Those of all heads' keys come before the values'.
-    heads = torch.arange(num_kv_heads, dtype=torch.int32, device=q.device)
-    pieces = tables * (2 * num_kv_heads) + heads[:, None]
+    parts_per_block = block_size // piece_len
+    # A stored piece is some of a block's keys, or values, of one head. Those of all heads' keys come before the
+    # values'.
+    heads = torch.arange(num_kv_heads, dtype=torch.int32, device=q.device)[:, None]
+    stored = (tables // parts_per_block * (2 * num_kv_heads) + heads) * parts_per_block
+    stored += tables % parts_per_block
     grouped = q.unflatten(1, (num_kv_heads, -1))
     views = has_kernels(q)
-    piece_bytes = 2 * tables.shape[1] * tables.shape[2] * block_size * head_dim * q.itemsize
+    piece_bytes = 2 * num_kv_heads * tables.shape[2] * piece_len * head_dim * q.itemsize
     num_tile = max(1, MAX_SEQUENCES // num_kv_heads if views else TILE_BYTES // piece_bytes)
     out = torch.empty_like(grouped)
     for start in range(0, len(q), num_tile):
         own = slice(start, start + num_tile)
-        flat, ids = grouped[own].flatten(0, 1).contiguous(), pieces[own].flatten(0, 1)
-        blocks, ids = (_view_pieces if views else _gather_pieces)(kv_cache, ids)
-        attended = paged_decode_attention(flat, blocks, ids, lens[own].flatten(), scale)
+        flat, ids = grouped[own].flatten(0, 1).contiguous(), stored[own].flatten(0, 1)
+        blocks, ids = (_view_pieces if views else _gather_pieces)(kv_cache, ids, piece_len)
+        attended = paged_decode_attention(flat, blocks, ids, lens[own].flatten().contiguous(), scale)
         out[own] = attended.view(out[own].shape)
     return out.flatten(1, 2)
 
 
-def _view_pieces(kv_cache: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return blocks of one head, [.., 2, 1, B, D], each of which begins with a piece of the cache, and their ids."""
+def _view_pieces(kv_cache: Tensor, ids: Tensor, piece_len: int) -> tuple[Tensor, Tensor]:
+    """Return blocks of one head, [.., 2, 1, P, D], each of which begins with a piece of the cache, and their ids."""
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
-    piece_len = block_size * head_dim
+    values_start = num_kv_heads * block_size * head_dim
     blocks = kv_cache.as_strided(
-        ((2 * num_blocks - 1) * num_kv_heads, 2, 1, block_size, head_dim),
-        (piece_len, num_kv_heads * piece_len, piece_len, head_dim, 1),
+        ((2 * num_blocks - 1) * num_kv_heads * (block_size // piece_len), 2, 1, piece_len, head_dim),
+        (piece_len * head_dim, values_start, piece_len * head_dim, head_dim, 1),
     )
     return blocks, ids
 
 
-def _gather_pieces(kv_cache: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_view_pieces`, but copies: ops on a CPU read contiguous blocks only."""
-    stored, num_kv_heads = kv_cache.flatten(0, 2), kv_cache.shape[2]
-    flat = ids.flatten().long()
-    blocks = torch.stack((stored[flat], stored[flat + num_kv_heads]), dim=1).unsqueeze(2)
-    return blocks, torch.arange(len(flat), dtype=torch.int32).view(ids.shape)
+def _gather_pieces(kv_cache: Tensor, ids: Tensor, piece_len: int) -> tuple[Tensor, Tensor]:
+    """As `_view_pieces`, but copies: ops on a CPU read contiguous blocks only.
+
+    Blocks are as long as the cache's, whatever the pieces are: sums over a block have the same order then as where a
+    query attends to all tokens.
+    """
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    parts_per_block = block_size // piece_len
+    ids = F.pad(ids.long(), (0, -ids.shape[1] % parts_per_block))
+    stored = kv_cache.flatten(0, 3).unflatten(0, (-1, piece_len))
+    flat = ids.flatten()
+    pieces = torch.stack((stored[flat], stored[flat + num_kv_heads * parts_per_block]), dim=1)
+    # [blocks, parts, 2, P, D] -> [blocks, 2, 1, B, D]
+    blocks = pieces.unflatten(0, (-1, parts_per_block)).transpose(1, 2).flatten(2, 3).unsqueeze(2)
+    num_blocks = ids.shape[1] // parts_per_block
+    return blocks.contiguous(), torch.arange(len(blocks), dtype=torch.int32).view(-1, num_blocks)

@@ -32,13 +32,14 @@ def rotate_last(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> T
     return torch.cat((x[..., : -2 * half], rotated.flatten(-2).to(x.dtype)), dim=-1)
 
 
-def token_windows(x: Tensor, ends: Tensor, states: Tensor, runs: StateRuns) -> Tensor:
+def token_windows(x: Tensor, ends: Tensor, states: Tensor, runs: StateRuns, *, dilation: int = 1) -> Tensor:
     """Return the inputs of the last K tokens up to each of some, [n, K, C]; zeros before a sequence begins.
 
     Args:
         x: [T, C], the inputs of a step's tokens.
         ends: [n] int64, the last token of each window.
-        states: [N, K - 1, C], the inputs of the last tokens of each sequence; overwritten.
+        states: [N, (K - 1) dilation, C], the inputs of the last tokens of each sequence; overwritten.
+        dilation: distance of the tokens of a window.
     """
     num_runs, num_kept = len(runs.slots), states.shape[1]
     before = states[runs.slots.long()]
@@ -48,17 +49,18 @@ def token_windows(x: Tensor, ends: Tensor, states: Tensor, runs: StateRuns) -> T
     back = torch.arange(-num_kept, 1, device=x.device)
     starts = runs.starts[:num_runs].long()
 
-    def inputs_up_to(last: Tensor, own: Tensor) -> Tensor:
-        """Return the inputs of K tokens up to `last` in the runs `own`."""
+    def inputs_up_to(last: Tensor, own: Tensor, back: Tensor) -> Tensor:
+        """Return the inputs of the tokens `back` from `last` in the runs `own`."""
         tokens = last[:, None] + back
         kept = (own * num_kept + num_kept)[:, None] + tokens - starts[own, None]
         is_before = tokens < starts[own, None]
         return every[torch.where(is_before, kept.clamp(min=0), num_runs * num_kept + tokens)]
 
     of_ends = torch.searchsorted(runs.starts[1 : num_runs + 1], ends.int(), right=True)
-    found = inputs_up_to(ends, of_ends.clamp(max=num_runs - 1))  # padding is of the last run
+    of_ends = of_ends.clamp(max=num_runs - 1)  # padding is of the last run
+    found = inputs_up_to(ends, of_ends, back[::dilation])
     own = torch.arange(num_runs, device=x.device)
-    after = inputs_up_to(runs.ends[:num_runs].long() - 1, own)[:, 1:]
+    after = inputs_up_to(runs.ends[:num_runs].long() - 1, own, back[1:])
     if runs.stores is not None:
         after = torch.where(runs.stores[:num_runs, None, None], after, states[runs.slots.long()])
     states[runs.slots.long()] = after

@@ -20,13 +20,13 @@ from ...proto.config import (
 )
 from ...proto.errors import ConfigError
 from ...proto.model import eagle3_config
-from ...proto.model.attention import AttentionSpec, check_block_lens
 from ...proto.model.cca import CcaSpec
 from ...proto.model.compressed import SharedKvSpec, check_block_size
 from ...proto.model.divide_layers import divide_layers
 from ...proto.model.experts import Experts
 from ...proto.model.mla import MlaSpec
 from ...proto.model.mtp_layouts import mtp_layout, num_mtp_heads
+from ...proto.model.pooled import check_key_places
 from ...proto.model.registry import (
     FAMILIES,
     check_batch_invariant,
@@ -35,6 +35,7 @@ from ...proto.model.registry import (
     check_heads,
     check_supported,
     hands_out_states,
+    indexed_attention,
     layer_mixers,
     state_layers,
 )
@@ -199,12 +200,11 @@ def _check_kinds_of_attention(config: EngineConfig) -> None:
     has_sinks = any(isinstance(mixer, MlaSpec) and mixer.has_sinks for mixer in mixers)
     # A token has one scale, but its keys of indexers are written by several layers.
     shares_places = any(isinstance(mixer, MlaSpec) and mixer.num_index_keys > 1 for mixer in mixers)
-    indexers = {own.indexer for own in mixers if isinstance(own, AttentionSpec)} - {None}
-    check_block_lens(model.name, indexers, config.cache.block_size)
+    check_key_places(model.name, mixers, config.cache.block_size)
     if compresses:
         check_block_size(model.name, mixers, config.cache.block_size)
     obstacles = {
-        "kv_cache_dtype": (compresses or has_sinks or shares_places or bool(indexers))
+        "kv_cache_dtype": (compresses or has_sinks or shares_places or bool(indexed_attention(model)))
         and config.cache.kv_cache_dtype != "auto",
         "enable_dp_attention": (compresses or has_sinks) and config.parallel.enable_dp_attention,
         "enable_lora": convolves and config.lora is not None,

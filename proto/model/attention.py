@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..errors import ConfigError
-
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# Sizes of the cache's blocks that have room for what an indexer caches, beside multiples of the last one.
+_BLOCK_SIZES = (4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,42 @@ class BlockIndexerSpec:
         """Tokens that a query attends to at most; with so many or fewer it attends to all."""
         return self.top_k * self.block_len
 
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Heads and head dim of what a token is cached as: the halves of its key."""
+        return 1, self.head_dim // 2
+
+
+@dataclass(frozen=True, slots=True)
+class PooledIndexerSpec:
+    """Sizes of the indexer of attention to blocks of keys that have one key of the indexer each (Qwen4, 2026).
+
+    Attributes:
+        num_heads: Hi, queries of a token, which choose for all heads together.
+        head_dim: I, elements of a key.
+        block_len: successive tokens of a block, whose keys' mean is the block's; a block is chosen once it is whole.
+        top_k: whole blocks that a query attends to at most, besides the tokens behind the last one.
+    """
+
+    num_heads: int
+    head_dim: int
+    block_len: int
+    top_k: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a query attends to at most; with so many or fewer it attends to all."""
+        return (self.top_k + 1) * self.block_len - 1
+
+    def blocks_in(self, block_size: int) -> int:
+        """Return the most keys in a block of the cache: each is in that of the last token of its tokens."""
+        return -(-block_size // self.block_len)
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Heads and head dim of a layer of the cache that has room for the keys."""
+        return 1, max(-(-self.blocks_in(size) * self.head_dim // (2 * size)) for size in _BLOCK_SIZES)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -105,20 +140,10 @@ class AttentionSpec:
     value_dim: int | None = None
     value_scale: float = 1.0
     output_name: str | None = None
-    indexer: BlockIndexerSpec | None = None
+    indexer: BlockIndexerSpec | PooledIndexerSpec | None = None
 
     @property
     def cached(self) -> tuple[tuple[int, int], ...]:
-        """KV heads and head dim of what a token is cached as: keys and values, then halves of an indexer's key."""
+        """KV heads and head dim of what a token is cached as: keys and values, then what its indexer caches."""
         own = self.num_kv_heads, self.head_dim
-        return (own,) if self.indexer is None else (own, (1, self.indexer.head_dim // 2))
-
-
-def check_block_lens(name: str, indexers: Iterable[BlockIndexerSpec | None], block_size: int) -> None:
-    """Raise ConfigError unless the blocks that indexers choose consist of whole blocks of the cache."""
-    for block_len in sorted(own.block_len for own in indexers if own is not None):
-        if block_len % block_size:
-            raise ConfigError(
-                f"{name}: block_size is {block_size}, must divide the {block_len} tokens of the blocks of keys that "
-                "its attention chooses (index_block_size)"
-            )
+        return (own,) if self.indexer is None else (own, self.indexer.cached)

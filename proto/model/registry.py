@@ -27,6 +27,7 @@ from .families import (
     minimax_m3,
     mistral_large,
     muse_spark,
+    qwen4,
     step,
     zamba,
     zaya,
@@ -38,7 +39,7 @@ from .quantization import read_quantization
 from .read_spec import read_spec
 from .spec import DecoderSpec, LayerSpec, Norms, attention_of
 from .state import KeepsState, StateLayers, layers_with_state
-from .streams import Streams
+from .streams import GatedStreams, Streams
 from .transformers_spec import TransformersSpec, read_transformers_spec
 
 # Norms after attention and feed-forward network only.
@@ -203,6 +204,7 @@ FAMILIES = {
     "Qwen3NextForCausalLM": gated_delta_nets.QWEN_3_NEXT,
     "Qwen3_5ForCausalLM": gated_delta_nets.QWEN_3_5,
     "Qwen3_5MoeForCausalLM": gated_delta_nets.QWEN_3_5_MOE,
+    "Qwen4ExpForCausalLM": qwen4.QWEN_4,
     "OlmoHybridForCausalLM": gated_delta_nets.OLMO_HYBRID,
     "KimiLinearForCausalLM": linear_attention.KIMI_LINEAR,
     "BailingHybridForCausalLM": linear_attention.BAILING_HYBRID,
@@ -267,6 +269,7 @@ TEXT_MODELS = {
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": "Qwen3MoeForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Qwen4ExpForConditionalGeneration": {"qwen4_exp_text": "Qwen4ExpForCausalLM"},
     "Mistral3ForConditionalGeneration": {
         "mistral": "MistralForCausalLM",
         "ministral3": "Ministral3ForCausalLM",
@@ -386,10 +389,16 @@ def layer_mixers(model: ModelConfig) -> list[object]:
     return [] if family is None else [layer.mixer for layer in _read_layers(model, family)]
 
 
+def indexed_attention(model: ModelConfig) -> list[AttentionSpec]:
+    """Return the attention of the layers with an indexer of blocks."""
+    attention = [attention_of(mixer) for mixer in layer_mixers(model)]
+    return [own for own in attention if isinstance(own, AttentionSpec) and own.indexer is not None]
+
+
 def hands_out_states(model: ModelConfig) -> bool:
     """Return whether draft heads can read the hidden states between the layers of a model in FAMILIES."""
     variant = read_spec(model, FAMILIES[model.architecture]).variant
-    return not isinstance(variant, Streams | zaya.Zaya | gemma.Gemma3n)
+    return not isinstance(variant, Streams | GatedStreams | zaya.Zaya | gemma.Gemma3n)
 
 
 def _own_attention(model: ModelConfig, family: Family) -> list[AttentionSpec]:
@@ -467,8 +476,7 @@ def check_batch_invariant(model: ModelConfig) -> None:
         raise ConfigError(
             f"{model.name}: batch_invariant does not support {model.architecture}; leave it out"
         )
-    chooses_blocks = any(isinstance(own, AttentionSpec) and own.indexer for own in layer_mixers(model))
-    if chooses_blocks or (family is not None and family.indexer_interleaved is not None):
+    if indexed_attention(model) or (family is not None and family.indexer_interleaved is not None):
         raise ConfigError(
             f"{model.name}: batch_invariant does not support sparse attention ({model.architecture}), whose short "
             "sequences attend to all tokens unless a longer one is in the batch; leave it out"

@@ -123,7 +123,8 @@ class LayerSpec:
     @property
     def num_cached(self) -> int:
         """Number of the cache's layers that this layer writes."""
-        has_indexer = isinstance(self.mixer, AttentionSpec) and self.mixer.indexer is not None
+        attention = attention_of(self.mixer)
+        has_indexer = isinstance(attention, AttentionSpec) and attention.indexer is not None
         return (2 if has_indexer else 1) if self.has_own_kv else 0
 
 

@@ -24,3 +24,16 @@ class Streams:
     magnitude: float
     num_iterations: int = 0
     mixes: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GatedStreams:
+    """Streams that stay as they are; each part of a layer reads the mean of their gated numbers (Qwen4, 2026).
+
+    Attributes:
+        count: number of streams.
+        rank: inner numbers of the network that computes the gates from all streams.
+    """
+
+    count: int
+    rank: int

@@ -32,8 +32,6 @@ MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 ADAPTED = ("BloomForCausalLM", "FalconForCausalLM")
 # Model types that are refused before anything of them is loaded |-> reason.
 _REFUSED = {
-    "qwen4_exp": "it has embeddings of n-grams, gated residuals and an indexer of another kind",
-    "qwen4_exp_text": "it has embeddings of n-grams, gated residuals and an indexer of another kind",
     "inkling_text": "its attention has logits of relative positions, and short convolutions beside it",
     "inkling2_text": "its attention has logits of relative positions, and short convolutions beside it",
     "jetmoe": "its experts have keys and values of other shapes than its configuration",

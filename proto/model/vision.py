@@ -592,6 +592,7 @@ VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
     "Qwen3VLMoeForConditionalGeneration": _read_qwen3_vl,
     "Qwen3_5ForConditionalGeneration": _read_qwen3_vl,
     "Qwen3_5MoeForConditionalGeneration": _read_qwen3_vl,
+    "Qwen4ExpForConditionalGeneration": _read_qwen3_vl,
 }
 
 

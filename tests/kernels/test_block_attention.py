@@ -67,9 +67,25 @@ def test_queries_choose_their_local_and_their_best_blocks(
             assert own_lens[head] == tokens
 
 
+def test_queries_choose_whole_blocks_and_the_tokens_behind_them(generator: torch.Generator) -> None:
+    block_len, top_k = 5, 2
+    keys = torch.randn(2, 4, INDEX, generator=generator)
+    positions = torch.tensor([[3, 4, 14, 21], [19, 12, 9, 20]])
+    q = torch.randn(2, 4, HEADS, INDEX, generator=generator)
+    chosen, lens = ops.choose_pooled_blocks(q, keys, positions, block_len, top_k)
+    for row, position in enumerate(positions.flatten().tolist()):
+        num_whole, num_rest = divmod(position + 1, block_len)
+        scores = (keys[row // 4, :num_whole] @ q[row // 4, row % 4].T).relu().sum(1)
+        expected = sorted(scores.argsort(descending=True)[:top_k].tolist())
+        expected += [num_whole] if num_rest else []
+        assert chosen[row, 0, : len(expected)].tolist() == expected
+        assert lens[row] == min(num_whole, top_k) * block_len + num_rest
+
+
+@pytest.mark.parametrize("piece_len", [BLOCK, 2, 1])
 @pytest.mark.parametrize("device", ["torch", DEVICE])
 def test_kv_heads_attend_to_blocks_of_their_own(
-    device: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    device: str, piece_len: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = make_tables(generator)
     cache = torch.empty(NUM_BLOCKS, 2, KV_HEADS, BLOCK, DIM)
@@ -78,11 +94,11 @@ def test_kv_heads_attend_to_blocks_of_their_own(
     rows = torch.tensor([0, 0, 2, 3])
     chosen = torch.tensor([[[1, 4], [0, 4]], [[0, 2], [1, 3]], [[0, 2], [2, 2]], [[0, 0], [0, 0]]])
     lens = torch.tensor([[17, 17], [20, 24], [24, 12], [1, 1]], dtype=torch.int32)
-    places = ops.chosen_tables(chosen, tables, rows, CHOSEN // BLOCK)
+    places = ops.chosen_tables(chosen, tables, rows, CHOSEN // piece_len, BLOCK // piece_len)
     q = torch.randn(len(rows), HEADS, DIM, generator=generator)
     if device == "torch":
         monkeypatch.setattr(ops, "TILE_BYTES", 1)
-        found = ops.block_attention(q, cache, places, lens, 0.3)
+        found = ops.block_attention(q, cache, places, lens, 0.3, piece_len)
     else:
         pytest.importorskip("triton")
         from quire.kernels.gpu.paged_decode import paged_decode_attention
@@ -92,7 +108,7 @@ def test_kv_heads_attend_to_blocks_of_their_own(
         monkeypatch.setattr(ops, "MAX_SEQUENCES", 2 * KV_HEADS)
         cache.nan_to_num_(0.0)  # a kernel reads whole tiles of live slots only
         found = ops.block_attention(
-            q.to(device), cache.to(device), places.to(device), lens.to(device), 0.3
+            q.to(device), cache.to(device), places.to(device), lens.to(device), 0.3, piece_len
         ).cpu()
     for row in range(len(rows)):
         for head in range(HEADS):

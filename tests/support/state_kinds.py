@@ -136,6 +136,26 @@ _ZAMBA = {
     "mamba_dt_rank": 5,
     "num_key_value_heads": 4,
 }
+_QWEN4 = (
+    _DELTA
+    | _EXPERTS
+    | {
+        "output_gate_type": "sigmoid",
+        "hc_count": 3,
+        "hc_lowrank": 20,
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 20,
+        "indexer_budget": 12,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 48,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 50,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 4,
+    }
+)
 # Model type, or type and variant |-> overrides of its configuration.
 STATE_KINDS: dict[str, dict[str, Any]] = {
     "lfm2": _LFM | {"layer_types": ["conv", "full_attention", "conv"]},
@@ -185,6 +205,67 @@ STATE_KINDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text-one-key-head": _DELTA
     | {"linear_num_key_heads": 1, "linear_num_value_heads": 8, "layer_types": ["linear_attention"] * 3},
     "qwen3_5_moe_text": _DELTA | _EXPERTS,
+    "qwen4_exp_text": _QWEN4,
+    "qwen4_exp_text-no-ngrams": _QWEN4
+    | {
+        "ple_layer_ids": None,
+        "output_gate_type": None,
+        "hc_count": 2,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "indexer_compress_ratio": 3,
+        "indexer_budget": 9,
+        "num_key_value_heads": 2,
+        "norm_topk_prob": False,
+    },
+    "qwen4_exp_text-two-tables": _QWEN4
+    | {
+        "ple_layer_ids": [3, 1],
+        "ple_embed_dim": 60,
+        "ple_conv_kernel_size": 3,
+        "ngram_size": 4,
+        "split_ngram_parts": 6,
+        "make_ngram_vocab_size_divisible_by": 6,
+        "layer_types": ["linear_attention", "qwen_sparse_attention", "linear_attention"],
+        "indexer_compress_ratio": 8,
+        "indexer_budget": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
+    "qwen4_exp_text-all-tokens": _QWEN4
+    | {
+        "indexer_budget": 512,
+        "indexer_compress_ratio": 2,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 3,
+        "ngram_size": 2,
+        "heads_per_ngram": 3,
+        "num_attention_heads": 4,
+        "head_dim": 20,
+        "num_key_value_heads": 4,
+    },
+    "qwen4_exp_text-long-blocks": _QWEN4
+    | {
+        "indexer_compress_ratio": 16,
+        "indexer_budget": 16,
+        "indexer_head_dim": 36,
+        "hc_count": 5,
+        "hc_lowrank": 7,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
+        "ple_layer_ids": [2],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 8,
+    },
+    "qwen4_exp_text-pairs": _QWEN4
+    | {
+        "indexer_compress_ratio": 2,
+        "indexer_budget": 6,
+        "indexer_n_heads": 11,
+        "ple_embed_dim": None,
+        "output_gate_type": "silu",
+        "num_key_value_heads": 8,
+    },
     "olmo_hybrid": _DELTA,
     "olmo_hybrid-unrotated": _DELTA
     | {

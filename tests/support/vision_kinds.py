@@ -97,6 +97,16 @@ _DELTA = {
 }  # fmt: skip
 
 
+def _qwen4_text(rng: random.Random) -> dict[str, Any]:
+    length = rng.choice((3, 4))
+    return _qwen3_text(rng, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=48) | {
+        "hc_count": rng.choice((2, 3)), "hc_lowrank": 12, "indexer_n_heads": 16, "indexer_kv_heads": 1,
+        "indexer_head_dim": 32, "indexer_budget": 3 * length, "indexer_compress_ratio": length,
+        "output_gate_type": "sigmoid", "ple_layer_ids": [rng.choice((1, 3))], "ple_embed_dim": 40, "ngram_size": 3,
+        "heads_per_ngram": 2, "ngram_vocab_size_base": 60, "split_ngram_parts": 4, "eos_token_id": 1,
+    }  # fmt: skip
+
+
 def _qwen2_processor(config: Any) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -790,6 +800,12 @@ VISION_KINDS = {
             "Qwen3_5MoeConfig",
             lambda rng: _qwen3_text(rng, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=48),
         ),
+        _qwen2_processor,
+        _expand_grid,
+    ),
+    "qwen4_exp": VisionKind(
+        "Qwen4ExpForConditionalGeneration",
+        _qwen3_config("Qwen4ExpConfig", _qwen4_text),
         _qwen2_processor,
         _expand_grid,
     ),

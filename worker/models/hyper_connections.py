@@ -3,29 +3,48 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import sigmoid, silu
+from ...kernels.linear import PackedWeight, linear, pack
+from ...kernels.norm import rms_norm
 from ...proto.model.spec import DecoderSpec
-from ...proto.model.streams import Streams
+from ...proto.model.streams import GatedStreams, Streams
+from ..weights.weight_slice import WeightSlice
 from .load_context import LoadContext
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The weights of the streams of each token, float32.
+    """The weights by which each token's streams change, float32.
 
     Attributes:
-        before: [T, N], of the streams in the input of a part.
-        after: [T, N], of its result in the streams.
+        after: [T, N], of the result of a part of a layer in the streams.
         mixing: [T, N, N], of the streams in each other; None if they stay as they are.
     """
 
-    before: Tensor
     after: Tensor
     mixing: Tensor | None
+
+
+class Connection(Protocol):
+    """What connects a part of a layer with the streams."""
+
+    def read(self, streams: Tensor) -> tuple[Tensor, Weights]:
+        """Return the input of the part, [T, E], and the weights for its result, of streams [T, N, E]."""
+        ...
+
+
+class Head(Protocol):
+    """What the streams are before the last norm."""
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """[T, N, E] -> [T, E]."""
+        ...
 
 
 def _read(load: LoadContext, name: str, *shape: int) -> Tensor:
@@ -49,22 +68,23 @@ class HyperConnection:
         self._base = _read(load, f"{name}.base", num_weights)
         self._scale = _read(load, f"{name}.scale", 3 if own.mixes else 2)
 
-    def weigh(self, streams: Tensor) -> Weights:
-        """Return the weights for a part of the layer, of streams [T, N, E]."""
+    def read(self, streams: Tensor) -> tuple[Tensor, Weights]:
+        """Return the input of a part of the layer, [T, E], and the weights for its result, of streams [T, N, E]."""
         own, count = self._own, self._own.count
         projected = project_streams(streams, self._matrix, self._eps)
         before = (projected[:, :count] * self._scale[0] + self._base[:count]).sigmoid() + own.eps
         after = (projected[:, count : 2 * count] * self._scale[1] + self._base[count : 2 * count]).sigmoid()
         after = own.magnitude * after
+        x = collapse(streams, before)
         if not own.mixes:
-            return Weights(before, after + own.eps, None)
+            return x, Weights(after + own.eps, None)
         mixing = projected[:, 2 * count :] * self._scale[2] + self._base[2 * count :]
         mixing = mixing.unflatten(1, (count, count)).softmax(dim=-1) + own.eps
         mixing = mixing / (mixing.sum(dim=1, keepdim=True) + own.eps)
         for _ in range(own.num_iterations - 1):
             mixing = mixing / (mixing.sum(dim=2, keepdim=True) + own.eps)
             mixing = mixing / (mixing.sum(dim=1, keepdim=True) + own.eps)
-        return Weights(before, after, mixing)
+        return x, Weights(after, mixing)
 
 
 class HyperHead:
@@ -80,6 +100,50 @@ class HyperHead:
         """[T, N, E] -> [T, E]."""
         projected = project_streams(streams, self._matrix, self._eps)
         return collapse(streams, (projected * self._scale + self._base).sigmoid() + self._own.eps)
+
+
+class GatedResidual:
+    """The mean of the gated numbers of all streams, which are normalized; every rank computes it.
+
+    Args:
+        name: of the connection in the checkpoint.
+        has_result: a part of a layer reads it, whose result is added to the streams.
+    """
+
+    def __init__(
+        self, load: LoadContext, spec: DecoderSpec, own: GatedStreams, name: str, *, has_result: bool = True
+    ) -> None:
+        self._count, self._eps = own.count, spec.norm_eps
+        size = own.count * spec.hidden_size
+        self._norm = load.norm(f"{name}.hc_norm", size, spec.norms.offset).view(own.count, spec.hidden_size)
+        self._ones = load.empty(spec.hidden_size).fill_(1)
+        self._down, self._up = (
+            load.linear([WeightSlice(f"{name}.input_mix_weight_{part}", shape, 0, 0, shape[0])])
+            for part, shape in (("down", (own.rank, size)), ("up", (size, own.rank)))
+        )
+        self._after: PackedWeight | None = None
+        if has_result:
+            part = WeightSlice(f"{name}.block_inject_weight", (own.count, size), 0, 0, own.count)
+            self._after = pack(load.matrix(part))
+
+    def read(self, streams: Tensor) -> tuple[Tensor, Weights]:
+        """Return the input of a part of the layer, [T, E], and the weights for its result, of streams [T, N, E]."""
+        assert self._after is not None
+        normed = self._normalize(streams)
+        after = 2 * sigmoid(linear(normed.flatten(1), self._after) / self._count)
+        return self._mix(normed), Weights(after.float(), None)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """[T, N, E] -> [T, E]."""
+        return self._mix(self._normalize(streams))
+
+    def _normalize(self, streams: Tensor) -> Tensor:
+        return rms_norm(streams, self._ones, self._eps) * self._norm
+
+    def _mix(self, normed: Tensor) -> Tensor:
+        inner = silu(self._down.multiply(normed.flatten(1)) / self._count)
+        gates = sigmoid(self._up.multiply(inner)).view_as(normed)
+        return (gates * normed).mean(dim=1)
 
 
 def project_streams(streams: Tensor, matrix: Tensor, eps: float) -> Tensor:

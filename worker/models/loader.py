@@ -20,7 +20,7 @@ from ...proto.model.families.zamba import Zamba
 from ...proto.model.families.zaya import Zaya
 from ...proto.model.registry import check_supported
 from ...proto.model.spec import DecoderSpec
-from ...proto.model.streams import Streams
+from ...proto.model.streams import GatedStreams, Streams
 from ...proto.options.sections import ALL_REDUCE, ALL_TO_ALL, DEEPEP_LOW_LATENCY
 from ..attention import AttentionInputs, LayerCache
 from ..comm.deep_ep import open_deep_ep
@@ -36,7 +36,7 @@ from .moe.expert_layers import ExpertLayers
 from .moe.moe import MixtureOfExperts
 from .muse_spark import MuseSparkDecoder
 from .output_tokens import OutputTokens
-from .streams import StreamsDecoder
+from .streams import GatedStreamsDecoder, StreamsDecoder
 from .vision.encoder import ignore_encoder
 from .vocab_parallel import NoHead, VocabParallelHead
 from .zamba import ZambaDecoder
@@ -50,6 +50,7 @@ _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_
 _DECODERS: dict[type, type[Decoder]] = {
     Gemma3n: Gemma3nDecoder,
     Gemma4: Gemma4Decoder,
+    GatedStreams: GatedStreamsDecoder,
     LongcatFlash: LongcatDecoder,
     MuseSpark: MuseSparkDecoder,
     Streams: StreamsDecoder,
@@ -158,7 +159,7 @@ def load_model(load: LoadContext, model: ModelConfig) -> Model:
         load = _with_whole_experts(load, spec)
         load = replace(load, exchange=_open_exchange(load, spec))
         decoder = _DECODERS.get(type(spec.variant), Decoder)
-        if decoder in (Gemma3nDecoder, StreamsDecoder, ZayaDecoder):
+        if issubclass(decoder, Gemma3nDecoder | StreamsDecoder | ZayaDecoder):
             _refuse_fused_all_reduce(load, model)
         return decoder(load, spec, model.max_model_len, has_head=model.generates)
     _refuse_fused_all_reduce(load, model)

@@ -19,13 +19,14 @@ _ROW_PARALLEL = (
 )
 _WHOLE = (
     *("gate", "router", "q_a_proj", "kv_a_proj_with_mqa", "wq_b", "wk"),
-    *("f_a_proj", "g_a_proj", "linear"),
+    *("f_a_proj", "g_a_proj", "linear", "index_qk_proj"),
 )
 _EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "wte")
 _NOT_ADAPTED = (
     *("kv_b_proj", "norm", "wpe", "embed_positions"),
     *("conv1d", "conv_1d", ".conv.conv", "A_log", "rg_lru", "latent_proj"),
     *("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "mamba.D", "_hc.", "hc_head."),
+    *("hyper_connection", ".ple."),
 )
 # Projections that are stored together and have an A each.
 _NUM_PARTS = {"qkv_proj": 3, "gate_up_proj": 2, "in_proj_qkv": 3}

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from torch import Tensor
 
+from ...proto.model.gated_delta import GatedDeltaSpec
+from ...proto.model.ngrams import NUM_NGRAM_TENSORS
 from ...proto.model.spec import DecoderSpec, LayerSpec
-from ...proto.model.streams import Streams
+from ...proto.model.streams import GatedStreams, Streams
 from ..attention import AttentionInputs, LayerCache
 from .aux_states import AuxStates
 from .fused_decode import log_op_by_op
-from .hyper_connections import HyperConnection, HyperHead, collapse, expand
+from .hyper_connections import Connection, GatedResidual, Head, HyperConnection, HyperHead, expand
 from .layers import Rotations
 from .llama.decoder import Decoder
 from .llama.decoder_layer import DecoderLayer, FeedForward
 from .load_context import LoadContext
 from .media_embeddings import MediaEmbeddings
 from .mixers.compressed import CompressedAttention, Pages
+from .mixers.state_mixer import StateMixer
 from .moe.hashed import HashedMixture, has_table
+from .ngrams import NgramEmbedding
 from .output_tokens import OutputTokens
 
 # Key of Rotations |-> the ids of the step's tokens, [T], by which some mixtures choose experts.
@@ -30,9 +35,12 @@ class StreamsLayer(DecoderLayer):
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
         super().__init__(load, spec, layer, name)
-        self._connections = [
-            HyperConnection(load, spec, _own(spec), f"{name}.{part}_hc") for part in ("attn", "ffn")
-        ]
+        self._connections = self.make_connections(load, spec, name)
+
+    def make_connections(self, load: LoadContext, spec: DecoderSpec, name: str) -> Sequence[Connection]:
+        """Return what connects attention and feed-forward network of the layer `name` with the streams."""
+        assert isinstance(spec.variant, Streams)
+        return [HyperConnection(load, spec, spec.variant, f"{name}.{part}_hc") for part in ("attn", "ffn")]
 
     def make_mlp(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> FeedForward:
         """Return the feed-forward network of the layer `name`."""
@@ -47,13 +55,13 @@ class StreamsLayer(DecoderLayer):
         assert self.attention is not None
         assert self.mlp is not None
         of_attention, of_mlp = self._connections
-        weights = of_attention.weigh(streams)
-        normed = self.add(None, collapse(streams, weights.before), self.before_attention)
+        x, weights = of_attention.read(streams)
+        normed = self.add(None, x, self.before_attention)
         attended = self.attention.forward(normed, rotations, kv_cache, inputs)
         assert isinstance(attended, Tensor)  # without peers no sum is deferred
         streams = expand(streams, attended, weights)
-        weights = of_mlp.weigh(streams)
-        normed = self.add(None, collapse(streams, weights.before), self.before_mlp)
+        x, weights = of_mlp.read(streams)
+        normed = self.add(None, x, self.before_mlp)
         if isinstance(self.mlp, HashedMixture):
             token_ids, _ = rotations[_TOKEN_IDS]
             assert token_ids is not None
@@ -72,8 +80,9 @@ class StreamsDecoder(Decoder):
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
     ) -> None:
-        self._num_streams = _own(spec).count
-        self._collapse = HyperHead(load, spec, _own(spec), "model.hc_head")
+        assert isinstance(spec.variant, Streams | GatedStreams)
+        self._num_streams = spec.variant.count
+        self._collapse = self.make_collapse(load, spec)
         self._pages = Pages([layer.mixer for layer in spec.layers])
         super().__init__(load, spec, num_positions, has_head=has_head)
         self.supports_outputs = False
@@ -81,6 +90,11 @@ class StreamsDecoder(Decoder):
         for number, attention in enumerate(compressed):
             attention.attach(self._pages, number, self.rotary[attention.spec.rope])
         self.gathers_keys = True
+
+    def make_collapse(self, load: LoadContext, spec: DecoderSpec) -> Head:
+        """Return what makes one hidden state of the streams."""
+        assert isinstance(spec.variant, Streams)
+        return HyperHead(load, spec, spec.variant, "model.hc_head")
 
     def _plan_fused_decode(self, load: LoadContext) -> None:
         log_op_by_op(load.device, "its residual has several streams")
@@ -96,10 +110,11 @@ class StreamsDecoder(Decoder):
         media: MediaEmbeddings | None = None,
     ) -> Tensor:
         """Return hidden states after the last norm, [T, E]."""
-        assert media is None, "images are not read"
         assert aux is None, "the streams have no hidden states for draft heads"
         assert outputs is None
         embedded = self.embedding.forward(token_ids)
+        if media is not None:
+            embedded.index_copy_(0, media.index, media.rows)
         rotations: dict[str | None, tuple[Tensor | None, Tensor | None]] = {
             key: table.at(positions) for key, table in self.rotary.items()
         }
@@ -109,7 +124,7 @@ class StreamsDecoder(Decoder):
         streams = embedded.unsqueeze(1).expand(-1, self._num_streams, -1).contiguous()
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, StreamsLayer)
-            streams = layer.forward_streams(streams, rotations, kv_caches[self.cached_by[index]], inputs)
+            streams = layer.forward_streams(streams, rotations, self._cache_of(index, kv_caches), inputs)
         return self.layers[-1].add(None, self._collapse.forward(streams), self.norm)
 
 
@@ -117,6 +132,44 @@ def _has_entries(attention: object) -> TypeGuard[CompressedAttention]:
     return isinstance(attention, CompressedAttention)
 
 
-def _own(spec: DecoderSpec) -> Streams:
-    assert isinstance(spec.variant, Streams)
-    return spec.variant
+class GatedStreamsLayer(StreamsLayer):
+    """A layer whose parts read gated streams, to which it may add n-grams before."""
+
+    def __init__(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> None:
+        super().__init__(load, spec, layer, name)
+        own = layer.mixer.ngrams if isinstance(layer.mixer, GatedDeltaSpec) else None
+        self._ngrams = None if own is None else NgramEmbedding(load, spec, own, f"{name}.ple")
+
+    def make_connections(self, load: LoadContext, spec: DecoderSpec, name: str) -> Sequence[Connection]:
+        """Return what connects attention and feed-forward network of the layer `name` with the streams."""
+        assert isinstance(spec.variant, GatedStreams)
+        parts = [f"{name}.{part}_hyper_connection" for part in ("attn", "mlp")]
+        return [GatedResidual(load, spec, spec.variant, part) for part in parts]
+
+    def forward_streams(
+        self, streams: Tensor, rotations: Rotations, kv_cache: LayerCache, inputs: AttentionInputs
+    ) -> Tensor:
+        """[T, N, E] -> [T, N, E]."""
+        if self._ngrams is not None:
+            assert isinstance(self.attention, StateMixer)
+            assert inputs.states is not None
+            token_ids, _ = rotations[_TOKEN_IDS]
+            assert token_ids is not None
+            states = inputs.states.layers[self.attention.layer][-NUM_NGRAM_TENSORS:]
+            streams = streams + self._ngrams.forward(streams, token_ids, states, inputs.states.runs)
+        return super().forward_streams(streams, rotations, kv_cache, inputs)
+
+
+class GatedStreamsDecoder(StreamsDecoder):
+    """A decoder of GatedStreamsLayers, whose last norm is that of the streams."""
+
+    layer_class = GatedStreamsLayer
+    reads_media = True
+
+    def make_collapse(self, load: LoadContext, spec: DecoderSpec) -> Head:
+        """Return what makes one hidden state of the streams."""
+        assert isinstance(spec.variant, GatedStreams)
+        return GatedResidual(load, spec, spec.variant, "model.hyper_connection_mixer", has_result=False)
+
+    def read_last_norm(self, load: LoadContext, spec: DecoderSpec) -> None:
+        """Return None."""

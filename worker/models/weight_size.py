@@ -16,12 +16,15 @@ from ...proto.model.transformers_spec import import_transformers
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# Table of n-grams, which checkpoints in float8 have in float8, too, with one scale.
+_NGRAMS = ".ngram_embedding.weight"
 # The expansion of latents to keys and values is dequantized while it is loaded.
 _EXPANSION = "kv_b_proj"
 _FULL_PRECISION = (
     *("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight", "weights_proj"),
     *("conv1d", "conv_1d", ".conv.conv.", "A_log", "rg_lru"),
     *("x_proj_weight", "dt_proj_weight", "mamba.D", "_hc.", "hc_head.", "conv_qk", "mlp.gate."),
+    "block_inject_weight",
     _EXPANSION,
 )
 
@@ -121,10 +124,11 @@ def measure_weights(model: ModelConfig, module: nn.Module, dtype_bytes: int) -> 
     size = WeightSize()
     for name, parameter in parameters.items():
         layer_format = find_format(_layer(name)) if _keeps_codes(name, parameter, model) else None
+        is_float8 = name.endswith(_NGRAMS) and quantization is not None and quantization.method == "fp8"
         num_bytes = (
             _num_bytes(layer_format, tuple(parameter.shape), model)
             if layer_format
-            else parameter.numel() * dtype_bytes
+            else parameter.numel() * (1 if is_float8 else dtype_bytes)
         )
         is_linear = _is_linear(name, parameter)
         size.num_parameters += parameter.numel()

@@ -18,7 +18,7 @@ _LINEAR = "linear_attention"
 _OLMO_NORM_EPS = 1e-5
 
 
-def _adapt(hf: dict[str, Any]) -> dict[str, Any]:
+def adapt_delta_nets(hf: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration that says which layers have attention beside the types of these."""
     kinds = hf["layer_types"]
     unrotated = "rope_parameters" in hf and not (hf["rope_parameters"] or {}).get("rope_theta")
@@ -82,7 +82,7 @@ QWEN_3_NEXT = Family(
     qk_norm=QkNorm("head"),
     norms=Norms(offset=1.0),
     experts=replace(_EXPERTS, flag="num_experts"),
-    adapt=_adapt,
+    adapt=adapt_delta_nets,
     change_layers=_change_qwen_layers("grouped"),
 )
 QWEN_3_5 = replace(QWEN_3_NEXT, experts=None, change_layers=_change_qwen_layers("parts"))
@@ -97,6 +97,6 @@ OLMO_HYBRID = Family(
             (r"\.feedforward_layer_norm\.", ".post_attention_layernorm."),
         )
     ),
-    adapt=_adapt,
+    adapt=adapt_delta_nets,
     change_layers=_change_olmo_layers,
 )

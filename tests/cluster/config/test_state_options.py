@@ -151,6 +151,29 @@ def test_early_check_of_memory_counts_no_layers_with_states(
             {"speculative_config": {"method": "mtp"}},
             "'mtp' does not support Deepseek",
         ),
+        (
+            "qwen4_exp_text",
+            {"block_size": 2},
+            "block_size is 2, which has no room for the mean keys of 4 tokens",
+        ),
+        ("qwen4_exp_text", {"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support Qwen4ExpForCausalLM"),
+        (
+            "qwen4_exp_text",
+            {"enable_dp_attention": True, "tensor_parallel_size": 2},
+            "enable_dp_attention is",
+        ),
+        ("qwen4_exp_text", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
+        ("qwen4_exp_text", {"tensor_parallel_size": 8}, "8 does not divide the 4 value heads"),
+        (
+            "qwen4_exp_text",
+            {"device": "cuda", "batch_invariant": True},
+            "batch_invariant does not support sparse",
+        ),
+        (
+            "qwen4_exp_text",
+            {"speculative_config": {"method": "mtp"}},
+            "'mtp' does not support Qwen4Exp",
+        ),
         ("zaya", {"enable_lora": True}, "enable_lora does not support ZayaForCausalLM"),
         ("zaya", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
         ("hy_v4", {"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support HYV4ForCausalLM"),
@@ -163,14 +186,40 @@ def test_options_without_ops_for_compressed_tokens_or_sinks_are_refused(
     folder = make_model(kind, **STATE_KINDS.get(kind, {}))
     defaults: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "skip_tokenizer_init": True}
     with pytest.raises(ConfigError, match=words):
-        resolve(EngineOptions(str(folder), **(defaults | options)), Machine(4, 0))
+        resolve(EngineOptions(str(folder), **(defaults | options)), Machine(8, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"indexer_kv_heads": 2}, "indexer_kv_heads is 2, must be 1"),
+        ({"indexer_budget": None}, "lacks 'indexer_budget'"),
+        ({"indexer_budget": 10}, "indexer_budget is 10 and indexer_compress_ratio 4"),
+        ({"indexer_head_dim": 3}, "indexer_head_dim and indexer_n_heads are 3 and 16"),
+        ({"output_gate_type": "tanh"}, "output_gate_type 'tanh' is not supported"),
+        ({"ple_layer_ids": [2]}, "ple_layer_ids has 2, a layer of attention"),
+        ({"ple_layer_ids": [4]}, "ple_layer_ids has 4, but there are 3 layers"),
+        ({"eos_token_id": None}, "lacks 'eos_token_id', which separates n-grams"),
+        ({"ple_embed_dim": 50}, "ple_embed_dim is 50, must be a multiple of the 4 hashes"),
+        ({"ngram_size": 1}, "ngram_size, heads_per_ngram, .* are 1, 2"),
+        (
+            {"ple_embed_dim": 8},
+            "the 2 columns of its table of n-grams are too few for a tensor_parallel_size of 4",
+        ),
+    ],
+)
+def test_fields_of_qwen4_that_are_not_supported_are_refused(
+    settings: dict[str, Any], words: str, make_model: Callable[..., Path]
+) -> None:
+    model = describe_model(make_model("qwen4_exp_text", seed=7, **STATE_KINDS["qwen4_exp_text"]), "it")
+    with pytest.raises(ConfigError, match=words):
+        check_supported(replace(model, hf=model.hf | settings), 4)
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support MiniMaxM3VLForCausalLM"),
-        ({"block_size": 12}, "block_size is 12, must divide the 16 tokens of the blocks of keys"),
         (
             {"enable_dp_attention": True, "tensor_parallel_size": 2},
             "enable_dp_attention is for multi-head latent",

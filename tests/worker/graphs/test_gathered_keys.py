@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "deepseek_v4-two-rates": STATE_KINDS["deepseek_v4-two-rates"],
     "hy_v4": {},
     "minimax_m3_vl_text": {},
+    "qwen4_exp_text": STATE_KINDS["qwen4_exp_text"] | {"indexer_budget": 8},
     "zaya": STATE_KINDS["zaya"],
 }
 # Tokens of a prompt, and of its output: one sequence passes the bound while it decodes, and one before.

@@ -103,6 +103,16 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         ],
     ),
     "hy_v4": ({}, [{"modules": ("o_proj", *MLP), "seed": 16}]),
+    "qwen4_exp_text": (
+        STATE_KINDS["qwen4_exp_text"],
+        [
+            {
+                "modules": ("in_proj_qkv", "in_proj_z", "out_proj", "o_proj", "index_qk_proj", *MLP),
+                "seed": 18,
+            },
+            {"modules": ("q_proj", "in_proj_a", "gate"), "seed": 19},
+        ],
+    ),
     # Served with the modules of transformers.
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
     "cohere2": ({"sliding_window": 11}, [{"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 7}]),
@@ -201,17 +211,25 @@ def test_failed_load_is_reported_and_leaves_the_rank_working(
     references[-1].check_greedy(prompt, generated)
 
 
-def test_adapter_of_expanded_latents_is_refused_by_name(
-    make_model: Any, make_engine: Any, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "target", "changed"),
+    [
+        # Decodes multiply it from both sides of cached latents, without an adapter of it.
+        ("deepseek_v3", "kv_b_proj", "self_attn.kv_b_proj"),
+        ("qwen4_exp_text", "key_proj", "ple.key_proj"),
+        ("qwen4_exp_text", "input_mix_weight_up", "attn_hyper_connection.input_mix_weight_up"),
+    ],
+)
+def test_adapter_of_layer_that_takes_none_is_refused_by_name(
+    kind: str, target: str, changed: str, make_model: Any, make_engine: Any, tmp_path: Path
 ) -> None:
-    """Decodes multiply kv_b_proj from both sides of cached latents, without an adapter of it."""
-    folder = make_model("deepseek_v3", seed=7)
-    path = write_adapter(tmp_path / "adapter", folder, ("kv_b_proj",))
+    folder = make_model(kind, seed=7, **STATE_KINDS.get(kind, {}))
+    path = write_adapter(tmp_path / "adapter", folder, (target,))
     engine = make_engine(folder, 1, lora=LORA)
     store = engine.runners[0].memory.loaded.adapters.store
     store.load(LoraLoad(0, str(path)))
     (report,) = store.take_reports(60)
-    assert "it changes model.layers.0.self_attn.kv_b_proj" in report.error
+    assert f"model.layers.0.{changed}" in report.error
 
 
 def test_dropped_adapter_is_not_reported(adapted: Callable[[str], Adapted], make_engine: Any) -> None:

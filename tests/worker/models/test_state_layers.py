@@ -87,6 +87,8 @@ def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
         ("minimax", "float8", 2),
         ("deepseek_v4", "int8", 2),
         ("deepseek_v4", "packed-groups-of-8", 1),
+        ("qwen4_exp_text", "int8", 2),
+        ("qwen4_exp_text-no-ngrams", "float8", 1),
         ("zaya", "int8", 2),
         ("zaya", "packed-groups-of-8", 1),
     ],

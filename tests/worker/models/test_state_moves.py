@@ -56,7 +56,8 @@ def step_until(driver: RankedDriver, condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("ends_early", [False, True], ids=["lent", "stale"])
 @pytest.mark.parametrize(
-    ("kind", "tp"), [("lfm2", 1), ("qwen3_next", 2), ("kimi_linear", 1), ("mamba", 1), ("lfm3", 1)]
+    ("kind", "tp"),
+    [("lfm2", 1), ("qwen3_next", 2), ("kimi_linear", 1), ("mamba", 1), ("lfm3", 1), ("qwen4_exp_text", 1)],
 )
 def test_sequence_moves_with_its_state(
     kind: str, tp: int, ends_early: bool, make_model: Any, make_engine: Any, tmp_path: Path
@@ -86,6 +87,7 @@ def test_sequence_moves_with_its_state(
         ("zaya", (4, 2)),  # pairs of ranks share a key head
         ("deepseek_v4", (2, 1)),
         ("deepseek_v4", (1, 4)),
+        ("qwen4_exp_text", (2, 1)),
     ],
 )
 def test_state_is_sliced_and_joined_between_tensor_parallel_sizes(

@@ -31,6 +31,12 @@ PUBLISHED = {
     "gemma3_text": ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", ""),
     "gemma3n_text": ("gemma3n", "Gemma3nForConditionalGeneration", "model.language_model.", ""),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", "lm_head."),
+    "qwen4_exp_text": (
+        "qwen4_exp",
+        "Qwen4ExpForConditionalGeneration",
+        "model.language_model.",
+        "lm_head.",
+    ),
     "qwen3_5_moe_text": (
         "qwen3_5_moe",
         "Qwen3_5MoeForConditionalGeneration",

@@ -23,7 +23,7 @@ from vision_models import (
 )
 
 # Times as positions; text between frames with deep features and experts; with states; and with tokens of images.
-KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v")
+KINDS = ("qwen2_5_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "glm46v", "qwen4_exp")
 SETTINGS: dict[str, Any] = {"max_model_len": 1024, "num_blocks": 256, "block_size": 4}
 NUM_TOKENS = 6
 

@@ -49,6 +49,16 @@ def test_size_is_that_of_the_checkpoint(make_model: Callable[..., Path], kind: s
     assert size.num_bytes == 4 * size.num_parameters
 
 
+_ALIGNED_QWEN4 = {
+    "hc_lowrank": 64,
+    "indexer_n_heads": 15,
+    "indexer_head_dim": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 4,
+    "ngram_vocab_size_base": 500,
+}
+
+
 # The packed layers of a CPU have multiples of 64 outputs.
 @pytest.mark.parametrize(
     ("kind", "fields"),
@@ -58,10 +68,11 @@ def test_size_is_that_of_the_checkpoint(make_model: Callable[..., Path], kind: s
         ("longcat_flash", {}),
         ("axk2", {"gated_norm_rank": 64, "index_head_dim": 64}),
         ("gemma4_unified_text", {}),
+        ("qwen4_exp_text", STATE_KINDS["qwen4_exp_text"] | _ALIGNED_QWEN4),
     ],
 )
 def test_size_is_that_of_the_loaded_model(
-    kind: str, fields: dict[str, int], make_model: Callable[..., Path], loaded_bytes: Callable[..., int]
+    kind: str, fields: dict[str, Any], make_model: Callable[..., Path], loaded_bytes: Callable[..., int]
 ) -> None:
     """Checkpoints may have more: LongCat's have matrices of experts that compute nothing."""
     folder = make_model(kind, seed=7, **fields)
@@ -100,6 +111,7 @@ def loaded_bytes(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
     # Nor does a GPU pad outputs, which are few in routers and heads of such small models.
     for module in (
         "moe.expert_routing", "moe.moe", "mixers.indexer", "mixers.compressed", "gemma.gemma4",
+        "hyper_connections",
     ):  # fmt: skip
         monkeypatch.setattr(f"quire.worker.models.{module}.pack", PackedWeight)
     monkeypatch.setattr(

@@ -103,9 +103,7 @@ class Decoder:
         self.supports_graphs = not any(mlp.reads_back for mlp in self._mixtures())
         self.gathers_keys = any(isinstance(layer.attention, BlockSparseAttention) for layer in self.layers)
         self.supports_outputs = self.stage.is_last and self.layers[-1].supports_outputs
-        self.norm: Norm | None = None
-        if self.stage.is_last:
-            self.norm = read_norm(load, spec, spec.norms, spec.names.last_norm)
+        self.norm = self.read_last_norm(load, spec) if self.stage.is_last else None
         self.fused_decode = self._plan_fused_decode(load)
         if any(mlp.is_separate for mlp in self._mixtures()):
             _log.warning(
@@ -145,6 +143,10 @@ class Decoder:
             self.layer_class(load, spec, layer, f"{spec.names.layers}.{index}")
             for index, layer in enumerate(self.stage.part(spec.layers), self.stage.first)
         ]
+
+    def read_last_norm(self, load: LoadContext, spec: DecoderSpec) -> Norm | None:
+        """Return the norm of the hidden states after the last layer; None if there is none."""
+        return read_norm(load, spec, spec.norms, spec.names.last_norm)
 
     @property
     def mixtures(self) -> list[MixtureOfExperts]:

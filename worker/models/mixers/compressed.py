@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +29,10 @@ from ....proto.model.compressed import CompressedSpec, SharedKvSpec, num_pages, 
 from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache
 from ...comm.shard import Shard
-from ...memory.host_to_device import to_device_once
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, PartialSum, Projection, RotaryTable, Rotations, RowParallelLinear
 from ..load_context import LoadContext
-from .query_tiles import Tile, query_tiles
+from .query_tiles import Tile, query_tiles, whole_ends
 from .state_mixer import StateMixer
 
 
@@ -265,7 +263,7 @@ class CompressedAttention(SharedKvAttention, StateMixer):
         assert inputs.states is not None
         own, runs, states = self.spec, inputs.states.runs, inputs.states.layers[self.layer]
         rows, lens = inputs.tokens_as_sequences(len(projected[0]))
-        ends = self._find_ends(inputs, len(lens))
+        ends = whole_ends(inputs, len(lens), own.rate)
         rows, lens = rows[ends], lens[ends].long()
         completes = (lens % own.rate == 0) & (lens > 0)
         cos, sin = self._rotary.at((lens - own.rate).clamp(min=0))
@@ -278,15 +276,6 @@ class CompressedAttention(SharedKvAttention, StateMixer):
             tables = inputs.of_group(cache.group).block_tables
             blocks = tables[rows, block].long() * completes  # other entries go to block 0, as padding does
             cache.entries[blocks, place] = compressor.pool(windows, lens, cos, sin)
-
-    def _find_ends(self, inputs: AttentionInputs, num_tokens: int) -> Tensor:
-        """Return the tokens that complete an entry; all tokens in recorded steps, whose shapes are fixed."""
-        known, device = inputs.known_lens, inputs.seq_lens.device
-        if known is None or inputs.chunks is None:
-            return torch.arange(num_tokens, device=device)
-        chunks = [np.arange(length - count, length) + 1 for count, length in zip(*inputs.chunks, strict=True)]
-        lens = np.concatenate((np.array(known[: inputs.num_decodes], np.int64), *chunks))
-        return to_device_once(np.flatnonzero(lens % self.spec.rate == 0), device)
 
     def _prepare_choice(
         self, x: Tensor, latent: Tensor, cos: Tensor, sin: Tensor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +29,7 @@ class GatedDeltaNet(StateMixer):
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: GatedDeltaSpec, name: str) -> None:
         self.spec, self._delta_rule = own, load.recurrence_backend.delta_rule
+        self._activate = _GATES[own.gate]
         keys, values = (
             load.head_shard(own.num_key_heads, own.key_dim),
             load.shard(own.num_heads * own.value_dim),
@@ -77,7 +79,7 @@ class GatedDeltaNet(StateMixer):
         )
         normed = rms_norm(attended, self.norm, own.norm_eps)
         gate = projected[:, self._conv_len :].view(len(mixed), num_heads, own.value_dim)
-        return self.output.forward_partial((normed * F.silu(gate)).flatten(1))
+        return self.output.forward_partial((normed * self._activate(gate)).flatten(1))
 
 
 def _grouped(load: LoadContext, own: GatedDeltaSpec, name: str) -> tuple[list[Projection], list[Projection]]:
@@ -149,4 +151,6 @@ def _separate(load: LoadContext, own: GatedDeltaSpec, name: str) -> tuple[list[P
     )
 
 
+# GatedDeltaSpec.gate |-> activation.
+_GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 _PROJECTIONS = {"grouped": _grouped, "parts": _in_parts, "separate": _separate}

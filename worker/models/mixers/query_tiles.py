@@ -1,4 +1,4 @@
-"""Tile: queries of a step whose attention is computed together, by ops that take dense keys."""
+"""Tile: queries of a step whose attention is computed together, by ops that take dense keys; and ends of blocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...attention import AttentionInputs
+from ...memory.host_to_device import to_device_once
 
 # Queries of a chunk at a time.
 _TILE_LEN = 128
@@ -54,3 +56,13 @@ def query_tiles(inputs: AttentionInputs, block_size: int) -> Iterator[Tile]:
             last = length - (end - stop)  # tokens of the sequence up to the last query
             positions = torch.arange(last - (stop - start), last, device=device)[None]
             yield Tile(slice(split + start, split + stop), sequence, positions, last)
+
+
+def whole_ends(inputs: AttentionInputs, num_tokens: int, block_len: int) -> Tensor:
+    """Return the tokens that make a block of their sequence whole; all tokens in recorded steps, of fixed shapes."""
+    known, device = inputs.known_lens, inputs.seq_lens.device
+    if known is None or inputs.chunks is None:
+        return torch.arange(num_tokens, device=device)
+    chunks = [np.arange(length - count, length) + 1 for count, length in zip(*inputs.chunks, strict=True)]
+    lens = np.concatenate((np.array(known[: inputs.num_decodes], np.int64), *chunks))
+    return to_device_once(np.flatnonzero(lens % block_len == 0), device)

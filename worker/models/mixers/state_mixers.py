@@ -8,10 +8,12 @@ from ....proto.model.kimi_delta import KimiDeltaSpec
 from ....proto.model.lightning import LightningSpec
 from ....proto.model.mamba1 import Mamba1Spec
 from ....proto.model.mamba2 import Mamba2Spec
+from ....proto.model.pooled import PooledKeysSpec
 from ....proto.model.rg_lru import RgLruSpec
 from ....proto.model.short_conv import ShortConvSpec
 from ....proto.model.spec import DecoderSpec
 from ..load_context import LoadContext
+from .block_sparse import PooledKeysAttention
 from .cca import CcaAttention
 from .gated_delta import GatedDeltaNet
 from .kimi_delta import KimiDeltaAttention
@@ -28,6 +30,8 @@ def make_state_mixer(load: LoadContext, spec: DecoderSpec, own: object, name: st
     match own:
         case CcaSpec():
             return CcaAttention(load, spec, own, name)
+        case PooledKeysSpec():
+            return PooledKeysAttention(load, spec, own, name)
         case ShortConvSpec():
             return ShortConv(load, spec, own, name)
         case GatedDeltaSpec():
