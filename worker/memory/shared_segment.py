@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.native.memory import map_on_huge_pages
-
 # Linux; absent in Python 3.11.
 _MAP_NORESERVE = 0x4000
 _FINAL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -131,6 +129,8 @@ class SharedSegment:
         Raises:
             OSError: the segment is sealed.
         """
+        from ...kernels.native.memory import map_on_huge_pages  # torch, which gateways and controllers lack
+
         return map_on_huge_pages(self._open, self.num_bytes, is_read_only=is_read_only)
 
     def map_private(self) -> mmap.mmap:
