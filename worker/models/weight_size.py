@@ -23,7 +23,7 @@ _EXPANSION = "kv_b_proj"
 _FULL_PRECISION = (
     *("embed", "lm_head", "norm", "bias", "wte", "wpe", "router", "gate.weight", "weights_proj"),
     *("conv1d", "conv_1d", ".conv.conv.", "A_log", "rg_lru"),
-    *("x_proj_weight", "dt_proj_weight", "mamba.D", "_hc.", "hc_head.", "conv_qk", "mlp.gate."),
+    *("x_proj_weight", "dt_proj_weight", "mamba.D", "_hc.", "hc_head.", "conv_qk", "mlp.gate.", "kpool"),
     "block_inject_weight",
     _EXPANSION,
 )
@@ -95,12 +95,26 @@ def make_meta_model(model: ModelConfig) -> nn.Module:
         with torch.device("meta"):
             if model.hf["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
                 module = transformers.AutoModelForCausalLM.from_config(config)
-            else:  # a text model that transformers makes within others only
+            elif hasattr(transformers, model.architecture):  # within others only
                 module = getattr(transformers, model.architecture)(config)
+            else:
+                return _add_head(transformers.AutoModel.from_config(config), config)
     except Exception as error:  # transformers raises errors of many kinds
         raise ModelLoadError(f"{model.name}: {first_line(error)}") from error
     module.tie_weights()
     return cast("nn.Module", module)
+
+
+def _add_head(text_model: nn.Module, config: Any) -> nn.Module:
+    """Return a text model with a head, which transformers has within others only, under the names of the others."""
+    from torch import nn
+
+    whole, head = nn.Module(), nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    if config.tie_word_embeddings:
+        head.weight = text_model.get_parameter("embed_tokens.weight")
+    whole.add_module("model", text_model)
+    whole.add_module("lm_head", head)
+    return whole
 
 
 def measure_weights(model: ModelConfig, module: nn.Module, dtype_bytes: int) -> WeightSize:
