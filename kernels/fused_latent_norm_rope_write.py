@@ -32,7 +32,7 @@ def fused_latent_norm_rope_write(
         projected: [T, C + R], latents before the norm, and shared keys before the rotation; may be overwritten.
         latents: [N, 1, 1, B, C + R + I], the cache.
         slot_mapping: [T] int64, as for write_kv.
-        cos, sin: [T, R], as for apply_rope.
+        cos, sin: [T, R], as for apply_rope; R may be 0.
         norm: [C], weight of the RMSNorm of the latents.
         eps: of the norm.
         interleaved: numbers 2 i and 2 i + 1 are a pair; they are stored as i and i + R / 2. Otherwise i and i + R / 2
@@ -51,6 +51,8 @@ def fused_latent_norm_rope_write(
 
 def rotate_last(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """Rotate the last R numbers of each head in place, as fused_latent_norm_rope_write does, [T, H, D]."""
+    if not cos.shape[1]:
+        return
     rotated = heads[..., -cos.shape[1] :]
     if interleaved:
         rotated.copy_(rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2))

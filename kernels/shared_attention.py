@@ -37,7 +37,7 @@ def token_windows(x: Tensor, ends: Tensor, states: Tensor, runs: StateRuns, *, d
 
     Args:
         x: [T, C], the inputs of a step's tokens.
-        ends: [n] int64, the last token of each window.
+        ends: [n] int64, the last token of each window; those behind all runs have windows of some tokens.
         states: [N, (K - 1) dilation, C], the inputs of the last tokens of each sequence; overwritten.
         dilation: distance of the tokens of a window.
     """

@@ -106,18 +106,6 @@ def choose_tokens(scores: Tensor, lens: Tensor, top_k: int) -> Tensor:
     return torch.where(lens.unsqueeze(1) <= top_k, is_own, is_chosen)
 
 
-def select_top_tokens(
-    scores: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor, block_size: int, top_k: int
-) -> SelectedTokens:
-    """Return the chosen tokens as slots.
-
-    Args:
-        scores: [T, M * B]; see index_scores and choose_tokens, as for the other arguments.
-    """
-    top_k = min(top_k, scores.shape[1])
-    return slots_of(choose_tokens(scores, lens, top_k), block_tables, rows, block_size, top_k)
-
-
 def slots_of(
     is_chosen: Tensor, block_tables: Tensor, rows: Tensor, block_size: int, top_k: int
 ) -> SelectedTokens:
@@ -126,6 +114,7 @@ def slots_of(
     Args:
         is_chosen: [T, M * B] bool, at most `top_k` of each query.
         block_tables, rows: as for index_scores.
+        top_k: at most M * B.
     """
     if is_chosen.is_cpu and is_available():
         return SelectedTokens(*cpu.chosen_slots(is_chosen, block_tables, rows, block_size, top_k))

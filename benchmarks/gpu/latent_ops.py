@@ -27,7 +27,8 @@ from quire.kernels.latent_attention import (
     latent_decode_attention,
     latent_prefill_attention,
 )
-from quire.kernels.sparse_latent import index_scores, select_top_tokens, sparse_latent_attention
+from quire.kernels.sparse_latent import choose_tokens, index_scores, sparse_latent_attention
+from quire.kernels.sparse_latent import slots_of as chosen_slots
 from quire.worker.attention import AttentionInputs
 
 # Heads, numbers of a key, and chosen tokens of DeepSeek-V3.2's indexers.
@@ -142,7 +143,8 @@ def sparse_decode_case(sizes: Sizes, rows: int, length: int) -> OpCase:
         scores = torch.rand(rows, tables.shape[1] * BLOCK_SIZE, device=sizes.device)
         sequences = torch.arange(rows, device=sizes.device)
         lens = torch.full((rows,), length, dtype=torch.int32, device=sizes.device)
-        selected = select_top_tokens(scores, tables, sequences, lens, BLOCK_SIZE, top_k)
+        chosen = choose_tokens(scores, lens, top_k)
+        selected = chosen_slots(chosen, tables, sequences, BLOCK_SIZE, top_k)
         return lambda: sparse_latent_attention(
             q, latents, *selected, model.attention_scale, model.kv_lora_rank
         )

@@ -21,8 +21,9 @@ from ...proto.config import (
 from ...proto.errors import ConfigError
 from ...proto.model import eagle3_config
 from ...proto.model.cca import CcaSpec
-from ...proto.model.compressed import SharedKvSpec, check_block_size
+from ...proto.model.compressed import SharedKvSpec
 from ...proto.model.divide_layers import divide_layers
+from ...proto.model.entries import HasEntries, check_block_size
 from ...proto.model.experts import Experts
 from ...proto.model.mla import MlaSpec
 from ...proto.model.mtp_layouts import mtp_layout, num_mtp_heads
@@ -195,14 +196,13 @@ def _check_kinds_of_attention(config: EngineConfig) -> None:
         ConfigError: an option does not support the model.
     """
     model, mixers = config.model, layer_mixers(config.model)
-    compresses = any(isinstance(mixer, SharedKvSpec) for mixer in mixers)
+    compresses = any(isinstance(mixer, SharedKvSpec | HasEntries) for mixer in mixers)
     convolves = any(isinstance(mixer, CcaSpec) for mixer in mixers)
     has_sinks = any(isinstance(mixer, MlaSpec) and mixer.has_sinks for mixer in mixers)
     # A token has one scale, but its keys of indexers are written by several layers.
     shares_places = any(isinstance(mixer, MlaSpec) and mixer.num_index_keys > 1 for mixer in mixers)
     check_key_places(model.name, mixers, config.cache.block_size)
-    if compresses:
-        check_block_size(model.name, mixers, config.cache.block_size)
+    check_block_size(model.name, mixers, config.cache.block_size)
     obstacles = {
         "kv_cache_dtype": (compresses or has_sinks or shares_places or bool(indexed_attention(model)))
         and config.cache.kv_cache_dtype != "auto",

@@ -141,6 +141,6 @@ def fused_latent_norm_rope_write(
         LATENT_DIM=latent_dim, INDEX_DIM=index_dim,
         INTERLEAVED=interleaved, LIMIT=quantized_kv.LIMITS.get(latents.dtype),
         MIN_MAGNITUDE=quantized_kv.MIN_MAGNITUDE, BLOCK_H=BLOCK_HEADS, BLOCK_C=triton.next_power_of_2(latent_dim),
-        BLOCK_I=triton.next_power_of_2(qk_rope_head_dim // 2), BLOCK_X=triton.next_power_of_2(max(index_dim, 1)),
-        num_warps=4,
+        BLOCK_I=triton.next_power_of_2(max(qk_rope_head_dim // 2, 1)),
+        BLOCK_X=triton.next_power_of_2(max(index_dim, 1)), num_warps=4,
     )  # fmt: skip

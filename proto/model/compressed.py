@@ -1,22 +1,16 @@
 """SharedKvSpec and CompressedSpec: attention of DeepSeek-V4 to single vectors, and to vectors of several tokens each.
 
 Every layer attends to the last `window` tokens, each cached as one vector that is the key and the value of all
-heads. A layer with a compressor attends besides to *entries*: vectors of the same length, one for each `rate` tokens.
-Entries are cached in *pages*, which are layers of the cache without a window that all compressors share: an entry is
-stored in the block of the last of its tokens, so that it is shared, moved and dropped with this block.
+heads. A layer with a compressor attends besides to entries (proto.model.entries) of the same length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
 from .attention import FULL
 from .state import StateSection, StateTensor
-
-# Tokens of a block for which the number of pages is computed.
-USUAL_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,16 @@ class CompressedSpec(SharedKvSpec):
     indexer: EntryIndexerSpec | None = None
 
     @property
+    def cached_dim(self) -> int:
+        """Elements of a token in a layer of the cache."""
+        return self.head_dim
+
+    @property
+    def has_spaced_entries(self) -> bool:
+        """False: the entries of a block are gathered."""
+        return False
+
+    @property
     def span(self) -> int:
         """Tokens that an entry is computed from."""
         return 2 * self.rate if self.overlaps else self.rate
@@ -104,51 +108,4 @@ def check_shared_kv(name: str, mixer: SharedKvSpec, num_ranks: int) -> None:
         raise ConfigError(
             f"{name}: tensor_parallel_size {num_ranks} does not divide the {mixer.num_groups} groups of its "
             "attention heads (o_groups)"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class EntryPlace:
-    """Place of a compressor's entries in a block: `count` entries from an element of a page on."""
-
-    page: int
-    start: int
-    count: int
-
-
-def place_entries(mixers: Sequence[object], block_size: int) -> list[list[EntryPlace]]:
-    """Return the places of the entries of each mixer that has some: those of the layer, then of its indexer.
-
-    Each goes to the first page that has room for it.
-    """
-    used, found = list[int](), list[list[EntryPlace]]()
-    for mixer in mixers:
-        if not isinstance(mixer, CompressedSpec):
-            continue
-        places = []
-        for dim in mixer.compressed_dims():
-            count = -(-block_size // mixer.rate)
-            page = next(
-                (index for index, end in enumerate(used) if end + count * dim <= block_size * mixer.head_dim),
-                len(used),
-            )
-            if page == len(used):
-                used.append(0)
-            places.append(EntryPlace(page, used[page], count))
-            used[page] += count * dim
-        found.append(places)
-    return found
-
-
-def num_pages(mixers: Sequence[object], block_size: int = USUAL_BLOCK_SIZE) -> int:
-    """Return the pages of a model's entries; 0 for a model without any."""
-    return max((place.page + 1 for own in place_entries(mixers, block_size) for place in own), default=0)
-
-
-def check_block_size(name: str, mixers: Sequence[object], block_size: int) -> None:
-    """Raise ConfigError if blocks of this size have no room for the entries of their tokens."""
-    if num_pages(mixers, block_size) > num_pages(mixers):
-        raise ConfigError(
-            f"{name}: block_size is {block_size}, which has no room for the vectors that its attention compresses "
-            f"tokens to; use {USUAL_BLOCK_SIZE}"
         )

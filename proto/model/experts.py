@@ -237,6 +237,11 @@ def _clamped_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     return replace(_corrected_sigmoid_routing(experts, hf), clamp=(1.0, limit, 0.0) if limit > 0 else None)
 
 
+def _all_clamped_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
+    """Routing and experts of GLM-5 Next: as HY V4's, and the network that every token passes is clamped, too."""
+    return replace(_clamped_sigmoid_routing(experts, hf), clamps_shared=True)
+
+
 def _offset_sigmoid_routing(experts: Experts, hf: dict[str, Any]) -> Experts:
     """Routing and experts of MiniMax-M3: as DeepSeek-V3's, all with the activation of gpt-oss."""
     clamp = float(hf["swiglu_alpha"]), float(hf["swiglu_limit"]), 1.0
@@ -291,6 +296,7 @@ ROUTINGS: dict[str, Callable[[Experts, dict[str, Any]], Experts]] = {
     "gpt_oss": _gpt_oss_routing,
     "hashed": _hashed_routing,
     "clamped_sigmoid": _clamped_sigmoid_routing,
+    "all_clamped_sigmoid": _all_clamped_sigmoid_routing,
     "offset_sigmoid": _offset_sigmoid_routing,
     "zero_experts": lambda experts, hf: replace(
         experts,

@@ -25,12 +25,14 @@ class IndexerSpec:
 
     Attributes:
         num_heads, head_dim: Hi heads, which share one key of I elements per token.
-        top_k: tokens that a query attends to at most.
+        top_k: tokens that a query chooses at most.
         interleaved: elements 2 i and 2 i + 1 of the rotated part are a pair.
         rotates_last: the rotated part comes last; otherwise it comes first.
         norm_eps: of the norms of keys and of inputs.
         reads_hidden: its queries are computed from the layer's input after a norm of its own, not from the latents of
             the layer's queries, and have learned factors (MlaSpec.has_query_factors).
+        pool_len: successive tokens that are chosen together; a query attends besides to those up to its own that fill
+            no pool.
     """
 
     num_heads: int
@@ -40,6 +42,12 @@ class IndexerSpec:
     rotates_last: bool = False
     norm_eps: float = 1e-6
     reads_hidden: bool = False
+    pool_len: int = 1
+
+    @property
+    def num_attended(self) -> int:
+        """Tokens that a query attends to at most; with so many or fewer it attends to all."""
+        return self.top_k + self.pool_len - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,8 @@ class MlaSpec:
             parts are then as long as both parts of other layers' (`qk_nope_head_dim` is that length).
         shares_latents: the layer attends to the latents of an earlier one, LayerSpec.kv_source.
         has_query_factors: factors of a head's queries grow with the position, with a learned slope and offset.
-        num_index_keys: keys behind a token's latent, of the indexers of the layers that share it.
+        num_index_keys: keys behind a token's latent, of the indexers of the layers that share it; 0 if keys are
+            cached elsewhere.
         index_place: of the layer's own among them.
     """
 
@@ -122,7 +131,7 @@ class MlaSpec:
         expanded = expanding + num_pairs * (self.qk_dim + self.v_head_dim)
         absorbed: float = num_pairs * (self.attended_dim + self.rank)
         if self.indexer is not None:
-            num_selected = sum(queries * min(keys, self.indexer.top_k) for queries, keys in lens)
+            num_selected = sum(queries * min(keys, self.indexer.num_attended) for queries, keys in lens)
             absorbed = SELECTED_COST * num_selected * (self.attended_dim + self.rank)
         return expanded < absorbed
 

@@ -10,13 +10,15 @@ from ..config import ModelConfig
 from ..errors import ConfigError, in_one_line
 from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
-from .compressed import SharedKvSpec, check_shared_kv, num_pages
+from .compressed import SharedKvSpec, check_shared_kv
 from .config_fields import check_numbers
+from .entries import num_pages
 from .experts import ExpertFields, Experts
 from .families import (
     deepseek_v4,
     gated_delta_nets,
     gemma,
+    glm5_next,
     gptj,
     lfm,
     linear_attention,
@@ -193,6 +195,7 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": DEEPSEEK,
     "DeepseekV32ForCausalLM": replace(DEEPSEEK, indexer_interleaved=False),
     "GlmMoeDsaForCausalLM": replace(DEEPSEEK, indexer_interleaved=True),
+    "Glm5NextForCausalLM": glm5_next.GLM_5_NEXT,
     "DeepseekV4ForCausalLM": deepseek_v4.V4,
     "LongcatFlashForCausalLM": longcat.FLASH,
     "Mistral4ForCausalLM": MISTRAL_4,
@@ -276,6 +279,7 @@ TEXT_MODELS = {
         "mistral4": "Mistral4ForCausalLM",
     },
     "MiniMaxM3SparseForConditionalGeneration": {"minimax_m3_vl_text": "MiniMaxM3VLForCausalLM"},
+    "Glm5NextForConditionalGeneration": {"glm5_next_text": "Glm5NextForCausalLM"},
     "MistralLarge4ForConditionalGeneration": {"mistral_large4_text": "MistralLarge4ForCausalLM"},
 }
 # Model type of a text model within another |-> fields of its configuration as the same model alone has them.

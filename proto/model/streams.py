@@ -17,6 +17,7 @@ class Streams:
             stochastic.
         mixes: the streams are mixed after each part of a layer (Xie et al., *Manifold-Constrained Hyper-Connections*,
             2026); otherwise each of them stays as it is.
+        averages: the last norm reads the mean of the streams; otherwise a sum with weights that follow from them.
     """
 
     count: int
@@ -24,6 +25,7 @@ class Streams:
     magnitude: float
     num_iterations: int = 0
     mixes: bool = False
+    averages: bool = False
 
 
 @dataclass(frozen=True, slots=True)

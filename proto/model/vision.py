@@ -101,13 +101,20 @@ def _read_qwen3_vl(name: str, hf: Mapping[str, Any]) -> VisionSpec:
 
 
 def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:
-    """Return the encoder of GLM-4V or, without learned positions and with norms of heads, of GLM-OCR."""
+    """Return the encoder of GLM-4V, or of GLM-OCR and GLM-5 Next: without learned positions, with norms of heads."""
     vision, size, inner = hf["vision_config"], _size(hf), int(hf["vision_config"]["intermediate_size"])
-    is_ocr, bias = vision["model_type"] == "glm_ocr_vision", bool(vision["attention_bias"])
+    is_next = vision["model_type"] == "glm5_next_vision"
+    is_ocr, bias = is_next or vision["model_type"] == "glm_ocr_vision", bool(vision["attention_bias"])
     merged, side = int(vision["out_hidden_size"]), int(vision["spatial_merge_size"])
     if merged != int(hf["text_config"]["hidden_size"]):
         raise ValueError(f"its out_hidden_size is {merged}, not the hidden size of the text model")
     layer_inner, merger_inner = (inner, merged * int(vision["in_channels"])) if is_ocr else (merged, inner)
+    clamp: tuple[float, float, float] | None = None
+    if is_next:
+        merger_inner = int(vision["projection_intermediate_size"])
+        clamp = 1.0, float(vision["swiglu_limit"]), 0.0
+        if vision["hidden_act"] != "silu":
+            raise ValueError(f"its activation {vision['hidden_act']!r:.100} is not supported, only 'silu'")
     layers = _layers(
         vision,
         inner=layer_inner,
@@ -121,9 +128,19 @@ def _read_glm4v(name: str, hf: Mapping[str, Any]) -> VisionSpec:
     merger = (size * side**2 + 1 + merged + 2 + 3 * merger_inner) * merged
     patches = (_patch_len(vision) + 1) * size
     spec = _qwen_spec("glm4v", hf, layers, patches + places + size + merger)
-    settings = {"is_ocr": is_ocr, "layer_inner": layer_inner, "merger_inner": merger_inner}
-    # Frames of videos have the tokens of images.
-    return replace(spec, hf=dict(vision) | settings, video_token_id=None if is_ocr else spec.image_token_id)
+    settings = {
+        "is_ocr": is_ocr,
+        "layer_inner": layer_inner,
+        "merger_inner": merger_inner,
+        "clamp": clamp,
+    }
+    # The text model of GLM-5 Next has no positions. Frames of videos have the tokens of images.
+    return replace(
+        spec,
+        hf=dict(vision) | settings,
+        has_grid_positions=not is_next,
+        video_token_id=None if is_ocr else spec.image_token_id,
+    )
 
 
 def _read_mistral3(name: str, hf: Mapping[str, Any]) -> VisionSpec:
@@ -573,6 +590,7 @@ VISION_READERS: dict[str, Callable[[str, Mapping[str, Any]], VisionSpec]] = {
     "Glm4vMoeForConditionalGeneration": _read_glm4v,
     "Glm46VForConditionalGeneration": _read_glm4v,
     "GlmOcrForConditionalGeneration": _read_glm4v,
+    "Glm5NextForConditionalGeneration": _read_glm4v,
     "LlavaForConditionalGeneration": _read_llava,
     "LlavaNextForConditionalGeneration": _read_llava_next,
     "LlavaOnevisionForConditionalGeneration": _read_llava_next,

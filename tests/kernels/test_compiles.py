@@ -42,7 +42,7 @@ def test_sum_over_ranks_has_one_variant_for_all_ranks_and_wide_loads(tmp_path: P
 @pytest.mark.slow
 def test_indexer_has_one_variant_for_all_parts_of_a_step(tmp_path: Path) -> None:
     _, *variants = run_script("90", "launch_all_sparse_latents", TRITON_CACHE_DIR=str(tmp_path))
-    assert len([each for each in variants if each.startswith("index_scores.")]) == 2 * 3
+    assert len([each for each in variants if each.startswith("index_scores.")]) == 2 * 4
 
 
 @pytest.mark.parametrize("capability", slow_except(["90"], ["80", "90"]))

@@ -14,7 +14,7 @@ from quire.kernels import latent_attention, sparse_latent
 from quire.kernels.fused_latent_norm_rope_write import fused_latent_norm_rope_write
 from quire.kernels.latent_attention import ChunkBounds
 from quire.kernels.quantized_kv import dequantize, quantize
-from quire.kernels.sparse_latent import SelectedTokens, select_top_tokens
+from quire.kernels.sparse_latent import SelectedTokens, choose_tokens, slots_of
 
 # Numbers of a latent, of a shared key and of the indexer's key; heads of attention and indexer; tokens per block.
 LATENT, SHARED, INDEX, HEADS, INDEX_HEADS, BLOCK = 48, 16, 32, 3, 5, 4
@@ -36,6 +36,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     elif request.param != "op":
         pytest.importorskip("triton")
     return str(request.param)
+
+
+def select(
+    scores: Tensor, tables: Tensor, rows: Tensor, lens: Tensor, block_size: int, top_k: int
+) -> SelectedTokens:
+    """Return the slots of the tokens with the best scores."""
+    top_k = min(top_k, scores.shape[1])
+    return slots_of(choose_tokens(scores, lens, top_k), tables, rows, block_size, top_k)
 
 
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +173,7 @@ def test_best_tokens_are_chosen_and_of_equal_ones_the_earlier() -> None:
         ]
     )
     rows, lens = torch.tensor([0, 1, 1, 0]), torch.tensor([6, 6, 2, 0], dtype=torch.int32)
-    slots, counts = select_top_tokens(scores, tables, rows, lens, 4, 4)
+    slots, counts = select(scores, tables, rows, lens, 4, 4)
     assert counts.tolist() == [4, 4, 2, 0]
     assert slots[0].tolist() == [20, 21, 22, 9]  # positions 0, 1, 2 and 5
     assert slots[1].tolist() == [12, 13, 14, 15]
@@ -182,7 +190,7 @@ def test_chosen_tokens_equal_those_of_a_sort(top_k: int) -> None:
     scores = torch.where(scores < 0, torch.where(scores < -1, scores, -0.0), scores.round(decimals=1))
     lens = torch.randint(0, width + 1, (num_tokens,), dtype=torch.int32)
     tables, rows = torch.arange(width // BLOCK, dtype=torch.int32)[None], torch.zeros(num_tokens).long()
-    slots, counts = select_top_tokens(scores, tables, rows, lens, BLOCK, top_k)
+    slots, counts = select(scores, tables, rows, lens, BLOCK, top_k)
     for token, length in enumerate(lens.tolist()):
         best = sorted(range(length), key=lambda position: (-scores[token, position], position))
         assert slots[token, : counts[token]].tolist() == sorted(best[:top_k])
@@ -194,8 +202,8 @@ def test_chosen_tokens_equal_those_of_a_sort(top_k: int) -> None:
 def test_mask_of_chosen_tokens_has_their_slots() -> None:
     scores, lens = torch.randn(5, 32), torch.tensor([32, 20, 7, 1, 0], dtype=torch.int32)
     tables, rows = torch.arange(8, dtype=torch.int32)[None], torch.zeros(5).long()
-    slots, counts = select_top_tokens(scores, tables, rows, lens, BLOCK, 7)
-    chosen = sparse_latent.choose_tokens(scores, lens, 7)
+    slots, counts = select(scores, tables, rows, lens, BLOCK, 7)
+    chosen = choose_tokens(scores, lens, 7)
     assert chosen.dtype == torch.bool
     for token, count in enumerate(counts.tolist()):
         assert chosen[token].nonzero().flatten().tolist() == slots[token, :count].tolist()
@@ -205,7 +213,7 @@ def test_mask_of_chosen_tokens_has_their_slots() -> None:
 def test_fewer_tokens_than_the_limit_are_all_chosen() -> None:
     tables, rows = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([0])
     lens = torch.tensor([6], dtype=torch.int32)
-    slots, counts = select_top_tokens(torch.randn(1, 8), tables, rows, lens, 4, 2048)
+    slots, counts = select(torch.randn(1, 8), tables, rows, lens, 4, 2048)
     assert counts.tolist() == [6]
     assert slots[0, :6].tolist() == [4, 5, 6, 7, 8, 9]
 

@@ -348,14 +348,16 @@ SINCE_5_24 = {"apertus1p5_text": "Apertus1p5TextForCausalLM", "codegen": "CodeGe
 
 
 # Kinds that transformers has as text models within others only |-> architecture.
-TEXT_ONLY = {"mistral4": "Mistral4ForCausalLM"}
+TEXT_ONLY = {"mistral4": "Mistral4ForCausalLM", "glm5_next_text": "Glm5NextForCausalLM"}
 
 
 def register_text_models() -> None:
     """Let transformers' AutoModelForCausalLM make the kinds of TEXT_ONLY."""
+    from text_models import causal_class
+
     for kind, architecture in TEXT_ONLY.items():
         config_class = transformers.CONFIG_MAPPING[kind]
-        model_class = getattr(transformers, architecture)
+        model_class = getattr(transformers, architecture, None) or causal_class(architecture, config_class)
         transformers.AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
 

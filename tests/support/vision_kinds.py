@@ -309,6 +309,41 @@ def _glm4v(name: str, *text_types: str) -> Callable[[random.Random], Any]:
     return make
 
 
+def _glm5_next(rng: random.Random) -> Any:
+    from transformers import Glm5NextConfig
+
+    heads, pool_len = rng.choice((4, 8)), rng.choice((2, 4, 8))
+    kinds, indexers = rng.choice(
+        (
+            (["linear_attention", "indexed_attention", "indexed_attention"], ["full", "full", "shared"]),
+            (["indexed_attention", "linear_attention", "indexed_attention"], ["full", "full", "full"]),
+        )
+    )
+    text = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": rng.choice((64, 80)), "intermediate_size": 96, "pad_token_id": 3,
+        "num_hidden_layers": 3, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "kv_lora_rank": rng.choice((32, 48)), "q_lora_rank": rng.choice((24, 32)), "v_head_dim": 16,
+        "qk_nope_head_dim": rng.choice((16, 24)), "max_position_embeddings": 1024, "n_routed_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40, "layer_types": kinds, "indexer_types": indexers,
+        "mlp_layer_types": rng.choice((["dense", "sparse", "sparse"], ["sparse"] * 3)), "index_kpool": pool_len,
+        "index_topk": pool_len * rng.choice((1, 2, 4)), "index_head_dim": rng.choice((16, 32)), "index_n_heads": 16,
+        "linear_head_dim": rng.choice((16, 24)), "linear_num_heads": rng.choice((4, 8)), "n_shared_experts": 1,
+        "linear_lower_bound": rng.choice((None, -5.0)), "hc_mult": rng.choice((2, 4)), "hc_sinkhorn_iters": 4,
+        "swiglu_limit": rng.choice((0.5, 10.0)), "routed_scaling_factor": rng.choice((1.0, 2.5)),
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": rng.choice((32, 64)), "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+        "image_size": 32, "out_hidden_size": text["hidden_size"], "spatial_merge_size": 2,
+        "projection_intermediate_size": rng.choice((40, 56)), "swiglu_limit": rng.choice((0.05, 10.0)),
+        "attention_bias": rng.choice((True, False)),
+    }  # fmt: skip
+    return Glm5NextConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE_TOKEN, video_token_id=IMAGE_TOKEN,
+        image_start_token_id=START_TOKEN, image_end_token_id=END_TOKEN, video_start_token_id=VIDEO_TOKEN,
+        video_end_token_id=VIDEO_TOKEN + 1, tie_word_embeddings=rng.choice((True, False)),
+    )  # fmt: skip
+
+
 _TILES = {"image_grid_pinpoints": [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]}
 
 
@@ -691,6 +726,18 @@ VISION_KINDS = {
         "GlmOcrForConditionalGeneration",
         _glm4v("GlmOcrConfig", "glm_ocr_text"),
         _glm4v_processor,
+        _expand_grid,
+    ),
+    "glm5_next": VisionKind(
+        "Glm5NextForConditionalGeneration",
+        _glm5_next,
+        _image_processor(
+            "glm5_next",
+            "Glm5NextImageProcessorPil",
+            patch_size=4,
+            min_image_tokens=4,
+            max_image_tokens=36,
+        ),
         _expand_grid,
     ),
     "pixtral": VisionKind("LlavaForConditionalGeneration", _pixtral, _pixtral_processor),

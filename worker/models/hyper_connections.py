@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.activation import sigmoid, silu
@@ -64,7 +63,7 @@ class HyperConnection:
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: Streams, name: str) -> None:
         self._own, self._eps = own, spec.norm_eps
         num_weights = (2 + own.count) * own.count if own.mixes else 2 * own.count
-        self._matrix = _read(load, f"{name}.fn", num_weights, own.count * spec.hidden_size)
+        self._matrix = pack(_read(load, f"{name}.fn", num_weights, own.count * spec.hidden_size))
         self._base = _read(load, f"{name}.base", num_weights)
         self._scale = _read(load, f"{name}.scale", 3 if own.mixes else 2)
 
@@ -88,11 +87,11 @@ class HyperConnection:
 
 
 class HyperHead:
-    """The sum of the streams before the last norm."""
+    """The sum of the streams before the last norm, with weights that follow from them."""
 
     def __init__(self, load: LoadContext, spec: DecoderSpec, own: Streams, name: str) -> None:
         self._own, self._eps = own, spec.norm_eps
-        self._matrix = _read(load, f"{name}.hc_fn", own.count, own.count * spec.hidden_size)
+        self._matrix = pack(_read(load, f"{name}.hc_fn", own.count, own.count * spec.hidden_size))
         self._base = _read(load, f"{name}.hc_base", own.count)
         self._scale = _read(load, f"{name}.hc_scale", 1)
 
@@ -100,6 +99,14 @@ class HyperHead:
         """[T, N, E] -> [T, E]."""
         projected = project_streams(streams, self._matrix, self._eps)
         return collapse(streams, (projected * self._scale + self._base).sigmoid() + self._own.eps)
+
+
+class MeanHead:
+    """The mean of the streams before the last norm."""
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """[T, N, E] -> [T, E]."""
+        return streams.mean(dim=1)
 
 
 class GatedResidual:
@@ -146,10 +153,10 @@ class GatedResidual:
         return (gates * normed).mean(dim=1)
 
 
-def project_streams(streams: Tensor, matrix: Tensor, eps: float) -> Tensor:
+def project_streams(streams: Tensor, matrix: PackedWeight, eps: float) -> Tensor:
     """Return the projection of each token's streams, normalized together: [T, N, E] -> [T, W] float32."""
     flat = streams.flatten(1).float()
-    return F.linear(flat, matrix) * torch.rsqrt(flat.square().mean(dim=-1, keepdim=True) + eps)
+    return linear(flat, matrix) * torch.rsqrt(flat.square().mean(dim=-1, keepdim=True) + eps)
 
 
 def collapse(streams: Tensor, weights: Tensor) -> Tensor:

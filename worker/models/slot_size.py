@@ -25,7 +25,7 @@ _EMBEDDINGS = ("embed_tokens", "embed_tokens_per_layer", "wte")
 _NOT_ADAPTED = (
     *("kv_b_proj", "norm", "wpe", "embed_positions"),
     *("conv1d", "conv_1d", ".conv.conv", "A_log", "rg_lru", "latent_proj"),
-    *("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "mamba.D", "_hc.", "hc_head."),
+    *("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "mamba.D", "_hc.", "hc_head.", "kpool"),
     *("hyper_connection", ".ple."),
 )
 # Projections that are stored together and have an A each.

@@ -14,13 +14,15 @@ from ...proto.model.streams import GatedStreams, Streams
 from ..attention import AttentionInputs, LayerCache
 from .aux_states import AuxStates
 from .fused_decode import log_op_by_op
-from .hyper_connections import Connection, GatedResidual, Head, HyperConnection, HyperHead, expand
+from .hyper_connections import Connection, GatedResidual, Head, HyperConnection, HyperHead, MeanHead, expand
 from .layers import Rotations
 from .llama.decoder import Decoder
 from .llama.decoder_layer import DecoderLayer, FeedForward
 from .load_context import LoadContext
 from .media_embeddings import MediaEmbeddings
-from .mixers.compressed import CompressedAttention, Pages
+from .mixers.compressed import CompressedAttention
+from .mixers.pages import Pages
+from .mixers.pooled_mla import PooledMlaAttention
 from .mixers.state_mixer import StateMixer
 from .moe.hashed import HashedMixture, has_table
 from .ngrams import NgramEmbedding
@@ -75,7 +77,6 @@ class StreamsDecoder(Decoder):
     """A decoder of StreamsLayers."""
 
     layer_class = StreamsLayer
-    reads_media = False
 
     def __init__(
         self, load: LoadContext, spec: DecoderSpec, num_positions: int, *, has_head: bool = True
@@ -86,14 +87,18 @@ class StreamsDecoder(Decoder):
         self._pages = Pages([layer.mixer for layer in spec.layers])
         super().__init__(load, spec, num_positions, has_head=has_head)
         self.supports_outputs = False
-        compressed = [own for own in (layer.attention for layer in self.layers) if _has_entries(own)]
-        for number, attention in enumerate(compressed):
-            attention.attach(self._pages, number, self.rotary[attention.spec.rope])
-        self.gathers_keys = True
+        mixers = [layer.attention for layer in self.layers]
+        for number, attention in enumerate(filter(_has_entries, mixers)):
+            assert attention.rope is not None
+            attention.attach(self._pages, number, self.rotary[attention.rope])
+        # Keys of pools alone are read by kernels.
+        self.gathers_keys = not any(isinstance(own, PooledMlaAttention) for own in mixers)
 
     def make_collapse(self, load: LoadContext, spec: DecoderSpec) -> Head:
         """Return what makes one hidden state of the streams."""
         assert isinstance(spec.variant, Streams)
+        if spec.variant.averages:
+            return MeanHead()
         return HyperHead(load, spec, spec.variant, "model.hc_head")
 
     def _plan_fused_decode(self, load: LoadContext) -> None:
@@ -128,8 +133,8 @@ class StreamsDecoder(Decoder):
         return self.layers[-1].add(None, self._collapse.forward(streams), self.norm)
 
 
-def _has_entries(attention: object) -> TypeGuard[CompressedAttention]:
-    return isinstance(attention, CompressedAttention)
+def _has_entries(attention: object) -> TypeGuard[CompressedAttention | PooledMlaAttention]:
+    return isinstance(attention, CompressedAttention | PooledMlaAttention)
 
 
 class GatedStreamsLayer(StreamsLayer):
@@ -164,7 +169,6 @@ class GatedStreamsDecoder(StreamsDecoder):
     """A decoder of GatedStreamsLayers, whose last norm is that of the streams."""
 
     layer_class = GatedStreamsLayer
-    reads_media = True
 
     def make_collapse(self, load: LoadContext, spec: DecoderSpec) -> Head:
         """Return what makes one hidden state of the streams."""

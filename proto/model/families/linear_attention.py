@@ -15,7 +15,7 @@ from ..lightning import LightningSpec
 from ..mla import UNROTATED, MlaSpec
 from ..spec import LayerSpec, Names, ResidualFactors
 
-_LINEAR = "linear_attention"
+LINEAR = "linear_attention"
 # Of MiniMax's norm of all heads, which its configuration does not state.
 _MINIMAX_NORM_EPS = 1e-6
 # Names in other versions of the configurations |-> those of the fields that are read.
@@ -28,17 +28,19 @@ _FIELDS = {
     "num_shared_experts": "n_shared_experts",
 }
 # transformers 5 has the parts of the decay in a module of their own.
-_NAMES = Names(renames=((r"\.self_attn\.forget_gate\.", ".self_attn."), (r"\.block_sparse_moe\.", ".mlp.")))
+FORGET_GATE = (r"\.self_attn\.forget_gate\.", ".self_attn.")
+_NAMES = Names(renames=(FORGET_GATE, (r"\.block_sparse_moe\.", ".mlp.")))
 
 
 def _adapt(hf: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration that says which layers have attention beside the types of these."""
     kinds = hf["layer_types"]
     usual = {usual: hf[own] for own, usual in _FIELDS.items() if hf.get(own) is not None}
-    return hf | usual | {"layer_types": [FULL] * len(kinds), "is_linear": [kind == _LINEAR for kind in kinds]}
+    return hf | usual | {"layer_types": [FULL] * len(kinds), "is_linear": [kind == LINEAR for kind in kinds]}
 
 
-def _delta(model: ModelConfig, *, is_low_rank: bool, decay_bound: float | None = None) -> KimiDeltaSpec:
+def read_delta(model: ModelConfig, *, is_low_rank: bool, decay_bound: float | None = None) -> KimiDeltaSpec:
+    """Return the Kimi delta attention of a model's layers; see KimiDeltaSpec."""
     hf = model.hf
     return KimiDeltaSpec(
         hf["linear_num_heads"],
@@ -52,7 +54,7 @@ def _delta(model: ModelConfig, *, is_low_rank: bool, decay_bound: float | None =
 
 def _change_kimi_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
     """Return the layers of Kimi Linear, whose latent attention has no positions."""
-    delta, changed = _delta(model, is_low_rank=True), []
+    delta, changed = read_delta(model, is_low_rank=True), []
     for layer, is_linear in zip(layers, model.hf["is_linear"], strict=True):
         assert isinstance(layer.mixer, MlaSpec)
         changed.append(replace(layer, mixer=delta if is_linear else replace(layer.mixer, rope=UNROTATED)))
@@ -62,7 +64,7 @@ def _change_kimi_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list
 def _change_bailing_layers(model: ModelConfig, layers: Sequence[LayerSpec]) -> list[LayerSpec]:
     """Return the layers of Ling 3, whose latent attention has a gate per head."""
     bound = float(model.hf["kda_lower_bound"]) if model.hf["kda_safe_gate"] else None
-    delta, changed = _delta(model, is_low_rank=False, decay_bound=bound), []
+    delta, changed = read_delta(model, is_low_rank=False, decay_bound=bound), []
     for layer, is_linear in zip(layers, model.hf["is_linear"], strict=True):
         assert isinstance(layer.mixer, MlaSpec)
         changed.append(replace(layer, mixer=delta if is_linear else replace(layer.mixer, gate="head")))

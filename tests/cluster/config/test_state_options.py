@@ -174,6 +174,11 @@ def test_early_check_of_memory_counts_no_layers_with_states(
             {"speculative_config": {"method": "mtp"}},
             "'mtp' does not support Qwen4Exp",
         ),
+        ("glm5_next_text", {"block_size": 6}, r"block_size is 6, must divide the 4 tokens of its pools"),
+        ("glm5_next_text", {"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support Glm5NextForCausalLM"),
+        ("glm5_next_text", {"enable_dp_attention": True, "tensor_parallel_size": 2}, "enable_dp_attention"),
+        ("glm5_next_text", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
+        ("glm5_next_text", {"speculative_config": {"method": "mtp"}}, "'mtp' does not support Glm5Next"),
         ("zaya", {"enable_lora": True}, "enable_lora does not support ZayaForCausalLM"),
         ("zaya", {"pipeline_parallel_size": 2}, "pipeline_parallel_size does not support"),
         ("hy_v4", {"kv_cache_dtype": "int8"}, "kv_cache_dtype does not support HYV4ForCausalLM"),
@@ -252,6 +257,32 @@ def test_indexer_of_blocks_that_cannot_be_read_raises(
     settings: dict[str, Any], words: str, make_model: Callable[..., Path]
 ) -> None:
     model = describe_model(make_model("minimax_m3_vl_text"), "it")
+    with pytest.raises(ConfigError, match=words):
+        check_supported(replace(model, hf=model.hf | settings), 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"index_kpool": 3}, "index_kpool is 3, must be at least 2 and divide index_topk, 8"),
+        ({"index_kpool": 1}, "index_kpool is 1, must be at least 2"),
+        ({"index_kpool_always_select_tail": False}, "attention to whole pools alone"),
+        ({"index_head_dim": 64}, "index_head_dim is 64, must be at most kv_lora_rank, 48"),
+        (
+            {"indexer_types": ["full", "shared", "full"]},
+            "layer 1 shares an indexer .*, but the layer before it has none of its own",
+        ),
+        (
+            {"indexer_types": ["full", "shared", "shared"], "layer_types": ["indexed_attention"] * 3},
+            "layer 2 shares an indexer",
+        ),
+        ({"layer_types": ["other"] * 3}, "layer_types is .'other', .*, must name 'linear_attention' or"),
+    ],
+)
+def test_indexer_of_pools_that_cannot_be_read_raises(
+    settings: dict[str, Any], words: str, make_model: Callable[..., Path]
+) -> None:
+    model = describe_model(make_model("glm5_next_text", **STATE_KINDS["glm5_next_text"]), "it")
     with pytest.raises(ConfigError, match=words):
         check_supported(replace(model, hf=model.hf | settings), 1)
 

@@ -15,13 +15,14 @@ from pooling_models import EmbeddingReference
 from ranked_driver import RankedDriver
 from reference import Reference
 from state_kinds import STATE_KINDS
-from tape import TapeBackend
-from taped_ops import put_collectives_on_tape, put_ops_on_tape
+from tape import TapeBackend, on_one_launch
+from taped_ops import latent_decode, put_collectives_on_tape, put_ops_on_tape
 from torch import Tensor
 from vision_kinds import VISION_KINDS
 from vision_models import save_model
 
-from quire.kernels import lora, recurrence
+from quire.kernels import lora, recurrence, sparse_latent
+from quire.kernels.native import ops as cpu
 from quire.kernels.state_runs import StateRuns
 from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.lora import NO_SLOT, LoraReference
@@ -31,7 +32,7 @@ from quire.worker.graphs.graph_adapters import GraphAdapters
 from quire.worker.graphs.graph_shapes import NUM_CHUNKS
 from quire.worker.graphs.graphs import Recording
 from quire.worker.lora.step_adapters import make_step_adapters
-from quire.worker.models.mixers import short_conv
+from quire.worker.models.mixers import pooled_mla, short_conv
 from quire.worker.rank import rank_memory
 
 GREEDY = RowSampling(temperature=0.0)
@@ -162,6 +163,51 @@ def test_graphs_of_steps_with_chunks_give_same_tokens(
     expected = run()
     assert run(graph_backend=backend) == expected
     assert backend.num_replays > 20
+
+
+def scores_of_keys(
+    q: Tensor, weights: Tensor, keys: Tensor, block_tables: Tensor, rows: Tensor, lens: Tensor, top_k: int
+) -> Tensor:
+    """Behave as the kernel, which gives any numbers for keys behind a query's."""
+    scores = sparse_latent.index_scores(q, weights, keys, block_tables, rows, lens, top_k)
+    return scores.masked_fill(torch.arange(scores.shape[1]) >= lens.unsqueeze(1), torch.nan)
+
+
+def test_graphs_of_pools_of_tokens_give_same_tokens(
+    make_model: Any, make_engine: Any, planned: Any, backend: TapeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host knows neither which pools a step completes nor which tokens a query attends to."""
+    fields = STATE_KINDS["glm5_next_text"] | {
+        "layer_types": ["indexed_attention"] * 3,
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["dense"] * 3,
+    }
+    folder = make_model("glm5_next_text", seed=5, **fields)
+    on_tape = on_one_launch("decode_of_chosen_tokens", latent_decode)
+    monkeypatch.setattr(sparse_latent, "is_available", lambda: False)
+    monkeypatch.setattr(cpu, "supports_logits", lambda logits: False)
+    monkeypatch.setattr(pooled_mla, "index_scores", on_one_launch("index_scores", scores_of_keys))
+    monkeypatch.setattr(
+        sparse_latent,
+        "latent_decode_attention",
+        lambda q, cache, tables, lens, scale, dim, *rest: on_tape(q, cache, tables, lens, scale, dim),
+    )
+    lengths = [3, 70, 2, 33, 5, 90, 30, 4]
+    prompts = [[(7 * place + 31 * index) % 380 + 1 for place in range(n)] for index, n in enumerate(lengths)]
+
+    def run(**settings: Any) -> tuple[list[list[int]], Any]:
+        sequences = [planned(prompt, 12, GREEDY, arrival=index // 2) for index, prompt in enumerate(prompts)]
+        engine = make_engine(
+            folder, 1, num_blocks=200, block_size=4, max_num_seqs=20, num_state_slots=40, **settings
+        )
+        engine.generate(sequences, chunk_len=16)
+        return [sequence.generated for sequence in sequences], engine.runners[0].memory.executor.graphs
+
+    expected, _ = run()
+    found, graphs = run(graph_backend=backend)
+    assert found == expected
+    assert {shape.num_chunks > 0 for shape in graphs.shapes} == {False, True}
+    assert backend.num_replays > 10
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])

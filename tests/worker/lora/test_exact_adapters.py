@@ -113,6 +113,11 @@ KINDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             {"modules": ("q_proj", "in_proj_a", "gate"), "seed": 19},
         ],
     ),
+    # With adapters of the indexer, too.
+    "glm5_next_text": (
+        STATE_KINDS["glm5_next_text"] | {"mlp_layer_types": ["dense"] * 3},
+        [{"modules": ("q_proj", "v_proj", "q_b_proj", "wq_b", "wk", "o_proj", *MLP), "seed": 18}],
+    ),
     # Served with the modules of transformers.
     "opt": ({}, [{"modules": ("q_proj", "v_proj", "out_proj", "fc1", "fc2"), "seed": 6}]),
     "cohere2": ({"sliding_window": 11}, [{"modules": (*ATTENTION, *MLP, *VOCABULARY), "seed": 7}]),

@@ -35,6 +35,7 @@ from quire.worker.models.weight_size import make_meta_model
         ("zamba", 2, (), None),
         ("kimi_linear", 2, (), None),
         ("qwen4_exp_text", 2, (), None),
+        ("glm5_next_text", 2, (), None),
     ],
 )
 def test_slot_size_is_that_of_a_rank(

@@ -89,6 +89,8 @@ def test_logits_equal_transformers(kind: str, tp: int, references: Any) -> None:
         ("deepseek_v4", "packed-groups-of-8", 1),
         ("qwen4_exp_text", "int8", 2),
         ("qwen4_exp_text-no-ngrams", "float8", 1),
+        ("glm5_next_text", "packed-groups-of-8", 1),
+        ("glm5_next_text", "int8", 2),
         ("zaya", "int8", 2),
         ("zaya", "packed-groups-of-8", 1),
     ],
@@ -130,6 +132,8 @@ def test_published_checkpoint_equals_its_dequantized_twin(
         ("kimi_linear", 16, "16 does not divide"),
         ("minimax-factors", 8, "8 does not divide"),
         ("deepseek_v4", 8, "8 does not divide the 4 groups of its attention heads"),
+        ("glm5_next_text", 16, "16 does not divide its attention heads, 8"),
+        ("glm5_next_text-one-pool", 8, "8 does not divide the 4 heads of its Kimi delta attention layers"),
     ],
 )
 def test_ranks_that_do_not_divide_a_layer_are_refused(
@@ -197,6 +201,8 @@ def test_only_layers_with_attention_cache_keys_and_values(make_model: Any) -> No
     compressed = describe("deepseek_v4")
     assert compressed.layer_windows == (9, 9, 9, 0, 0)
     assert compressed.kv_shapes(2) == [(1, 1, 24)] * 5
+    # A latent per token of each layer with attention, and a page of pools' keys.
+    assert describe("glm5_next_text-shared-choice").kv_shapes(2) == [(1, 1, 48)] * 5
     latent = describe("kimi_linear")
     assert latent.num_kv_layers == 1
     assert latent.kv_shapes(2) == [(1, 1, 64)]

@@ -57,7 +57,15 @@ def step_until(driver: RankedDriver, condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("ends_early", [False, True], ids=["lent", "stale"])
 @pytest.mark.parametrize(
     ("kind", "tp"),
-    [("lfm2", 1), ("qwen3_next", 2), ("kimi_linear", 1), ("mamba", 1), ("lfm3", 1), ("qwen4_exp_text", 1)],
+    [
+        ("lfm2", 1),
+        ("qwen3_next", 2),
+        ("kimi_linear", 1),
+        ("mamba", 1),
+        ("lfm3", 1),
+        ("qwen4_exp_text", 1),
+        ("glm5_next_text", 1),
+    ],
 )
 def test_sequence_moves_with_its_state(
     kind: str, tp: int, ends_early: bool, make_model: Any, make_engine: Any, tmp_path: Path

@@ -23,9 +23,9 @@ from quire.scheduler.service.worker_group import Rebuilt
 # Of each layer kind; some have windows or latents too, and two have no attention.
 KINDS = ["lfm2", "qwen3_next", "bamba", "nemotron_h", "falcon_h1", "lfm3", "mamba", "mamba2", "jamba"]
 KINDS += ["kimi_linear", "bailing_hybrid", "minimax", "recurrent_gemma", "zamba", "deepseek_v4", "zaya"]
-KINDS += ["qwen4_exp_text", "qwen4_exp_text-two-tables"]
+KINDS += ["glm5_next_text", "qwen4_exp_text", "qwen4_exp_text-two-tables"]
 QUICK = ["lfm2", "qwen3_next", "lfm3", "kimi_linear", "mamba", "zamba", "deepseek_v4", "zaya"]
-QUICK += ["qwen4_exp_text"]
+QUICK += ["qwen4_exp_text", "glm5_next_text"]
 BLOCK_SIZE = 4
 
 

@@ -69,13 +69,14 @@ _ALIGNED_QWEN4 = {
         ("axk2", {"gated_norm_rank": 64, "index_head_dim": 64}),
         ("gemma4_unified_text", {}),
         ("qwen4_exp_text", STATE_KINDS["qwen4_exp_text"] | _ALIGNED_QWEN4),
+        ("glm5_next_text", {"moe_intermediate_size": 64, "index_head_dim": 32}),
     ],
 )
 def test_size_is_that_of_the_loaded_model(
     kind: str, fields: dict[str, Any], make_model: Callable[..., Path], loaded_bytes: Callable[..., int]
 ) -> None:
     """Checkpoints may have more: LongCat's have matrices of experts that compute nothing."""
-    folder = make_model(kind, seed=7, **fields)
+    folder = make_model(kind, seed=7, **STATE_KINDS.get(kind, {}) | fields)
     check(folder, loaded_bytes(folder))
 
 
@@ -110,8 +111,8 @@ def loaded_bytes(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[
     monkeypatch.setattr("quire.worker.weights.linear_weight.has_quantized_kernel", lambda weight: True)
     # Nor does a GPU pad outputs, which are few in routers and heads of such small models.
     for module in (
-        "moe.expert_routing", "moe.moe", "mixers.indexer", "mixers.compressed", "gemma.gemma4",
-        "hyper_connections",
+        "moe.expert_routing", "moe.moe", "mixers.indexer", "mixers.pooled_mla", "mixers.compressed",
+        "gemma.gemma4", "hyper_connections",
     ):  # fmt: skip
         monkeypatch.setattr(f"quire.worker.models.{module}.pack", PackedWeight)
     monkeypatch.setattr(

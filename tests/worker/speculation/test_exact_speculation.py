@@ -23,9 +23,9 @@ from quire.worker.rank import loaded_model
 NUM_SPECULATIVE_TOKENS = 4
 NUM_BLOCKS = 480  # enough for all sequences, with windows and compressors too
 # One of each recurrence: short convolution, gated delta, Kimi delta, Mamba 1 and 2, lightning, RG-LRU; and
-# compressors, whose entries of rejected tokens are overwritten, and convolutions before attention.
+# compressors and pools, whose entries of rejected tokens are overwritten, and convolutions before attention.
 STATES = ["lfm2", "qwen3_next", "kimi_linear", "mamba", "bamba", "minimax", "recurrent_gemma"]
-STATES += ["deepseek_v4", "zaya", "qwen4_exp_text"]
+STATES += ["deepseek_v4", "zaya", "qwen4_exp_text", "glm5_next_text"]
 SPECULATIVE = SpeculativeConfig("ngram", NUM_SPECULATIVE_TOKENS)
 PROMPTS = [np.random.default_rng(seed).integers(2, 380, 3 + 7 * seed).tolist() for seed in range(6)]
 # One of each kind; the requests run together.

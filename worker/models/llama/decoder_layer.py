@@ -15,6 +15,7 @@ from ....kernels.quantized_linear import Float8Tokens
 from ....proto.model.attention import AttentionSpec
 from ....proto.model.compressed import CompressedSpec, SharedKvSpec
 from ....proto.model.mla import MlaSpec
+from ....proto.model.pooled_mla import PooledMlaSpec
 from ....proto.model.spec import DecoderSpec, LayerSpec, Norms, ResidualFactors
 from ...attention import AttentionInputs, LayerCache
 from ...weights.linear_weight import packed_weight
@@ -24,6 +25,7 @@ from ..mixers.attention import Attention
 from ..mixers.block_sparse import BlockSparseAttention
 from ..mixers.compressed import CompressedAttention, SharedKvAttention
 from ..mixers.mla import MlaAttention
+from ..mixers.pooled_mla import PooledMlaAttention
 from ..mixers.state_mixers import make_state_mixer
 from ..mlp import Mlp, UngatedMlp
 from ..moe.moe import MixtureOfExperts
@@ -96,6 +98,8 @@ class DecoderLayer:
 
     def make_mixer(self, load: LoadContext, spec: DecoderSpec, layer: LayerSpec, name: str) -> Mixer:
         """Return the part of the layer that reads other tokens."""
+        if isinstance(layer.mixer, PooledMlaSpec):
+            return PooledMlaAttention(load, spec, layer.mixer, name)
         if isinstance(layer.mixer, MlaSpec):
             return MlaAttention(load, spec, layer.mixer, name)
         if isinstance(layer.mixer, AttentionSpec):

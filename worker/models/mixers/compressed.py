@@ -7,7 +7,6 @@ their query.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,54 +24,16 @@ from ....kernels.shared_attention import (
     token_windows,
 )
 from ....kernels.state_runs import StateRuns
-from ....proto.model.compressed import CompressedSpec, SharedKvSpec, num_pages, place_entries
+from ....proto.model.compressed import CompressedSpec, SharedKvSpec
 from ....proto.model.spec import DecoderSpec
 from ...attention import AttentionInputs, LayerCache
 from ...comm.shard import Shard
 from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, PartialSum, Projection, RotaryTable, Rotations, RowParallelLinear
 from ..load_context import LoadContext
+from .pages import Pages
 from .query_tiles import Tile, query_tiles, whole_ends
 from .state_mixer import StateMixer
-
-
-@dataclass(frozen=True, slots=True)
-class EntryCache:
-    """The entries of a layer, or the keys of its indexer.
-
-    Attributes:
-        entries: [N, E, D], those in each block.
-        group: index of the page's block tables.
-    """
-
-    entries: Tensor
-    group: int
-
-
-class Pages:
-    """The places of all layers' entries in the last layers of the cache."""
-
-    def __init__(self, mixers: Sequence[object]) -> None:
-        self._mixers, self._num_pages = mixers, num_pages(mixers)
-        self._bound: list[LayerCache] | None = None
-        self.block_size = 0
-        self.layers: list[list[EntryCache]] = []
-
-    def bind(self, kv_caches: list[LayerCache]) -> None:
-        """Find the entries in a cache, unless they are known."""
-        if self._bound is kv_caches or not self._num_pages:
-            return
-        self._bound = kv_caches
-        pages = kv_caches[len(kv_caches) - self._num_pages :]
-        self.block_size = pages[0].blocks.shape[3]
-        compressed = [mixer for mixer in self._mixers if isinstance(mixer, CompressedSpec)]
-        self.layers = []
-        for mixer, places in zip(compressed, place_entries(compressed, self.block_size), strict=True):
-            own = []
-            for place, dim in zip(places, mixer.compressed_dims(), strict=True):
-                flat = pages[place.page].blocks.flatten(1)[:, place.start : place.start + place.count * dim]
-                own.append(EntryCache(flat.unflatten(1, (place.count, dim)), pages[place.page].group))
-            self.layers.append(own)
 
 
 class SharedKvAttention:

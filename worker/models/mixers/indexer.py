@@ -14,11 +14,12 @@ from ....kernels.sparse_latent import (
     SelectedTokens,
     choose_tokens,
     index_scores,
-    select_top_tokens,
+    slots_of,
 )
 from ....proto.model.mla import MlaSpec
-from ...attention import TokenChoice
+from ...attention import AttentionInputs, LayerCache, TokenChoice
 from ...comm.shard import Shard
+from ...weights.weight_slice import WeightSlice
 from ..layers import ColumnParallelLinear, LayerNorm, Projection, Rotations
 from ..load_context import LoadContext
 from .head_steps import LearnedFactors
@@ -29,7 +30,8 @@ class Indexer:
 
     def __init__(self, load: LoadContext, hidden_size: int, mla: MlaSpec, name: str) -> None:
         assert mla.indexer is not None
-        sizes = self._sizes = mla.indexer
+        self._mla, sizes = mla, mla.indexer
+        self._sizes = sizes
         self._input_norm: LayerNorm | None = None
         self._factors: LearnedFactors | None = None
         in_features = mla.query_rank
@@ -44,8 +46,7 @@ class Indexer:
         self._keys = ColumnParallelLinear(load, [keys], hidden_size, bias=False)
         self._norm = _layer_norm(load, f"{name}.k_norm", sizes.head_dim, sizes.norm_eps)
         shape = sizes.num_heads, hidden_size
-        weights = torch.empty(shape, dtype=torch.float32, device=load.device)
-        load.checkpoint.read_into(weights, f"{name}.weights_proj.weight", shape)
+        weights = load.matrix(WeightSlice(f"{name}.weights_proj", shape, 0, 0, shape[0]), torch.float32)
         # Of the mean over heads, and of the products.
         self._weights = pack(weights.mul_((sizes.num_heads * sizes.head_dim) ** -0.5))
 
@@ -60,12 +61,8 @@ class Indexer:
         x: Tensor,
         q_latent: Tensor,
         rotations: Rotations,
-        rope: str,
-        keys: Tensor,
-        block_tables: Tensor,
-        rows: Tensor,
-        lens: Tensor,
-        scales: Tensor | None,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
         num_selected: int,
     ) -> TokenChoice:
         """Return the tokens that each of the T tokens attends to.
@@ -73,38 +70,60 @@ class Indexer:
         Args:
             x: [T, E].
             q_latent: [T, query_rank], normalized.
-            rope: key of the layer's rotary embedding in `rotations`.
-            keys: [N, 1, 1, B, I], the part of the cache with the keys.
-            block_tables, rows, lens, scales: as for index_scores.
+            kv_cache: of the layer, with the keys of the step's tokens.
             num_selected: the first tokens, whose choice are slots; that of the others is a mask.
         """
-        read = q_latent if self._input_norm is None else self._input_norm.apply(x)
-        q = self._queries.forward(read).unflatten(1, (-1, self._sizes.head_dim))
-        if self._factors is not None:
-            self._factors.apply(q, rotations)
-        cos, sin = rotations[rope]
-        assert cos is not None
-        assert sin is not None
-        self._rotate(q, cos, sin)
-        weights = linear(x.float(), self._weights)
-        block_size, top_k = keys.shape[3], self._sizes.top_k
+        q, weights = self._project(x, q_latent, rotations), linear(x.float(), self._weights)
+        rows, lens = inputs.tokens_as_sequences(len(q))
+        tables, block_size = inputs.block_tables, kv_cache.blocks.shape[3]
+        width = tables.shape[1] * block_size
+        most = min(self._sizes.num_attended, width)
 
-        def score(own: slice) -> Tensor:
-            return index_scores(q[own], weights[own], keys, block_tables, rows[own], lens[own], top_k, scales)
+        def mark(own: slice) -> Tensor:
+            return self._mark(q[own], weights[own], rows[own], lens[own], kv_cache, inputs)
 
         def select(own: slice) -> SelectedTokens:
-            return select_top_tokens(score(own), block_tables, rows[own], lens[own], block_size, top_k)
+            return slots_of(mark(own), tables, rows[own], block_size, most)
 
-        def mask(own: slice) -> Tensor:
-            return choose_tokens(score(own), lens[own], top_k)
-
-        num_tile = max(1, SCORE_BYTES // (4 * block_tables.shape[1] * block_size))
+        num_tile = max(1, SCORE_BYTES // (4 * width))
         selected = [select(own) for own in _tiles(0, num_selected, num_tile)]
-        masks = [mask(own) for own in _tiles(num_selected, len(q), num_tile)]
+        masks = [mark(own) for own in _tiles(num_selected, len(q), num_tile)]
         return TokenChoice(
             SelectedTokens(*(_cat(tensors) for tensors in zip(*selected, strict=True))) if selected else None,
             _cat(masks) if masks else None,
         )
+
+    def _project(self, x: Tensor, q_latent: Tensor, rotations: Rotations) -> Tensor:
+        """Return the queries of tokens, [T, Hi, I]."""
+        read = q_latent if self._input_norm is None else self._input_norm.apply(x)
+        q: Tensor = self._queries.forward(read).unflatten(1, (-1, self._sizes.head_dim))
+        if self._factors is not None:
+            self._factors.apply(q, rotations)
+        cos, sin = rotations[self._mla.rope]
+        assert cos is not None
+        assert sin is not None
+        self._rotate(q, cos, sin)
+        return q
+
+    def _mark(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        rows: Tensor,
+        lens: Tensor,
+        kv_cache: LayerCache,
+        inputs: AttentionInputs,
+    ) -> Tensor:
+        """Return which tokens of its sequence each query attends to, [n, M * B] bool.
+
+        Args:
+            q: [n, Hi, I].
+            weights: [n, Hi] float32, of the heads.
+            rows, lens: as for index_scores.
+        """
+        keys, top_k = index_keys(kv_cache.blocks, self._mla), self._sizes.top_k
+        scores = index_scores(q, weights, keys, inputs.block_tables, rows, lens, top_k, kv_cache.scales)
+        return choose_tokens(scores, lens, top_k)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate the first or the last R elements of each head in place, [T, Hi, I]."""

@@ -83,7 +83,7 @@ class MlaAttention:
             self.gate = ColumnParallelLinear(load, [gates], hidden, bias=False, shares_input=True)
         self.indexer: Indexer | None = None
         if sizes.has_indexer:
-            self.indexer = Indexer(load, spec.hidden_size, sizes, f"{name}.indexer")
+            self.indexer = self.make_indexer(load, spec.hidden_size, sizes, f"{name}.indexer")
         self.norm: Tensor | None = None
         if not sizes.shares_latents:
             self.norm = load.norm(f"{name}.kv_a_layernorm", sizes.rank).mul_(sizes.latent_scale)
@@ -100,6 +100,16 @@ class MlaAttention:
         if sizes.has_sinks:
             self.sinks = load.part(f"{name}.sinks", load.head_shard(heads, 1)).float()
         self.output = RowParallelLinear(load, f"{name}.o_proj", heads * sizes.v_head_dim, hidden, bias=False)
+
+    def make_indexer(self, load: LoadContext, hidden_size: int, sizes: MlaSpec, name: str) -> Indexer:
+        """Return the indexer of the layer."""
+        return Indexer(load, hidden_size, sizes, name)
+
+    def index_keys(
+        self, indexer: Indexer, x: Tensor, cos: Tensor, sin: Tensor, inputs: AttentionInputs
+    ) -> Tensor | None:
+        """Return the indexer's keys of tokens [T, I] to cache behind latents; None if they are cached elsewhere."""
+        return indexer.keys(x, cos, sin)
 
     def forward(
         self,
@@ -158,13 +168,8 @@ class MlaAttention:
         is_sparse = self._is_sparse(kv_cache, inputs)
         if is_sparse and self.indexer is not None:
             assert isinstance(x, Tensor)
-            inputs.choices[:] = [
-                self.indexer.choose(
-                    x, q_latent, rotations, sizes.rope, index_keys(kv_cache.blocks, sizes), inputs.block_tables,
-                    *inputs.tokens_as_sequences(len(q)), kv_cache.scales,
-                    0 if sizes.has_sinks else self._num_absorbed(inputs, len(q)),
-                )
-            ]  # fmt: skip
+            num_selected = 0 if sizes.has_sinks else self._num_absorbed(inputs, len(q))
+            inputs.choices[:] = [self.indexer.choose(x, q_latent, rotations, kv_cache, inputs, num_selected)]
         if self.sinks is not None:
             chosen = inputs.choices[0].visible if is_sparse else None
             attended = self._attend_with_sinks(q, kv_cache, inputs, self.sinks, chosen)
@@ -191,13 +196,13 @@ class MlaAttention:
         assert sin is not None
         if self.indexer is not None:
             assert isinstance(x, Tensor)  # the input is shared
-            keys = self.indexer.keys(x, cos, sin)
+            keys = self.index_keys(self.indexer, x, cos, sin, inputs)
         if self.norm is None:
             rotate_last(q, cos, sin, sizes.interleaved)
             if keys is not None:
                 write_kv(keys[:, None, None], index_keys(kv_cache.blocks, sizes), slots)
             return
-        if sizes.indexer is not None:
+        if sizes.indexer is not None and sizes.num_index_keys:
             # Keys of indexers have a place, too, if no layer, or a later one, writes them: the layers of a block have
             # equal sizes.
             width = sizes.num_index_keys * sizes.indexer.head_dim
@@ -218,8 +223,8 @@ class MlaAttention:
         if indexer is None:
             return False
         if inputs.chunks is not None and inputs.num_decodes == 0:
-            return max(inputs.chunks.seq_lens, default=0) > indexer.top_k
-        return inputs.block_tables.shape[1] * kv_cache.blocks.shape[3] > indexer.top_k
+            return max(inputs.chunks.seq_lens, default=0) > indexer.num_attended
+        return inputs.block_tables.shape[1] * kv_cache.blocks.shape[3] > indexer.num_attended
 
     def _num_absorbed(self, inputs: AttentionInputs, num_tokens: int) -> int:
         """Return the number of first tokens that attend to latents, if attention is sparse."""
@@ -247,8 +252,8 @@ class MlaAttention:
         if (own := inputs.generated) is not None and choice.visible is not None:
             assert self._sizes.indexer is not None
             visible, block_size = choice.visible[own.tokens - split], kv_cache.blocks.shape[3]
-            top_k = min(self._sizes.indexer.top_k, visible.shape[1])
-            slots = slots_of(visible, inputs.block_tables, own.sequences, block_size, top_k)
+            most = min(self._sizes.indexer.num_attended, visible.shape[1])
+            slots = slots_of(visible, inputs.block_tables, own.sequences, block_size, most)
             out[own.tokens] = self._attend_selected(q[own.tokens], kv_cache, slots)
         return out
 

@@ -1,4 +1,7 @@
-"""Encoder of GLM-4V to 4.6V (2025), with learned positions between those of a grid, and of GLM-OCR without them."""
+"""Encoder of GLM-4V to 4.6V (2025), with learned positions between those of a grid, and of GLM-OCR without them.
+
+That of GLM-5 Next (2026) is GLM-OCR's with clamped activations.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....kernels.activation import clamped_silu_and_mul
 from ....kernels.norm import rms_norm
 from ....proto.vision import VisionSpec
 from ..load_context import LoadContext
@@ -66,6 +70,7 @@ class Glm4vEncoder:
             mlp_bias=bias and is_ocr,
             head_norms=_LAYER.head_norms if is_ocr else (),
             head_norm_len=self._head_dim,
+            clamp=hf["clamp"],
         )
         self._layers = [
             EncoderLayer(load, f"{name}.blocks.{index}", form, size, int(hf["layer_inner"]), num_heads)
@@ -82,7 +87,7 @@ class Glm4vEncoder:
         gates = [f"{merger}.gate_proj", f"{merger}.up_proj"]
         self._gate_up = read_linear(load, gates, merged, inner, bias=False)
         self._down = read_linear(load, [f"{merger}.down_proj"], inner, merged, bias=False)
-        self._activation = ACTIVATIONS[hf["hidden_act"]]
+        self._activation, self._clamp = ACTIVATIONS[hf["hidden_act"]], form.clamp
 
     def encode(self, tensors: Mapping[str, Tensor]) -> Encoding:
         """Return the embeddings of an image, [rows, E]."""
@@ -99,7 +104,10 @@ class Glm4vEncoder:
         x = yield from encode_layers(self._layers, x, lambda index: runs, rotation)
         x = rms_norm(x, self._last_norm, self._eps).view(-1, self._merge.shape[1])
         x = self._projection.forward(F.linear(x, self._merge, self._merge_bias))
-        gate, up = self._gate_up.forward(F.gelu(self._merger_norm.apply(x))).chunk(2, dim=1)
+        gate_up = self._gate_up.forward(F.gelu(self._merger_norm.apply(x)))
+        if self._clamp is not None:
+            return self._down.forward(clamped_silu_and_mul(gate_up, *self._clamp))
+        gate, up = gate_up.chunk(2, dim=1)
         return self._down.forward(self._activation(gate) * up)
 
     def _positions(self, table: Tensor, rows: int, columns: int) -> Tensor:

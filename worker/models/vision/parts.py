@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....kernels.activation import GATED_ACTIVATIONS
+from ....kernels.activation import GATED_ACTIVATIONS, clamped_silu_and_mul
 from ....kernels.norm import rms_norm
 from ...comm.communicator import SingleRank
 from ...comm.shard import Shard
@@ -66,6 +66,7 @@ class LayerForm:
         scale: of the scores; None for that of the head dimension.
         interleaved: elements 2 i and 2 i + 1 of a head's queries and keys are a pair; their rows are reordered as
             they are read.
+        clamp: as Experts.clamp, of the feed-forward network.
     """
 
     norms: tuple[str, str]
@@ -88,6 +89,7 @@ class LayerForm:
     suffix: str = ""
     scale: float | None = None
     interleaved: bool = False
+    clamp: tuple[float, float, float] | None = None
 
 
 class EncoderLayer:
@@ -155,7 +157,7 @@ class EncoderLayer:
         self._up = inward(form.up, [inner] * len(form.up), form.mlp_bias)
         self._down = outward(form.down, inner, form.mlp_bias)
         self._gate = form.activation if len(form.up) == 2 else None
-        self._activation = ACTIVATIONS[form.activation]
+        self._activation, self._clamp = ACTIVATIONS[form.activation], form.clamp
 
     def work(self, num_tokens: int, runs: Runs) -> int:
         """Return the multiplications of the layer: the sum of what `forward` yields."""
@@ -230,6 +232,8 @@ class EncoderLayer:
     def _inner(self, x: Tensor) -> Tensor:
         if self._gate is None:
             return self._activation(self._up.forward(x))
+        if self._clamp is not None:
+            return clamped_silu_and_mul(self._up.forward(x), *self._clamp)
         if isinstance(self._up, ColumnParallelLinear) and self._gate in GATED_ACTIVATIONS:
             return self._up.forward_gated(x, self._gate)
         gate, up = self._up.forward(x).chunk(2, dim=1)
