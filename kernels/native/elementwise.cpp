@@ -93,14 +93,6 @@ void apply_rope(T* x, const T* cos, const T* sin, int64_t tokens, int64_t heads,
 
 }  // namespace
 
-#define FOR_DTYPE(call)                                       \
-  do {                                                        \
-    with_dtype(dtype, [&](auto token) {                       \
-      using T = decltype(token);                              \
-      call;                                                   \
-    });                                                       \
-  } while (0)
-
 // All lengths are multiples of LANES, but for those of activations.
 extern "C" {
 

@@ -249,6 +249,7 @@ void rg_lru(const T* x, const T* gates, const float* decay, S* states, const Run
 
 }  // namespace
 
+// Of states, which are no float16.
 #define FOR_STATE_DTYPE(call)      \
   do {                             \
     if (state_dtype == BFLOAT16) { \
@@ -258,17 +259,6 @@ void rg_lru(const T* x, const T* gates, const float* decay, S* states, const Run
       using S = float;             \
       FOR_DTYPE(call);             \
     }                              \
-  } while (0)
-
-#define FOR_DTYPE(call)      \
-  do {                       \
-    if (dtype == BFLOAT16) { \
-      using T = bf16;        \
-      call;                  \
-    } else {                 \
-      using T = float;       \
-      call;                  \
-    }                        \
   } while (0)
 
 // value_dim and channels are multiples of LANES. Strides are those of tokens; heads are adjacent.

@@ -59,6 +59,15 @@ auto with_dtype(int dtype, const Body& body) {
   return dtype == BFLOAT16 ? body(bf16{}) : dtype == FLOAT16 ? body(f16{}) : body(float{});
 }
 
+// Evaluates a call with T, the type of tokens that has the code `dtype`.
+#define FOR_DTYPE(call)                 \
+  do {                                  \
+    with_dtype(dtype, [&](auto token) { \
+      using T = decltype(token);        \
+      call;                             \
+    });                                 \
+  } while (0)
+
 // float8_e4m3: 4 bits of exponent, 3 of mantissa.
 struct fp8 {
   uint8_t bits;

@@ -20,8 +20,8 @@ from quire.kernels.state_runs import StateRuns
 pytestmark = pytest.mark.usefixtures("two_threads")
 
 NUM_SLOTS = 5
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 @pytest.fixture(params=["c++", "pytorch"])
