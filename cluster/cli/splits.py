@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ...proto.config import ModelConfig
 from ...proto.errors import ConfigError
 from ...proto.model.divide_layers import divide_layers, head_cost, layer_costs
-from ...proto.model.registry import check_supported
+from ...proto.model.registry import check_dp_attention, check_supported
 from ...proto.model.spec import DecoderSpec
 from ...scheduler import StepWork
 from ...worker import WeightSize
@@ -81,7 +81,11 @@ def find_splits(
     Args:
         seq_len: tokens of the sequences in the estimated step.
     """
-    found = []
+    found, divides_sequences = [], True
+    try:
+        check_dp_attention(model)
+    except ConfigError:
+        divides_sequences = False
     for tensor in range(1, nodes.count * nodes.gpus + 1):
         if tensor > nodes.gpus and tensor % nodes.gpus:
             continue
@@ -89,7 +93,7 @@ def find_splits(
             if not _fills_nodes(pipeline, tensor, nodes):
                 continue
             # Attention is each GPU's own, or shared within a node.
-            groups = {tensor, max(1, tensor // nodes.gpus)} - {1} if model.latent_dim else set[int]()
+            groups = {tensor, max(1, tensor // nodes.gpus)} - {1} if divides_sequences else set[int]()
             for kind in [(False, 1), (True, 1), *((True, count) for count in sorted(groups))]:
                 sizes = pipeline, tensor, *kind
                 split = _try_split(model, weights, nodes, device, gpu_bytes, workload, seq_len, sizes)

@@ -206,7 +206,6 @@ def _check_kinds_of_attention(config: EngineConfig) -> None:
     obstacles = {
         "kv_cache_dtype": (compresses or has_sinks or shares_places or bool(indexed_attention(model)))
         and config.cache.kv_cache_dtype != "auto",
-        "enable_dp_attention": (compresses or has_sinks) and config.parallel.enable_dp_attention,
         "enable_lora": convolves and config.lora is not None,
     }
     for option, is_set in obstacles.items():

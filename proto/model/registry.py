@@ -12,7 +12,7 @@ from . import transformers_spec
 from .attention import AttentionSpec, QkNorm
 from .compressed import SharedKvSpec, check_shared_kv
 from .config_fields import check_numbers
-from .entries import num_pages
+from .entries import HasEntries, num_pages
 from .experts import ExpertFields, Experts
 from .families import (
     deepseek_v4,
@@ -36,6 +36,7 @@ from .families import (
 )
 from .families.latent_attention import AXK_1, AXK_2, DEEPSEEK, DEEPSEEK_EXPERTS, HY_4, MINICPM_3, MISTRAL_4
 from .family import Family, FieldNames
+from .mla import MlaSpec
 from .parallel_split import WHOLE_MODEL, Stage
 from .quantization import read_quantization
 from .read_spec import read_spec
@@ -470,6 +471,13 @@ def check_dp_attention(model: ModelConfig) -> None:
         raise ConfigError(
             f"{model.name}: enable_dp_attention is for multi-head latent attention, which {model.architecture} does "
             "not have; leave it out"
+        )
+    if any(
+        isinstance(mixer, SharedKvSpec | HasEntries) or (isinstance(mixer, MlaSpec) and mixer.has_sinks)
+        for mixer in layer_mixers(model)
+    ):
+        raise ConfigError(
+            f"{model.name}: enable_dp_attention does not support {model.architecture}; leave it out"
         )
 
 

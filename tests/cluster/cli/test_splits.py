@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from state_kinds import STATE_KINDS
 
 from benchmarks.splits import GPUS_OF_A_NODE, MODELS, PAGE, SEQ_LEN, WORKLOAD, lines_of
 from quire.cluster.cli.fit import fit
@@ -27,13 +30,17 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def splits(kimi: str) -> list[Split]:
-    model = describe_files(EngineOptions(kimi))
+def splits_of(folder: str) -> list[Split]:
+    model = describe_files(EngineOptions(folder))
     weights = measure_weights(model, make_meta_model(model), 2)
     workload = Workload(**WORKLOAD, dtype_bytes=2, kv_bytes=2)
     nodes = Nodes(3, GPUS_OF_A_NODE)
     return find_splits(model, weights, nodes, find_device("h200"), gpu_bytes("h200"), workload, SEQ_LEN)
+
+
+@pytest.fixture(scope="module")
+def splits(kimi: str) -> list[Split]:
+    return splits_of(kimi)
 
 
 def test_stages_fill_nodes(splits: list[Split]) -> None:
@@ -65,6 +72,12 @@ def test_tokens_that_travel_take_the_place_of_sums_and_of_latents(splits: list[S
     assert 1.8 * tokens[0] < tokens[1] < 2 * tokens[0]
     assert 12 * tokens[0] < tokens[2] < 16 * tokens[0]
     assert best_split(splits) == of_sixteen[16]
+
+
+def test_sequences_are_not_divided_where_serving_refuses_it(make_model: Callable[..., Path]) -> None:
+    splits = splits_of(str(make_model("glm5_next_text", **STATE_KINDS["glm5_next_text"])))
+    assert splits
+    assert {split.attention_groups for split in splits} == {1}
 
 
 def test_stages_divide_weights_and_latents(splits: list[Split]) -> None:
