@@ -193,7 +193,7 @@ SECTIONS = (
     Section(
         "Prompts with images beside vLLM",
         "image_servers",
-        "The same model and files, by turns on one core that had much other work: only the rows compare.",
+        "The same model and files, prompt by prompt in turns; nothing else ran.",
         servers(
             first_token_ms__text="first token, new text of as many tokens (ms)",
             first_token_ms__cold="a new image",
