@@ -31,7 +31,7 @@ class Weights:
 
 
 class Connection(Protocol):
-    """What connects a part of a layer with the streams."""
+    """Connection of a part of a layer with the streams."""
 
     def read(self, streams: Tensor) -> tuple[Tensor, Weights]:
         """Return the input of the part, [T, E], and the weights for its result, of streams [T, N, E]."""
@@ -39,7 +39,7 @@ class Connection(Protocol):
 
 
 class Head(Protocol):
-    """What the streams are before the last norm."""
+    """Reduction of the streams to one, before the last norm."""
 
     def forward(self, streams: Tensor) -> Tensor:
         """[T, N, E] -> [T, E]."""

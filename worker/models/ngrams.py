@@ -128,7 +128,7 @@ class NgramHashes:
 
 
 class NgramEmbedding:
-    """What a layer adds to its residual: gated embeddings of n-grams, and their convolution over time.
+    """Addend of a layer's residual: gated embeddings of n-grams, and their convolution over time.
 
     Every rank computes all of it, but for the look-up.
     """

@@ -48,7 +48,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Where the blocks of a rank are in a segment.
+    """Places of a rank's blocks in a segment.
 
     Attributes:
         planes: of all groups, by their places in the segment, see Planes.pack.
@@ -219,7 +219,7 @@ class KvBlocks:
 
     @property
     def map(self) -> BlockMap | None:
-        """Where the blocks are, for MappedBlocks of a reader; None if not all are in a segment."""
+        """Return the places of the blocks, for MappedBlocks of a reader; None if not all are in a segment."""
         parts = [part for group in self._groups for layer in group.layers for part in layer.parts]
         if self._segment is None or not all(map(self._segment.has, parts)):
             return None
