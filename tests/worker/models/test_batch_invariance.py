@@ -23,7 +23,9 @@ from quire.cluster.config.model_config import describe_model
 from quire.kernels.native.library import is_available
 from quire.proto.config import LoraConfig, PoolingConfig, SpeculativeConfig
 from quire.proto.lora import LoraReference
-from quire.proto.model.registry import FAMILIES
+from quire.proto.model.registry import FAMILIES, check_supported
+from quire.proto.model.spec import DecoderSpec
+from quire.proto.model.streams import Streams
 from quire.proto.pooling import PoolingParams
 from quire.worker.rank import loaded_model
 
@@ -163,8 +165,12 @@ def test_neighbors_and_drafts_do_not_change_bits_of_other_kinds(
     kind: str, dtype: str, make_model: Callable[..., Path], make_engine: Any
 ) -> None:
     folder = make_model(model_type_of(kind), seed=7, **KINDS[kind])
-    if describe_model(folder, kind).architecture not in FAMILIES:
+    model = describe_model(folder, kind)
+    if model.architecture not in FAMILIES:
         pytest.skip("modules of transformers compute its layers")
+    spec = check_supported(model, 1)
+    if isinstance(spec, DecoderSpec) and isinstance(spec.variant, Streams):
+        pytest.skip("its residual has several streams; see Equal bits in docs/limits.md")
     check_batch_invariance(make_wide_engine(make_engine, folder, dtype))
 
 
