@@ -17,11 +17,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from quire.proto.media import MediaItem, MediaTensors
+from quire.proto.step import RowLogitsProcessors
 
 VOCAB_SIZE = 128
 IMAGE_TOKEN, START_TOKEN, END_TOKEN, VIDEO_TOKEN = 120, 121, 122, 123
 # Of text tokens, which are none of the special ones.
 MAX_TEXT_TOKEN = 110
+# transformers embeds a generated token of an image as no token of text.
+NO_MEDIA = RowLogitsProcessors(logit_bias=((IMAGE_TOKEN, -100.0), (VIDEO_TOKEN, -100.0)))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from adapters import put_adapters
 from safetensors.torch import save_file
 from vision_kinds import VISION_KINDS
 from vision_models import (
-    IMAGE_TOKEN,
     MAX_TEXT_TOKEN,
-    VIDEO_TOKEN,
+    NO_MEDIA,
     VisionPrompt,
     VisionReference,
     save_model,
@@ -23,9 +22,8 @@ from vision_models import (
 
 from quire.proto.config import LoraConfig
 from quire.proto.lora import NO_SLOT
-from quire.proto.step import RowLogitsProcessors, RowSampling
+from quire.proto.step import RowSampling
 
-NO_MEDIA = RowLogitsProcessors(logit_bias=((IMAGE_TOKEN, -100.0), (VIDEO_TOKEN, -100.0)))
 GREEDY = RowSampling(temperature=0.0, logits_processors=NO_MEDIA)
 RANK, SCALING, NUM_TOKENS = 4, 2.0, 6
 

@@ -16,9 +16,8 @@ from quantized_models import SCHEMES, write_quantized
 from safetensors.torch import load_file, save_file
 from vision_kinds import VISION_KINDS
 from vision_models import (
-    IMAGE_TOKEN,
     MAX_TEXT_TOKEN,
-    VIDEO_TOKEN,
+    NO_MEDIA,
     VisionPrompt,
     VisionReference,
     save_model,
@@ -27,12 +26,10 @@ from vision_models import (
 from quire.proto.config import LoraConfig
 from quire.proto.errors import ConfigError
 from quire.proto.lora import NO_SLOT, LoraLoad
-from quire.proto.step import RowLogitsProcessors, RowSampling
+from quire.proto.step import RowSampling
 from quire.worker.models.moe.expert_layers import ExpertLayers
 from quire.worker.models.moe.moe import MixtureOfExperts
 
-# transformers embeds a generated token of an image as no token of text.
-NO_MEDIA = RowLogitsProcessors(logit_bias=((IMAGE_TOKEN, -100.0), (VIDEO_TOKEN, -100.0)))
 GREEDY = RowSampling(temperature=0.0, logits_processors=NO_MEDIA)
 LORA = LoraConfig(max_loras=2, max_lora_rank=8, max_cpu_loras=2)
 NUM_TOKENS = 6
